@@ -1,0 +1,60 @@
+# Twelve verbs; `make demo` and `make test` do all their own set-up on a fresh machine.
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+SERVICES := services/buffer services/reward services/searcher services/trainer
+EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
+NAME := quickstart-seed$(SEED)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo table control overlap test unit lint fix types clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproject.toml)
+	@echo "installing tba into $(VENV) (a few minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt $(EDITABLE)
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]'
+	touch $@
+
+demo: $(VENV)/.run  ## train a small model by TBA on this machine: SEED=n chooses the seed
+	$(BIN)/tba run recipes/quickstart.toml --seed $(SEED) --run-name $(NAME) --fresh
+
+table: $(VENV)/.run  ## the table of the README: the quickstart with seeds 0, 1, 2
+	for seed in 0 1 2; do $(MAKE) --no-print-directory demo SEED=$$seed || exit 1; done
+	$(BIN)/tba table runs/quickstart-seed0 runs/quickstart-seed1 runs/quickstart-seed2
+
+control: $(VENV)/.run  ## the control: the same run with rewards shuffled within each batch
+	$(BIN)/tba run recipes/quickstart.toml --seed $(SEED) --run-name control-seed$(SEED) --fresh \
+		--set trainer.shuffle_rewards=true
+	$(BIN)/tba table runs/control-seed$(SEED)
+
+overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlapped and alternating
+	$(BIN)/python benchmarks/bench_overlap.py --seed $(SEED)
+
+test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
+
+unit: $(VENV)/.test  ## the tests alone
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test  ## ruff and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.test  ## pyright
+	$(BIN)/python -m pyright
+
+fix: $(VENV)/.test  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove runs and cached models (not the virtual environment)
+	rm -rf runs models

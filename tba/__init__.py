@@ -1,0 +1,7 @@
+"""tba: Trajectory Balance with Asynchrony, as services.
+
+This package is the contract that the services share: wire formats, configuration, clients, the object store and the
+command line. It never imports torch (tests/unit/test_import_is_light.py).
+"""
+
+__version__ = "0.1.0"

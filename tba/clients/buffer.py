@@ -1,0 +1,137 @@
+"""Client of the buffer service: rollouts, prompts, batches, versions, run control."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    EvalInfo,
+    EvalRequest,
+    EvalResults,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    LedgerReply,
+    LineageReply,
+    LineageRequest,
+    MarkReply,
+    MarkRequest,
+    Prompt,
+    PromptUpload,
+    PromptUploadReply,
+    PushReply,
+    RunCommand,
+    RunInfo,
+    Stats,
+)
+from tba.clients.http import ServiceClient
+from tba.config.base import StrictModel
+from tba.wire import Batch, Heartbeat, decode_batch, encode_heartbeat, encode_push
+
+M = TypeVar("M", bound=StrictModel)
+Command = Literal["pause", "resume", "stop", "done", "fail"]
+
+
+class BufferClient(ServiceClient):
+    """One method per endpoint; docs/api.md describes them. Every method raises ServiceError subclasses."""
+
+    def _post(self, path: str, body: StrictModel, reply: type[M]) -> M:
+        return reply.model_validate_json(self._call("POST", path, json=body.model_dump_json().encode()).content)
+
+    def upload_prompts(self, prompts: Sequence[Prompt]) -> PromptUploadReply:
+        """Upload prompts; the same id with the same content is accepted again."""
+        return self._post("/v1/prompts", PromptUpload(prompts=list(prompts)), PromptUploadReply)
+
+    def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Claim visits."""
+        return self._post("/v1/leases", request, LeaseReply)
+
+    def return_leases(self, request: LeaseReturn) -> None:
+        """Give unfinished leases back."""
+        self._call("POST", "/v1/leases/return", json=request.model_dump_json().encode())
+
+    def push(self, payloads: Sequence[bytes]) -> PushReply:
+        """Store encoded rollouts; an outcome per item. Acknowledged means durable.
+
+        Raises:
+            BusyError: flow control; try again after `retry_after_s`.
+        """
+        return PushReply.model_validate_json(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)).content)
+
+    def heartbeat(self, beat: Heartbeat) -> None:
+        """Send a sign of life."""
+        self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat))
+
+    def request_eval(self, request: EvalRequest) -> EvalInfo:
+        """Ask for an evaluation of a published version; the same request again answers the same evaluation."""
+        return self._post("/v1/evals", request, EvalInfo)
+
+    def get_eval(self, eval_id: str) -> EvalInfo:
+        """One evaluation."""
+        return EvalInfo.model_validate_json(self._call("GET", f"/v1/evals/{eval_id}").content)
+
+    def eval_results(self, eval_id: str, results: EvalResults) -> None:
+        """Report the rewards of evaluation leases."""
+        self._call("POST", f"/v1/evals/{eval_id}/results", json=results.model_dump_json().encode())
+
+    def new_lineage(self, request: LineageRequest) -> LineageReply:
+        """A trainer starts: a new lineage number and fencing token."""
+        return self._post("/v1/lineages", request, LineageReply)
+
+    def mark(self, request: MarkRequest) -> MarkReply:
+        """Announce a published version and set the sync mark.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+        """
+        return self._post("/v1/marks", request, MarkReply)
+
+    def register_checkpoint(self, request: CheckpointRequest) -> None:
+        """Make a complete checkpoint the one that a resume starts from.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+        """
+        self._call("POST", "/v1/checkpoints", json=request.model_dump_json().encode())
+
+    def draw_batch(self, request: BatchRequest) -> Batch:
+        """Draw a batch, waiting up to `wait_s` on the server.
+
+        Raises:
+            BusyError: none can be drawn yet; `wait` names what is waited for.
+            RunOverError: the run is stopping, done or failed.
+            FencedError: a newer lineage owns the run.
+        """
+        response = self._call(
+            "POST", "/v1/batches", json=request.model_dump_json().encode(), timeout_s=request.wait_s + 30.0
+        )
+        return decode_batch(response.content)
+
+    def ack(self, batch_id: str, request: AckRequest) -> None:
+        """State that step (lineage, step) consumed the batch.
+
+        Raises:
+            ConflictError: the batch is void. FencedError: a newer lineage owns the run.
+        """
+        self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode())
+
+    def run(self) -> RunInfo:
+        """State of the run, components, waits, evaluations."""
+        return RunInfo.model_validate_json(self._call("GET", "/v1/run").content)
+
+    def stats(self) -> Stats:
+        """Counts of the buffer."""
+        return Stats.model_validate_json(self._call("GET", "/v1/stats").content)
+
+    def ledger(self, *, after: int = 0, limit: int = 1000) -> LedgerReply:
+        """Acked batches in order, from position `after`."""
+        reply = self._call("GET", "/v1/ledger", params={"after": after, "limit": limit})
+        return LedgerReply.model_validate_json(reply.content)
+
+    def command(self, name: Command, command: RunCommand) -> RunInfo:
+        """Change the state of the run."""
+        return self._post(f"/v1/run/{name}", command, RunInfo)

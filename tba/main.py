@@ -1,0 +1,45 @@
+"""The entry of every service: parse the recipe first, import the heavy parts after, end with one clear sentence."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from tba.config import Recipe, load_recipe
+from tba.errors import FencedError, TbaError
+from tba.logs import configure_logging
+
+EXIT_ERROR = 2
+EXIT_FENCED = 3
+
+
+def service_main(name: str, run: Callable[[Recipe], None], argv: Sequence[str] | None = None) -> int:
+    """Run one service.
+
+    Args:
+        name: `buffer`, `reward`, `searcher` or `trainer`.
+        run: blocks until the service ends.
+
+    Returns:
+        The exit code: 0, 2 for an error that is explained on stderr, 3 when a newer lineage took over, 130 for Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m tba_{name}", description=f"The {name} service of tba.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example buffer.port=0"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of expected errors too")
+    args = parser.parse_args(argv)
+    try:
+        recipe = load_recipe(args.config, sets=args.set)
+        configure_logging(recipe.log_format, service=name, run=recipe.run.name)
+        run(recipe)
+    except TbaError as error:
+        if args.debug:
+            raise
+        print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+        return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,108 @@
+"""The FastAPI application that every service starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import tba
+from tba.config import Recipe
+from tba.errors import LimitError
+from tba.service.auth import Authenticator
+from tba.service.problems import error_response, install_problem_handlers, problem_response
+
+Ready = Callable[[], Awaitable[str | None]]
+
+
+class MsgpackResponse(Response):
+    """A body that is msgpack already."""
+
+    media_type = "application/msgpack"
+
+
+class BodyLimit:
+    """Refuses bodies over `max_body_bytes` with 413: by Content-Length, and again while they stream in."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+
+    def _error(self, num_bytes: int) -> LimitError:
+        return LimitError(
+            f"the body has {num_bytes} bytes or more, the limit is {self.max_body_bytes}; send smaller requests"
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        if declared.isdigit() and int(declared) > self.max_body_bytes:
+            await error_response(self._error(int(declared)))(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_body_bytes:
+                # FastAPI lets only HTTPException out of its body parsing
+                raise HTTPException(LimitError.status, str(self._error(num_bytes)))
+            return message
+
+        await self.app(scope, limited, send)
+
+
+async def raw_body(request: Request) -> bytes:
+    """The whole body; BodyLimit has bounded it."""
+    return await request.body()
+
+
+def create_app(
+    *,
+    title: str,
+    recipe: Recipe,
+    max_body_bytes: int,
+    auth: Authenticator,
+    ready: Ready,
+    registry: CollectorRegistry,
+    lifespan: Any = None,
+) -> FastAPI:
+    """An application with problem documents, body limit, health and metrics; routes are added by the service.
+
+    Args:
+        ready: returns None when ready, else a sentence that says why not.
+        registry: what GET /metrics shows.
+    """
+    app = FastAPI(title=title, version=tba.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.state.auth = auth
+    install_problem_handlers(app)
+    build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "service"], registry=registry)
+    build.labels(version=tba.__version__, service=title).set(1)
+
+    @app.get("/livez", operation_id="livez")
+    async def livez() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", operation_id="readyz", response_model=None)
+    async def readyz() -> Response | dict[str, str]:
+        reason = await ready()
+        return {"status": "ok"} if reason is None else problem_response(status=503, slug="not-ready", detail=reason)
+
+    @app.get("/metrics", operation_id="metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version", operation_id="version")
+    async def version() -> dict[str, str]:
+        return {"service": title, "version": tba.__version__, "run": recipe.run.name}
+
+    return app

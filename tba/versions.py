@@ -1,0 +1,82 @@
+"""Policy versions, lineages and policy age (design.md, Semantics)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tba.errors import MalformedError
+
+_TEXT = re.compile(r"^(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,11})$")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    """One set of weights: which start of the trainer, which optimizer step. `(0, 0)` is the starting model."""
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}-{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Read `lineage-step`.
+
+        Raises:
+            MalformedError: the text is not two whole numbers joined by a hyphen.
+        """
+        match = _TEXT.match(text) if isinstance(text, str) else None
+        if match is None:
+            raise MalformedError(f"policy version {text!r} is not of the form LINEAGE-STEP, for example 1-40")
+        return cls(int(match[1]), int(match[2]))
+
+
+START = PolicyVersion(0, 0)
+"""The starting model."""
+
+
+class LineageTree:
+    """Which version each lineage started from.
+
+    Args:
+        parents: lineage number -> the version that lineage resumed from. Lineage 0 has no entry.
+    """
+
+    def __init__(self, parents: Mapping[int, PolicyVersion] | None = None) -> None:
+        self._parents: dict[int, PolicyVersion] = {}
+        for lineage, parent in sorted((parents or {}).items()):
+            self.add(lineage, parent)
+
+    @property
+    def parents(self) -> dict[int, PolicyVersion]:
+        """A copy of the lineage -> parent table."""
+        return dict(self._parents)
+
+    def add(self, lineage: int, parent: PolicyVersion) -> None:
+        """Record that `lineage` resumed from `parent`; parents are always older lineages."""
+        if parent.lineage >= lineage:
+            raise MalformedError(f"lineage {lineage} cannot start from {parent}: a parent is an older lineage")
+        self._parents[lineage] = parent
+
+    def ancestry(self, version: PolicyVersion) -> list[PolicyVersion]:
+        """The last version of each lineage on the way from `version` down to the starting model."""
+        path = [version]
+        while path[-1].lineage in self._parents:
+            path.append(self._parents[path[-1].lineage])
+        return path
+
+    def policy_age(self, rollout: PolicyVersion, trainer: PolicyVersion) -> int:
+        """Optimizer steps between the weights that made a rollout and the trainer, never below 0.
+
+        Across lineages: steps since min(the rollout's step, the step at which the two lineages parted).
+        """
+        last_step = {v.lineage: v.step for v in self.ancestry(trainer)}
+        parted = 0
+        for version in self.ancestry(rollout):
+            if version.lineage in last_step:
+                parted = min(version.step, last_step[version.lineage])
+                break
+        return max(0, trainer.step - min(rollout.step, parted))

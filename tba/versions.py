@@ -28,7 +28,7 @@ class PolicyVersion:
         Raises:
             MalformedError: the text is not two whole numbers joined by a hyphen.
         """
-        match = _TEXT.match(text) if isinstance(text, str) else None
+        match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise MalformedError(f"policy version {text!r} is not of the form LINEAGE-STEP, for example 1-40")
         return cls(int(match[1]), int(match[2]))

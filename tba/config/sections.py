@@ -21,14 +21,24 @@ class RunSection(StrictModel):
 
 
 class WarmStartSection(StrictModel):
-    """How to make a small starting model on this machine (the quickstart); absent when a model is given."""
+    """How to make a small starting model on this machine (the quickstart); absent when a model is given.
+
+    The model first learns from right answers, then for a while from careless ones: what the careless answers get wrong
+    decides how well the model does at the start of training.
+    """
 
     task: str
-    """Built-in task whose warm-start split the model is first trained on, with supervised learning."""
-    target_accuracy: float = Field(default=0.3, gt=0, lt=1)
-    """Stop when sampled accuracy on a validation slice reaches this."""
-    max_steps: int = Field(default=2000, ge=1)
-    """Stop at this many steps in any case."""
+    """Built-in task whose warm-start split the model learns from."""
+    school_accuracy: float = Field(default=0.9, gt=0, lt=1)
+    """The first phase ends when expected sampled accuracy on the validation split reaches this."""
+    school_max_steps: int = Field(default=800, ge=1)
+    """The first phase ends after this many supervised steps in any case."""
+    careless_steps: int = Field(default=80, ge=0)
+    """Supervised steps of the second phase."""
+    drop_carry: float = Field(default=0.45, ge=0, le=1)
+    """Probability that a careless answer forgets a carry."""
+    wrong_digit: float = Field(default=0.18, ge=0, le=1)
+    """Probability that a careless answer writes a random digit."""
     seed: int | None = Field(default=None, ge=0)
     """Seed of the starting model; default: the run's seed."""
 
@@ -37,7 +47,8 @@ class ModelSection(StrictModel):
     """The starting model: policy and reference begin here."""
 
     path: str
-    """Folder in Hugging Face format (config, tokenizer, safetensors). With `warm_start` it is the cache folder."""
+    """Folder in Hugging Face format (config, tokenizer, safetensors). With `warm_start` it is the cache folder, and
+    `{seed}` in it stands for the run's seed."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of published weights and of the searchers' engines."""
     policy_temperature: float = Field(default=1.0, gt=0)
@@ -130,6 +141,8 @@ class RewardSection(StrictModel):
     """Largest request body; larger is refused with 413."""
     item_timeout_s: float = Field(default=5.0, gt=0)
     """Deadline for one item; beyond it the result is an error, never a number."""
+    num_workers: int = Field(default=2, ge=1)
+    """Worker processes for rewards that are not fast; one that runs over its deadline is killed and replaced."""
 
 
 class SearcherSection(StrictModel):

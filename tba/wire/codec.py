@@ -39,8 +39,8 @@ def unpack(data: bytes, *, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> di
     if len(data) > max_bytes:
         raise LimitError(f"{what}: {len(data)} bytes exceed the limit of {max_bytes}; send smaller requests")
     try:
-        document = msgpack.unpackb(data, raw=False, strict_map_key=True, max_buffer_size=max(max_bytes, 1))
-    except Exception as error:  # msgpack raises ValueError, UnpackException and others: all mean the same here
+        document = msgpack.unpackb(data, raw=False, strict_map_key=True)  # sizes inside are bounded by len(data)
+    except (ValueError, msgpack.UnpackException) as error:
         raise MalformedError(f"{what}: the body is not one valid msgpack document ({error})") from None
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise MalformedError(f"{what}: expected a msgpack map with string keys, got {type(document).__name__}")

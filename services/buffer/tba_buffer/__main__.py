@@ -1,0 +1,28 @@
+"""`python -m tba_buffer --config FILE`: start the buffer service."""
+
+from __future__ import annotations
+
+import sys
+
+from tba.config import Recipe
+from tba.main import service_main
+
+
+def run(recipe: Recipe) -> None:
+    """Check Redis, then serve until SIGTERM.
+
+    Raises:
+        ConfigError: Redis cannot be reached or could lose data, or the address cannot be used.
+    """
+    from tba.service import load_tokens, serve
+    from tba_buffer.app import build_app
+    from tba_buffer.buffer import check_redis
+
+    tokens = load_tokens(recipe.auth.tokens_file)
+    app = build_app(recipe, tokens)
+    check_redis(recipe)
+    serve(app, host=recipe.buffer.host, port=recipe.buffer.port, tokens=tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(service_main("buffer", run))

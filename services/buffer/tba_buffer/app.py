@@ -1,0 +1,46 @@
+"""The FastAPI application of the buffer service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from tba.config import Recipe
+from tba.service import Authenticator, create_app
+from tba_buffer.buffer import Buffer
+from tba_buffer.routes import batches, evals, lineages, prompts, rollouts, run
+
+
+def build_app(recipe: Recipe, tokens: Mapping[str, str] | None) -> FastAPI:
+    """The application; Redis is first read when it starts.
+
+    Args:
+        tokens: role -> bearer token, or None on loopback.
+
+    Raises:
+        ConfigError: settings that could never work together.
+    """
+    registry = CollectorRegistry()
+    buffer, auth = Buffer(recipe, registry), Authenticator(tokens)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await buffer.start()
+        yield
+        await buffer.stop()
+
+    app = create_app(
+        title="buffer",
+        recipe=recipe,
+        max_body_bytes=recipe.buffer.max_body_bytes,
+        auth=auth,
+        ready=buffer.ready,
+        registry=registry,
+        lifespan=lifespan,
+    )
+    for routes in (rollouts, prompts, evals, batches, lineages, run):
+        app.include_router(routes.router(buffer, auth))
+    return app

@@ -1,0 +1,113 @@
+"""Components as their heartbeats show them, and who waits for what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tba.api import ComponentInfo, WaitInfo
+from tba.errors import ConflictError
+from tba.wire import Heartbeat
+from tba_buffer.context import Context
+from tba_buffer.redis_link import redis_errors
+
+FORGET_AFTER_S = 3600.0
+
+
+@dataclass(slots=True)
+class HeldWait:
+    """A long poll that this service holds open."""
+
+    owner: str
+    name: str
+    since_s: float
+    deadline_s: float
+
+
+class Components:
+    """The components of the run.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._held: list[HeldWait] = []
+
+    async def beat(self, beat: Heartbeat) -> None:
+        """Remember a sign of life.
+
+        Raises:
+            ConflictError: it belongs to another run.
+            UnavailableError: Redis did not answer.
+        """
+        if beat.run != self._context.run:
+            raise ConflictError(
+                f"{beat.component_id} belongs to run {beat.run!r}, this is {self._context.run!r}; "
+                "check that its recipe names this run"
+            )
+        wait = beat.wait
+        document = {
+            "kind": beat.kind,
+            "state": beat.state,
+            "version": None if beat.version is None else str(beat.version),
+            "wait": None if wait is None else [wait.name, wait.for_s, wait.deadline_in_s],
+            "gauges": dict(beat.gauges),
+            "at_s": self._context.clock(),
+        }
+        with redis_errors("store a heartbeat"):
+            await self._context.redis.hset(self._context.keys.components, beat.component_id, json.dumps(document))
+
+    @contextmanager
+    def waiting(self, owner: str, name: str, deadline_s: float) -> Iterator[HeldWait]:
+        """Show a long poll in GET /v1/run while it is held open; its name may change."""
+        held = HeldWait(owner, name, self._context.clock(), deadline_s)
+        self._held.append(held)
+        try:
+            yield held
+        finally:
+            self._held.remove(held)
+
+    async def read(self) -> tuple[list[ComponentInfo], list[WaitInfo]]:
+        """Components by id, and the waits of those alive and of this service's long polls. Long silent ones go.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        key, now = self._context.keys.components, self._context.clock()
+        with redis_errors("read the components"):
+            raw = await self._context.redis.hgetall(key)
+        infos, forgotten = [], []
+        waits = [
+            WaitInfo(owner=h.owner, name=h.name, for_s=now - h.since_s, deadline_in_s=h.deadline_s - now)
+            for h in self._held
+        ]
+        for component_id, text in sorted(raw.items()):
+            fields = json.loads(text)
+            age_s = max(0.0, now - fields["at_s"])
+            if age_s > FORGET_AFTER_S:
+                forgotten.append(component_id)
+                continue
+            alive = age_s <= self._context.recipe.buffer.heartbeat_timeout_s
+            infos.append(
+                ComponentInfo(
+                    component_id=component_id.decode(),
+                    kind=fields["kind"],
+                    state=fields["state"],
+                    version=fields["version"],
+                    alive=alive,
+                    heartbeat_age_s=age_s,
+                    gauges=fields["gauges"],
+                )
+            )
+            if alive and fields["wait"] is not None:
+                name, for_s, left_s = fields["wait"]
+                owner = component_id.decode()
+                waits.append(WaitInfo(owner=owner, name=name, for_s=for_s + age_s, deadline_in_s=left_s - age_s))
+        if forgotten:
+            with redis_errors("forget silent components"):
+                await self._context.redis.hdel(key, *forgotten)
+        return infos, waits

@@ -1,0 +1,71 @@
+"""What every part of this service is built with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from tba.config import Recipe
+from tba_buffer.keys import Keys
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.scripts import Scripts
+
+
+class Signal:
+    """Wakes long polls when something they may wait for has changed.
+
+    Example:
+        ticket = signal.ticket()    # before looking
+        ...look, and find that it is not there yet...
+        await signal.wait(ticket, 0.5)    # returns at once if something changed since the ticket was taken
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something has changed."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def ticket(self) -> asyncio.Event:
+        """Remembers now."""
+        return self._event
+
+    async def wait(self, ticket: asyncio.Event, timeout_s: float) -> None:
+        """Until something has changed since the ticket was taken, at most `timeout_s`."""
+        try:
+            await asyncio.wait_for(ticket.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The recipe, the Redis of the run, and the clock (Unix seconds)."""
+
+    recipe: Recipe
+    redis: Redis
+    keys: Keys
+    scripts: Scripts
+    clock: Callable[[], float] = time.time
+    changed: Signal = field(default_factory=Signal)
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.recipe.run.name
+
+    async def counters(self) -> Mapping[str, int]:
+        """All counters; a name that is absent has never been counted.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read the counters"):
+            raw = await self.redis.hgetall(self.keys.counters)
+        return {name.decode(): int(value) for name, value in raw.items()}

@@ -1,0 +1,243 @@
+"""Evaluations on held-out prompts, done by searchers with a pinned version.
+
+An evaluation is 2 * num_prompts units: per prompt one of kind `sample` and one of kind `greedy`, always over the first
+held-out prompts in upload order. Units are leased (leases.py) before any visit; an expired lease puts its unit back.
+The first result of a unit counts. Unknown scores are left out of every mean and counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tba.api import EvalInfo, EvalRequest, EvalResult, EvalResults
+from tba.errors import BadRequestError, ConflictError, NotFoundError
+from tba_buffer.context import Context
+from tba_buffer.prompts import Catalog
+from tba_buffer.redis_link import redis_errors
+
+KINDS = ("sample", "greedy")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One kind of one held-out prompt of one evaluation."""
+
+    eval_id: str
+    kind: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.eval_id}|{self.kind}|{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> Unit:
+        """Read what `str` wrote."""
+        eval_id, kind, number = text.split("|")
+        return cls(eval_id, kind, int(number))
+
+
+class Evals:
+    """The evaluations of the run.
+
+    Args:
+        context: Redis and settings.
+        catalog: where the held-out prompts are.
+    """
+
+    def __init__(self, context: Context, catalog: Catalog) -> None:
+        self._context = context
+        self._catalog = catalog
+
+    async def request(self, request: EvalRequest) -> EvalInfo:
+        """Open an evaluation; the same version, prompts and samples again answer the same one. An expired one is
+        opened again and keeps the results it has.
+
+        Raises:
+            ConflictError: there are no held-out prompts.
+            UnavailableError: Redis did not answer.
+        """
+        num_prompts = min(request.num_prompts, len(self._catalog.heldout))
+        if not num_prompts:
+            raise ConflictError("there are no held-out prompts to evaluate on; upload prompts with split 'heldout'")
+        eval_id, now = f"eval-{request.version}-{num_prompts}-{request.num_samples}", self._context.clock()
+        document = {
+            "eval_id": eval_id,
+            "version": request.version,
+            "state": "pending",
+            "num_prompts": num_prompts,
+            "num_samples": request.num_samples,
+            "success_reward": request.success_reward,
+            "created_at_s": now,
+            "deadline_s": now + request.timeout_s,
+        }
+        keys = self._context.keys
+        units = [str(Unit(eval_id, kind, number)) for number in range(num_prompts) for kind in KINDS]
+        await self._context.scripts.run(
+            "eval_request",
+            [keys.evals, keys.eval_order, keys.eval_todo, keys.eval_results],
+            [eval_id, json.dumps(document), now, *units],
+        )
+        return await self.get(eval_id)
+
+    async def get(self, eval_id: str) -> EvalInfo:
+        """One evaluation.
+
+        Raises:
+            NotFoundError: there is none with this id.
+            UnavailableError: Redis did not answer.
+        """
+        infos = await self._read([eval_id])
+        if not infos:
+            raise NotFoundError(f"there is no evaluation {eval_id!r}")
+        return infos[0]
+
+    async def all(self) -> list[EvalInfo]:
+        """Every evaluation, oldest first.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read the evaluations"):
+            ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
+        return await self._read([eval_id.decode() for eval_id in ids])
+
+    async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The stored documents of evaluations.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        if not eval_ids:
+            return {}
+        with redis_errors("read the evaluations"):
+            texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
+        return {eval_id: json.loads(text) for eval_id, text in zip(eval_ids, texts, strict=True) if text}
+
+    async def results(self, eval_id: str, results: EvalResults) -> None:
+        """Store results; idempotent by lease, and the first result of a unit counts.
+
+        Raises:
+            NotFoundError: no such evaluation, or a lease that is not one of its leases.
+            BadRequestError: the version is another one, or the number of rewards is not what was leased.
+            UnavailableError: Redis did not answer.
+        """
+        document = (await self.documents([eval_id])).get(eval_id)
+        if document is None:
+            raise NotFoundError(f"there is no evaluation {eval_id!r}")
+        if results.version != document["version"]:
+            raise BadRequestError(f"{eval_id} evaluates version {document['version']}, not {results.version}")
+        if document["state"] == "done" or not results.results:
+            return
+        keys = self._context.keys
+        with redis_errors("read the leases"):
+            units = await self._context.redis.hmget(keys.eval_units, [item.lease_id for item in results.results])
+        args: list[str] = [eval_id]
+        for item, unit in zip(results.results, units, strict=True):
+            if unit is None or Unit.parse(unit.decode()).eval_id != eval_id:
+                raise NotFoundError(f"lease {item.lease_id!r} is not a lease of {eval_id}")
+            _check_result(item, Unit.parse(unit.decode()), document["num_samples"])
+            args += [item.lease_id, item.model_dump_json(include={"rewards", "num_response_tokens"})]
+        num_done = await self._context.scripts.run(
+            "eval_results",
+            [keys.eval_units, keys.eval_results, keys.eval_done, keys.leases, keys.lease_deadlines],
+            args,
+        )
+        if num_done >= len(KINDS) * document["num_prompts"]:
+            await self._finish(document)
+
+    async def _read(self, eval_ids: Sequence[str]) -> list[EvalInfo]:
+        documents = await self.documents(eval_ids)
+        if not documents:
+            return []
+        with redis_errors("read the evaluations"):
+            counts = await self._context.redis.hmget(self._context.keys.eval_done, list(documents))
+        infos = []
+        for document, count in zip(documents.values(), counts, strict=True):
+            num_units, num_done = len(KINDS) * document["num_prompts"], int(count or 0)
+            if document["state"] == "pending" and num_done >= num_units:
+                document = await self._finish(document)  # the process died between the last result and this
+            infos.append(self._info(document, num_done))
+        return infos
+
+    def _info(self, document: dict[str, Any], num_done: int) -> EvalInfo:
+        state = document["state"]
+        if state == "pending" and document["deadline_s"] <= self._context.clock():
+            state = "expired"
+        return EvalInfo(
+            eval_id=document["eval_id"],
+            version=document["version"],
+            state=state,
+            num_prompts=document["num_prompts"],
+            num_done=document["num_prompts"] if state == "done" else num_done // len(KINDS),
+            created_at_s=document["created_at_s"],
+            **document.get("summary", {}),
+        )
+
+    async def _finish(self, document: dict[str, Any]) -> dict[str, Any]:
+        eval_id, keys, redis = document["eval_id"], self._context.keys, self._context.redis
+        units = [Unit(eval_id, kind, number) for number in range(document["num_prompts"]) for kind in KINDS]
+        with redis_errors("finish an evaluation"):
+            texts = await redis.hmget(keys.eval_results, [str(unit) for unit in units])
+            leases = await redis.hgetall(keys.eval_units)
+            if any(text is None for text in texts):  # another request has just finished it
+                return (await self.documents([eval_id]))[eval_id]
+            results = {unit: json.loads(text) for unit, text in zip(units, texts, strict=True)}
+            summary = summarise(results, success_reward=document["success_reward"])
+            done = {**document, "state": "done", "summary": {**summary, "finished_at_s": self._context.clock()}}
+            ended = [lease for lease, unit in leases.items() if Unit.parse(unit.decode()).eval_id == eval_id]
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.hset(keys.evals, eval_id, json.dumps(done))
+                pipe.hdel(keys.eval_results, *(str(unit) for unit in units))
+                pipe.hdel(keys.eval_done, eval_id)
+                if ended:
+                    pipe.hdel(keys.eval_units, *ended)
+                await pipe.execute()
+        self._context.changed.notify()
+        return done
+
+
+def summarise(results: dict[Unit, dict[str, list[Any]]], *, success_reward: float) -> dict[str, float | int | None]:
+    """The numbers of a finished evaluation.
+
+    Accuracy is the mean over prompts of the share of successes among the known scores of that prompt; prompts without
+    a known score are left out. None where nothing is known.
+    """
+    successes: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    rewards: list[float] = []
+    lengths: list[int] = []
+    num_unknown = 0
+    for unit, result in results.items():
+        known = [reward for reward in result["rewards"] if reward is not None]
+        num_unknown += len(result["rewards"]) - len(known)
+        if known:
+            successes[unit.kind].append(float(np.mean([reward >= success_reward for reward in known])))
+        if unit.kind == "sample":
+            rewards += known
+            lengths += result["num_response_tokens"]
+    return {
+        "accuracy": _mean(successes["sample"]),
+        "greedy_accuracy": _mean(successes["greedy"]),
+        "mean_reward": _mean(rewards),
+        "mean_response_tokens": _mean(lengths),
+        "num_unknown": num_unknown,
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _check_result(item: EvalResult, unit: Unit, num_samples: int) -> None:
+    wanted = num_samples if unit.kind == "sample" else 1
+    if len(item.rewards) != wanted or len(item.num_response_tokens) != wanted:
+        raise BadRequestError(
+            f"lease {item.lease_id!r} ({unit.kind}) asked for {wanted} completions, got {len(item.rewards)} rewards "
+            f"and {len(item.num_response_tokens)} lengths"
+        )
+    if not all(reward is None or np.isfinite(reward) for reward in item.rewards):
+        raise BadRequestError(f"lease {item.lease_id!r}: a reward is not finite; an unknown score is null")

@@ -1,0 +1,163 @@
+"""Leases: who works on which visit or evaluation unit until when. Expired and returned ones are given out again.
+
+A visit is fulfilled once `rollouts_per_visit` rollouts that name it are stored, in one push or several, from whoever
+sampled them. A lease that ends earlier leaves the rest: the next lease of that visit asks for the missing rollouts
+only. Evaluation units come before visits; returned and expired visits before new ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tba.api import Lease, LeaseReply, LeaseRequest, LeaseReturn
+from tba.wire import new_id
+from tba_buffer.context import Context
+from tba_buffer.evals import Evals, Unit
+from tba_buffer.flow import FlowSettings, generation_room
+from tba_buffer.flow_counts import read_flow_counts
+from tba_buffer.prompts import Catalog, VisitOrder
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.run_state import RunControl, RunFields
+from tba_buffer.view import IndexView
+
+RETRY_S = 0.25
+ATTEMPTS = 3
+
+
+class Leases:
+    """Gives out work.
+
+    Args:
+        context: Redis and settings.
+        catalog: the prompts.
+        evals: the evaluations.
+        run: the state of the run.
+        view: what is stored (for flow control).
+    """
+
+    def __init__(self, context: Context, *, catalog: Catalog, evals: Evals, run: RunControl, view: IndexView) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._evals = evals
+        self._run = run
+        self._view = view
+        self._order = VisitOrder(catalog, context.recipe.run.seed)
+        self._flow = FlowSettings.of(context.recipe)
+        keys = context.keys
+        self._keys = [
+            keys.visits,
+            keys.returned,
+            keys.leases,
+            keys.lease_deadlines,
+            keys.cursor,
+            keys.counters,
+            keys.evals,
+            keys.eval_todo,
+            keys.eval_units,
+            keys.eval_results,
+        ]
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Claim up to `max_leases` evaluation units and visits.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        fields = await self._run.read()
+        room, wait = await self._room(fields)
+        leases: list[Lease] = []
+        if fields.state in ("running", "stopping"):
+            leases = await self._claim(request, room if wait is None else 0)
+        return LeaseReply(
+            leases=leases,
+            latest_version=fields.latest_version,
+            run_state=fields.state,
+            wait=None if leases else wait,
+            retry_after_s=0.0 if leases else RETRY_S,
+        )
+
+    async def give_back(self, request: LeaseReturn) -> None:
+        """End leases of this searcher before their deadline; what they owed is leased again.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        await self._context.scripts.run("return", self._keys, [request.searcher_id, *request.lease_ids])
+
+    async def _room(self, fields: RunFields) -> tuple[int | None, str | None]:
+        if fields.state != "running":
+            return 0, f"run-{fields.state}"
+        if fields.latest_version is None:
+            return 0, "no-version"
+        if not self._catalog.train:
+            return 0, "no-prompts"
+        index = await self._view.level()
+        return generation_room(await read_flow_counts(self._context, index), self._flow)
+
+    async def _claim(self, request: LeaseRequest, room: int | None) -> list[Lease]:
+        now, sampling = self._context.clock(), self._context.recipe.sampling
+        lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
+        max_train = request.max_leases if room is None else min(request.max_leases, math.ceil(room / num_visit))
+        for _ in range(ATTEMPTS):
+            with redis_errors("read the cursor"):
+                cursor = ((await self._context.redis.get(self._context.keys.cursor)) or b"").decode()
+            candidates = self._order.next(cursor, max_train)
+            moved, *flat = await self._context.scripts.run(
+                "lease",
+                self._keys,
+                [
+                    now,
+                    now + lease_s,
+                    request.searcher_id,
+                    num_visit,
+                    request.max_leases,
+                    max_train,
+                    -1 if room is None else room,
+                    cursor,
+                    len(candidates),
+                    *(new_id("lease") for _ in range(request.max_leases)),
+                    *(part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)),
+                ],
+            )
+            if flat or not moved:
+                return await self._leases(flat, lease_s)
+        return []
+
+    async def _leases(self, flat: list[bytes | int], lease_s: float) -> list[Lease]:
+        rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
+        eval_ids = sorted({Unit.parse(row[2]).eval_id for row in rows if row[0] == "eval"})
+        documents = await self._evals.documents(eval_ids)
+        leases = []
+        for kind, lease_id, subject, prompt_id, num in rows:
+            if kind == "train":
+                found = self._catalog.find(prompt_id)
+                assert found is not None, f"visit {subject} names prompt {prompt_id!r}, which is not in the catalog"
+                lease = Lease(
+                    lease_id=lease_id,
+                    kind="train",
+                    visit_id=subject,
+                    prompt=found[1],
+                    num_rollouts=int(num),
+                    expires_in_s=lease_s,
+                )
+            else:
+                lease = self._eval_lease(lease_id, Unit.parse(subject), documents, lease_s)
+            leases.append(lease)
+        return leases
+
+    def _eval_lease(self, lease_id: str, unit: Unit, documents: dict[str, dict], lease_s: float) -> Lease:
+        document = documents[unit.eval_id]
+        return Lease(
+            lease_id=lease_id,
+            kind="greedy" if unit.kind == "greedy" else "sample",
+            visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
+            prompt=self._catalog.heldout[unit.number],
+            num_rollouts=1 if unit.kind == "greedy" else document["num_samples"],
+            expires_in_s=lease_s,
+            eval_id=unit.eval_id,
+            version=document["version"],
+        )
+
+
+def _text(value: bytes | int) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,128 @@
+"""Lineages: every start of a trainer takes a number and a fencing token; older tokens are refused from then on.
+
+Marks, checkpoints, batches and acks carry the token. The scripts compare it with the living one in the same atomic
+call that writes, so a zombie trainer can change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from tba.api import CheckpointRequest, LineageReply, LineageRequest, MarkRequest
+from tba.errors import ConflictError, FencedError
+from tba.versions import START, LineageTree, PolicyVersion
+from tba_buffer.context import Context
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.view import num_marks_kept
+
+
+def fenced(what: str) -> FencedError:
+    """The error of a stale token."""
+    return FencedError(f"{what} was refused: a newer trainer start owns this run; stop this trainer")
+
+
+class Lineages:
+    """The lineage table, and what needs the living token.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.tree = LineageTree()
+
+    async def load(self) -> None:
+        """Read the table.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read the lineages"):
+            raw = await self._context.redis.hgetall(self._context.keys.lineages)
+        self.tree = LineageTree(
+            {int(lineage): PolicyVersion.parse(json.loads(text)["parent"]) for lineage, text in raw.items()}
+        )
+
+    def knows(self, lineage: int) -> bool:
+        """Whether some trainer start took this number."""
+        return lineage in self.tree.parents
+
+    def living(self, lineage: int) -> dict[int, int]:
+        """Lineage -> last step of it that belongs to the history of `lineage`; its own steps are not bounded."""
+        path = self.tree.ancestry(PolicyVersion(lineage, 10**12))
+        return {version.lineage: version.step for version in path}
+
+    async def new(self, request: LineageRequest) -> LineageReply:
+        """A trainer starts from `request.parent`.
+
+        Raises:
+            ConflictError: no trainer ever made the parent version.
+            UnavailableError: Redis did not answer.
+        """
+        parent, token, keys = PolicyVersion.parse(request.parent), secrets.token_hex(16), self._context.keys
+        document = {
+            "parent": str(parent),
+            "trainer_id": request.trainer_id,
+            "created_at_s": self._context.clock(),
+        }
+        if parent.lineage == 0 and parent != START:
+            raise ConflictError(f"no trainer made version {parent}: lineage 0 has only the starting model 0-0")
+        reply = await self._context.scripts.run(
+            "lineage",
+            [keys.run, keys.lineages, keys.open_batches, keys.counters],
+            [token, json.dumps(document), parent.lineage, parent.step],
+        )
+        if reply[0] == b"unknown-parent":
+            raise ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
+        await self.load()
+        self._context.changed.notify()
+        return LineageReply(lineage=int(reply[1]), token=token)
+
+    async def mark(self, request: MarkRequest) -> int:
+        """Announce a version and set the sync mark; answers its log position.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+            ConflictError: the version is not of the living lineage's history.
+            UnavailableError: Redis did not answer.
+        """
+        version, keys = PolicyVersion.parse(request.version), self._context.keys
+        await self._check_history(version, request.token, f"the mark of version {version}")
+        reply = await self._context.scripts.run(
+            "mark",
+            [keys.run, keys.log, keys.counters, keys.marks],
+            [
+                request.token,
+                version.lineage,
+                version.step,
+                num_marks_kept(self._context.recipe.sampling.recent_versions),
+            ],
+        )
+        if reply[0] == b"fenced":
+            raise fenced(f"the mark of version {version}")
+        self._context.changed.notify()
+        return int(reply[1])
+
+    async def checkpoint(self, request: CheckpointRequest) -> None:
+        """Register a complete checkpoint.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+            ConflictError: the version is not of the living lineage's history.
+            UnavailableError: Redis did not answer.
+        """
+        version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
+        await self._check_history(version, request.token, what)
+        args = [request.token, str(version), request.key]
+        if await self._context.scripts.run("checkpoint", [self._context.keys.run], args) == b"fenced":
+            raise fenced(what)
+
+    async def _check_history(self, version: PolicyVersion, token: str, what: str) -> None:
+        with redis_errors("read the run"):
+            living, lineage = await self._context.redis.hmget(self._context.keys.run, "token", "lineage")
+        if living is None or living.decode() != token:
+            raise fenced(what)
+        if version.step > self.living(int(lineage)).get(version.lineage, -1):
+            raise ConflictError(f"{what} was refused: it is not in the history of lineage {int(lineage)}")

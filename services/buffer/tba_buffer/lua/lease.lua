@@ -1,0 +1,71 @@
+-- Claim evaluation units and visits; expired leases come back first.
+-- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
+--       9 eval_units, 10 eval_results
+-- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
+--       7 most rollouts of train leases (-1: any), 8 the cursor as the caller saw it, 9 number of candidates,
+--       then the ids for new leases, then per candidate: visit id, prompt id, cursor after it
+-- Returns {1 if the cursor has moved meanwhile, then per lease: 'train', lease id, visit id, prompt id, rollouts
+--          or: 'eval', lease id, unit, '', 0}.
+local now, max_leases, max_train = tonumber(ARGV[1]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local room, num_candidates = tonumber(ARGV[7]), tonumber(ARGV[9])
+
+local function open(lease_id, lease)
+  redis.call('HSET', KEYS[3], lease_id, cjson.encode(lease))
+  redis.call('ZADD', KEYS[4], ARGV[2], lease_id)
+  redis.call('HINCRBY', KEYS[6], 'leases:granted', 1)
+end
+
+for _, lease_id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', ARGV[1])) do
+  release(lease_id, 'expired')
+end
+
+local reply, num_leases, num_train = {0}, 0, 0
+while num_leases < max_leases do
+  local unit = redis.call('LPOP', KEYS[8])
+  if not unit then break end
+  local text = redis.call('HGET', KEYS[7], string.match(unit, '^([^|]*)|'))
+  local eval = text and cjson.decode(text)
+  if eval and eval.state == 'pending' and eval.deadline_s > now and redis.call('HEXISTS', KEYS[10], unit) == 0 then
+    num_leases = num_leases + 1
+    local lease_id = ARGV[9 + num_leases]
+    open(lease_id, {k = 'eval', s = ARGV[3], u = unit})
+    redis.call('HSET', KEYS[9], lease_id, unit)
+    for _, value in ipairs({'eval', lease_id, unit, '', 0}) do reply[#reply + 1] = value end
+  end
+end
+
+local function grant(visit_id, visit)
+  num_leases, num_train = num_leases + 1, num_train + 1
+  local lease_id = ARGV[9 + num_leases]
+  visit.l = lease_id
+  redis.call('HSET', KEYS[1], visit_id, cjson.encode(visit))
+  redis.call('HINCRBY', KEYS[6], 'inflight', visit.n)
+  open(lease_id, {k = 'train', s = ARGV[3], v = visit_id})
+  if room >= 0 then room = math.max(0, room - visit.n) end
+  for _, value in ipairs({'train', lease_id, visit_id, visit.p, visit.n}) do reply[#reply + 1] = value end
+end
+
+local function may_grant() return num_leases < max_leases and num_train < max_train and room ~= 0 end
+
+while may_grant() do
+  local visit_id = redis.call('LPOP', KEYS[2])
+  if not visit_id then break end
+  local text = redis.call('HGET', KEYS[1], visit_id)
+  if text then grant(visit_id, cjson.decode(text)) end
+end
+
+if may_grant() and num_candidates > 0 then
+  if (redis.call('GET', KEYS[5]) or '') ~= ARGV[8] then
+    reply[1] = 1
+  else
+    local cursor
+    for i = 1, num_candidates do
+      if not may_grant() then break end
+      local at = 9 + max_leases + (i - 1) * 3
+      grant(ARGV[at + 1], {p = ARGV[at + 2], n = tonumber(ARGV[4])})
+      cursor = ARGV[at + 3]
+    end
+    if cursor then redis.call('SET', KEYS[5], cursor) end
+  end
+end
+return reply

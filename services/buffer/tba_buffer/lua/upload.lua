@@ -1,0 +1,16 @@
+-- Add prompts, all or nothing; the same id with the same content is accepted again.
+-- KEYS: 1 prompts, 2 prompt_order
+-- ARGV: pairs of prompt id, canonical JSON
+-- Returns {'conflict', prompt id} or {'ok', number of new ones}.
+for i = 1, #ARGV, 2 do
+  local old = redis.call('HGET', KEYS[1], ARGV[i])
+  if old and old ~= ARGV[i + 1] then return {'conflict', ARGV[i]} end
+end
+local num_new = 0
+for i = 1, #ARGV, 2 do
+  if redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then
+    redis.call('RPUSH', KEYS[2], ARGV[i])
+    num_new = num_new + 1
+  end
+end
+return {'ok', num_new}

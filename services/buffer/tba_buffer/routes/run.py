@@ -1,0 +1,59 @@
+"""The run: its state, its components, its counts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Depends, Request
+
+from tba.api import RunCommand, RunInfo, Stats
+from tba.service import Authenticator, raw_body
+from tba.wire import decode_heartbeat
+from tba_buffer.buffer import Buffer
+
+
+def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Heartbeats, state, commands, stats."""
+    api = APIRouter(prefix="/v1")
+
+    @api.post(
+        "/heartbeats",
+        operation_id="heartbeat",
+        status_code=204,
+        dependencies=[Depends(auth.require("searcher", "trainer", "operator"))],
+    )
+    async def heartbeat(request: Request) -> None:
+        """A sign of life (msgpack `tba.wire.encode_heartbeat`)."""
+        await buffer.components.beat(decode_heartbeat(await raw_body(request)))
+
+    @api.get("/run", operation_id="run", dependencies=[Depends(auth.require("viewer", "searcher", "trainer"))])
+    async def run() -> RunInfo:
+        """State of the run, components, waits, evaluations."""
+        return await buffer.run_info()
+
+    _add_end_command(api, "done", buffer, auth)
+    _add_end_command(api, "fail", buffer, auth)
+
+    @api.post("/run/{command}", operation_id="command", dependencies=[Depends(auth.require("operator"))])
+    async def command(command: Literal["pause", "resume", "stop"], body: RunCommand) -> RunInfo:
+        """Pause, resume or stop the run."""
+        await buffer.run.command(command, body)
+        return await buffer.run_info()
+
+    @api.get("/stats", operation_id="stats", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    async def stats() -> Stats:
+        """Counts of the whole run."""
+        return await buffer.stats()
+
+    return api
+
+
+def _add_end_command(api: APIRouter, name: Literal["done", "fail"], buffer: Buffer, auth: Authenticator) -> None:
+    async def end(body: RunCommand) -> RunInfo:
+        """The trainer with the living token ends the run."""
+        await buffer.run.command(name, body)
+        return await buffer.run_info()
+
+    # before /run/{command}, which would refuse the name
+    dependencies = [Depends(auth.require("trainer"))]
+    api.add_api_route(f"/run/{name}", end, methods=["POST"], operation_id=name, dependencies=dependencies)

@@ -1,0 +1,94 @@
+"""The state of the run, in Redis: what is allowed now, and where the living lineage stands.
+
+running <-> paused        pause, resume (operator)
+running, paused -> stopping        stop (operator): no new visits, no new batches; evaluations go on
+any -> done, failed                done, fail (the trainer with the living token)
+stopping, done, failed -> running  a new lineage: a trainer starts again
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from tba.api import RunCommand, RunState
+from tba.errors import ConflictError
+from tba_buffer.context import Context
+from tba_buffer.lineage import fenced
+from tba_buffer.redis_link import redis_errors
+
+Command = Literal["pause", "resume", "stop", "done", "fail"]
+
+# command -> (state it leads to, states it starts from, whether it needs the living token)
+COMMANDS: dict[Command, tuple[RunState, tuple[RunState, ...], bool]] = {
+    "pause": ("paused", ("running",), False),
+    "resume": ("running", ("paused",), False),
+    "stop": ("stopping", ("running", "paused"), False),
+    "done": ("done", ("running", "paused", "stopping", "failed"), True),
+    "fail": ("failed", ("running", "paused", "stopping"), True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFields:
+    """The `run` hash. Versions are `lineage-step` texts; `step` is the last acked step of the living lineage."""
+
+    state: RunState
+    reason: str | None
+    lineage: int
+    token: str | None
+    step: int
+    latest_version: str | None
+    checkpoint: str | None
+    checkpoint_key: str | None
+
+
+class RunControl:
+    """Reads and changes the state of the run.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def read(self) -> RunFields:
+        """The run as Redis has it.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read the run"):
+            raw = await self._context.redis.hgetall(self._context.keys.run)
+        fields = {name.decode(): value.decode() for name, value in raw.items()}
+        return RunFields(
+            state=cast(RunState, fields.get("state", "running")),
+            reason=fields.get("reason") or None,
+            lineage=int(fields.get("lineage", 0)),
+            token=fields.get("token"),
+            step=int(fields.get("step", 0)),
+            latest_version=fields.get("latest_version"),
+            checkpoint=fields.get("checkpoint"),
+            checkpoint_key=fields.get("checkpoint_key"),
+        )
+
+    async def command(self, name: Command, command: RunCommand) -> None:
+        """Change the state; repeating a command changes nothing.
+
+        Raises:
+            FencedError: done or fail without the living token.
+            ConflictError: the state does not allow it.
+            UnavailableError: Redis did not answer.
+        """
+        state, allowed_from, needs_token = COMMANDS[name]
+        args = [state, command.reason or "", command.token or "", int(needs_token), *allowed_from]
+        reply = await self._context.scripts.run("command", [self._context.keys.run], args)
+        if reply[0] == b"fenced":
+            raise fenced(f"the command {name!r}")
+        if reply[0] == b"refused":
+            raise ConflictError(
+                f"{name!r} is not possible while the run is {reply[1].decode()}; "
+                f"it is possible while it is {' or '.join(allowed_from)}"
+            )
+        self._context.changed.notify()

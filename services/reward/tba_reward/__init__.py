@@ -1,0 +1,1 @@
+"""The reward service: completions in, rewards out, over HTTP. It keeps no state."""

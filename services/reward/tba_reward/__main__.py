@@ -1,0 +1,21 @@
+"""`python -m tba_reward --config FILE`."""
+
+from __future__ import annotations
+
+import sys
+
+from tba.config import Recipe
+from tba.main import service_main
+
+
+def run(recipe: Recipe) -> None:
+    """Serve until SIGTERM."""
+    from tba.service import load_tokens, serve
+    from tba_reward.app import build_app
+
+    tokens = load_tokens(recipe.auth.tokens_file)
+    serve(build_app(recipe, tokens=tokens), host=recipe.reward.host, port=recipe.reward.port, tokens=tokens)
+
+
+if __name__ == "__main__":  # worker processes import this module again
+    sys.exit(service_main("reward", run))

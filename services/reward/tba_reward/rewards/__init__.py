@@ -1,0 +1,1 @@
+"""One reward per file; see `tba_reward.registry`."""

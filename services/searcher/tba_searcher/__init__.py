@@ -1,0 +1,1 @@
+"""The searcher service: generates completions with slightly old weights and pushes them to the buffer."""

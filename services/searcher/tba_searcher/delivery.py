@@ -1,0 +1,236 @@
+"""From complete visits to the buffer: score, then push (training) or report (evaluation). Two tasks, two queues.
+
+    complete visits --scoring--> scored visits --pushing--> buffer
+
+    scoring   waits for visits; while the reward service is away ("reward-unreachable", deadline score_retry_s; after
+              one such deadline further visits are tried once each, until the service answers again)
+    pushing   waits for scored visits; while the buffer is busy (the wait it names) or away ("buffer-unreachable",
+              deadline retry_s, then the searcher ends with an error)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreResult
+from tba.clients import BufferClient, RewardClient
+from tba.config import Recipe
+from tba.errors import BadRequestError, NotFoundError, RunOverError, WaitTimeoutError
+from tba.logs import get_logger
+from tba.wire import Rollout, Sampling, encode_rollout, new_rollout_id
+from tba_searcher.status import Status
+from tba_searcher.text import TextCodec
+from tba_searcher.visits import Visit
+from tba_searcher.waits import patiently
+
+T = TypeVar("T")
+log = get_logger("delivery")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    visit: Visit
+    payloads: list[bytes]
+    """Encoded rollouts; none for an evaluation."""
+    rewards: list[float | None]
+    num_response_tokens: list[int]
+
+
+class Delivery:
+    """Scores and pushes complete visits.
+
+    `on_reply` is told about every push reply, which carries the newest version and the run's state.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        buffer: BufferClient,
+        reward: RewardClient,
+        codec: TextCodec,
+        status: Status,
+    ) -> None:
+        self._recipe, self._buffer, self._reward = recipe, buffer, reward
+        self._codec, self._status = codec, status
+        self.on_reply: Callable[[PushReply], None] | None = None
+        self._complete: asyncio.Queue[Visit] = asyncio.Queue()
+        self._scored: asyncio.Queue[_Scored] = asyncio.Queue()
+        self._num_open = 0
+        self._reward_is_away = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being scored or pushed."""
+        return self._num_open == 0
+
+    def put(self, visit: Visit) -> None:
+        """Take over a visit (complete, or cut short by a drain) with at least one completion."""
+        self._num_open += 1
+        self._complete.put_nowait(visit)
+
+    def put_unknown(self, visit: Visit) -> None:
+        """Report an evaluation whose prompt cannot be sampled: all its scores are unknown."""
+        self._num_open += 1
+        num = visit.lease.num_rollouts
+        self._scored.put_nowait(_Scored(visit, [], [None] * num, [0] * num))
+
+    async def score_forever(self) -> None:
+        """Score visits, as many at once as fit into one push."""
+        while True:
+            visits = [await self._complete.get()]
+            num = len(visits[0].completions)
+            while not self._complete.empty() and num < self._recipe.searcher.push_max_rollouts:
+                visits.append(self._complete.get_nowait())
+                num += len(visits[-1].completions)
+            await self._score(visits)
+
+    async def push_forever(self) -> None:
+        """Push scored visits together, and report evaluations."""
+        while True:
+            batch = [await self._scored.get()]
+            while not self._scored.empty():
+                batch.append(self._scored.get_nowait())
+            await self._push([payload for item in batch for payload in item.payloads])
+            await self._report([item for item in batch if item.visit.pinned is not None])
+            self._num_open -= len(batch)
+
+    async def _score(self, visits: list[Visit]) -> None:
+        completions = [completion for visit in visits for completion in visit.completions]
+        owners = [visit for visit in visits for _ in visit.completions]
+        texts = self._codec.decode_responses(completions)
+        ids = [new_rollout_id() for _ in completions]
+        items = [
+            ScoreItem(
+                item_id=rollout_id.hex(),
+                task=visit.lease.prompt.task,
+                prompt=visit.lease.prompt.text,
+                response=text,
+                data=visit.lease.prompt.data,
+                finish_reason=completion.finish_reason,
+            )
+            for visit, completion, text, rollout_id in zip(owners, completions, texts, ids, strict=True)
+        ]
+        most, results = self._recipe.reward.max_items, []
+        for start in range(0, len(items), most):
+            results += await self._results(items[start : start + most])
+        at = 0
+        for visit in visits:
+            end = at + len(visit.completions)
+            payloads = [] if visit.pinned is not None else [
+                encode_rollout(self._rollout(visit, i - at, ids[i], texts[i], results[i])) for i in range(at, end)
+            ]
+            rewards = [result.reward if isinstance(result, ScoreResult) else None for result in results[at:end]]
+            lengths = [len(completion.response_tokens) for completion in visit.completions]
+            self._scored.put_nowait(_Scored(visit, payloads, rewards, lengths))
+            at = end
+
+    async def _results(self, items: list[ScoreItem]) -> list[ScoreResult] | list[str]:
+        """One result per item, or one reason per item why it is not scored yet."""
+        patience_s = 0.0 if self._reward_is_away else self._recipe.searcher.score_retry_s
+        try:
+            reply = await patiently(
+                lambda: self._reward.score(items),
+                waits=self._status.waits,
+                owner="scoring",
+                service="reward",
+                deadline_s=patience_s,
+                renew_busy=False,
+            )
+        except WaitTimeoutError as error:
+            if not self._reward_is_away:
+                log.warning("reward service is away; rollouts are pushed unscored", detail=str(error))
+            self._reward_is_away = True
+            reason = f"the reward service did not answer for {self._recipe.searcher.score_retry_s:g} s"
+        except BadRequestError as error:
+            log.warning("scoring refused", detail=str(error), num_items=len(items))
+            reason = f"the reward service refused the request: {error}"
+        else:
+            self._reward_is_away = False
+            return list(reply.results)
+        self._status.counts["scores_pending"] += len(items)
+        return [reason] * len(items)
+
+    def _rollout(self, visit: Visit, index: int, rollout_id: bytes, text: str, result: ScoreResult | str) -> Rollout:
+        completion, lease = visit.completions[index], visit.lease
+        if isinstance(result, str):
+            status, reason, reward, reward_version = "pending", result, None, None
+        elif result.error is not None or result.reward is None:
+            self._status.counts["scores_failed"] += 1
+            detail = f"{result.error.reason}: {result.error.detail}" if result.error else "no reward in the reply"
+            status, reason, reward, reward_version = "failed", detail, None, result.reward_version
+        else:
+            status, reason, reward, reward_version = "scored", None, result.reward, result.reward_version or "unknown"
+        return Rollout(
+            rollout_id=rollout_id,
+            run=self._recipe.run.name,
+            task=lease.prompt.task,
+            prompt_id=lease.prompt.prompt_id,
+            visit_id=lease.visit_id,
+            prompt_tokens=np.array(visit.prompt_tokens, np.int32),
+            response_tokens=completion.response_tokens,
+            response_text=text,
+            finish_reason=completion.finish_reason,
+            version_spans=completion.version_spans,
+            sampling=Sampling(temperature=visit.temperature),
+            sampler_logprobs=completion.sampler_logprobs,
+            ref_logprob=None,
+            reward=reward,
+            reward_status=status,
+            reward_reason=reason,
+            reward_version=reward_version,
+            searcher_id=self._status.searcher_id,
+            started_at_s=completion.started_at_s,
+            finished_at_s=completion.finished_at_s,
+        )
+
+    async def _push(self, payloads: list[bytes]) -> None:
+        most = self._recipe.searcher.push_max_rollouts
+        for start in range(0, len(payloads), most):
+            part = payloads[start : start + most]
+            try:
+                reply = await self._to_buffer(lambda part=part: self._buffer.push(part))
+            except RunOverError as error:
+                log.warning("run is over; rollouts are dropped", num_rollouts=len(part), detail=str(error))
+                self._status.counts["rollouts_refused"] += len(part)
+                continue
+            finally:
+                self._status.num_unpushed -= len(part)
+            for outcome in reply.outcomes:
+                counter = {"new": "rollouts_pushed", "duplicate": "rollouts_duplicate"}.get(outcome.outcome)
+                self._status.counts[counter or "rollouts_refused"] += 1
+                if counter is None:
+                    log.error("rollout refused", rollout_id=outcome.rollout_id, reason=outcome.reason)
+            if self.on_reply is not None:
+                self.on_reply(reply)
+
+    async def _report(self, items: list[_Scored]) -> None:
+        by_eval: dict[tuple[str, str], list[EvalResult]] = {}
+        for item in items:
+            lease = item.visit.lease
+            result = EvalResult(
+                lease_id=lease.lease_id, rewards=item.rewards, num_response_tokens=item.num_response_tokens
+            )
+            by_eval.setdefault((lease.eval_id or "", str(item.visit.pinned)), []).append(result)
+        for (eval_id, version), results in by_eval.items():
+            body = EvalResults(searcher_id=self._status.searcher_id, version=version, results=results)
+            try:
+                await self._to_buffer(lambda eval_id=eval_id, body=body: self._buffer.eval_results(eval_id, body))
+            except (BadRequestError, NotFoundError) as error:
+                log.error("evaluation results refused", eval_id=eval_id, detail=str(error))
+            else:
+                self._status.counts["evals_reported"] += len(results)
+
+    async def _to_buffer(self, call: Callable[[], T]) -> T:
+        return await patiently(
+            call,
+            waits=self._status.waits,
+            owner="pushing",
+            service="buffer",
+            deadline_s=self._recipe.searcher.retry_s,
+        )

@@ -1,0 +1,1 @@
+"""Generation engines behind one protocol (`base.Engine`)."""

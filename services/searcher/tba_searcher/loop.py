@@ -1,0 +1,385 @@
+"""The searcher's loop: one event loop, one engine, one crossing point between them (`_engine_task` -> `_Turn`).
+
+      buffer                                                                        object store
+        | leases                                                                         | versions
+   _lease_task --> Backlog --requests--> _engine_task <--newest / pinned version-- _pull_task
+                                             | asyncio.to_thread(turn): swap, submit, steps
+                                             v completions
+                                          Backlog --complete visits--> Delivery.score_forever --> push_forever
+                                                                           | reward service         | buffer
+   _beat_task: every second state, version, oldest wait and gauges to the buffer
+
+ task            waits for                       name of the wait            deadline, and what happens at it
+ start           a version that can be used      no-version, object-store    none announced: asks on, renewed; store
+                                                                             away: retry_s, then the searcher ends
+ _lease_task     room for more visits            (none: the engine is busy)  -
+                 rollouts to be pushed           unpushed-rollouts           retry_s, renewed and logged
+                 an empty reply of the buffer    as the reply names it       retry_s, renewed and logged
+                 a buffer that is away           buffer-unreachable          retry_s, then the searcher ends
+ _engine_task    requests or a version           (that of _lease_task)       wakes every 50 ms
+ _pull_task      a version to pull               (none)                      -
+                 a store that is away            object-store                retry_s, renewed: the old version is used
+ scoring, pushing                                see delivery.py
+ drain           active rows, then deliveries    (state draining)            drain_s, then what is left is returned
+
+Weights change only between two steps. Evaluations pin a version: training visits are not begun while another version
+is pinned, active rows finish first, then the pinned version is loaded; when no evaluation is left, the newest one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tba.api import LeaseReply, LeaseRequest, LeaseReturn, PushReply
+from tba.clients import BufferClient
+from tba.config import Recipe
+from tba.errors import ObjectNotFoundError, ServiceError, StoreUnavailableError, TbaError
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba_searcher.delivery import Delivery
+from tba_searcher.engines.base import Completion, Engine, Request
+from tba_searcher.pulling import Pulled, PulledVersions, swap
+from tba_searcher.status import Status
+from tba_searcher.text import TextCodec
+from tba_searcher.visits import Backlog, Visit
+from tba_searcher.waits import in_thread, patiently
+
+TICK_S = 0.05
+BEAT_S = 1.0
+TURN_S = 0.02
+"""A turn of the engine's thread ends after this long, or when nothing is active."""
+MAX_LEASES = 256
+PULL_ATTEMPTS = 3
+"""Damaged bytes may be a damaged transfer; after this many the version is refused."""
+log = get_logger("loop")
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What the engine's thread does at one crossing."""
+
+    swap_to: Pulled | None
+    requests: Sequence[Request]
+    aborts: Sequence[str] = ()
+
+
+class SearcherLoop:
+    """Runs until the run is over or `stop` is set and the drain is done.
+
+    Args:
+        current: the version that the engine holds.
+        buffer: retries for a moment only; waiting is done here, under a name.
+        beats: another client, so that a heartbeat never waits behind a retry.
+        stop: set on SIGTERM.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        engine: Engine,
+        current: Pulled,
+        pulled: PulledVersions,
+        codec: TextCodec,
+        backlog: Backlog,
+        buffer: BufferClient,
+        beats: BufferClient,
+        delivery: Delivery,
+        status: Status,
+        stop: asyncio.Event,
+    ) -> None:
+        self._recipe, self._engine, self._current, self._pulled = recipe, engine, current, pulled
+        self._codec, self._backlog, self._buffer, self._beats = codec, backlog, buffer, beats
+        self._delivery, self._status, self._stop = delivery, status, stop
+        self._newest = current.version
+        self._over = asyncio.Event()
+        self._work = asyncio.Event()
+        self._aborts: list[str] = []
+        pulled.add(current)
+        delivery.on_reply = self.heard
+
+    async def run(self) -> None:
+        """Run all tasks; returns when the run is over or the searcher is drained.
+
+        Raises:
+            TbaError: the first error that no task could wait out.
+        """
+        names = ("_lease_task", "_engine_task", "_pull_task", "_beat_task")
+        tasks = [asyncio.create_task(getattr(self, name)(), name=name) for name in names]
+        tasks += [asyncio.create_task(job()) for job in (self._delivery.score_forever, self._delivery.push_forever)]
+        over, stop = asyncio.create_task(self._over.wait()), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([*tasks, over, stop], return_when=asyncio.FIRST_COMPLETED)
+            _raise_first_error(tasks)
+            if not self._over.is_set():
+                await self._drain(tasks)
+        finally:
+            for task in (*tasks, over, stop):
+                task.cancel()
+            await asyncio.gather(*tasks, over, stop, return_exceptions=True)
+        self._status.state = "ended"
+        await self._beat()
+
+    def heard(self, reply: LeaseReply | PushReply) -> None:
+        """Every reply of the buffer tells the newest version and the state of the run."""
+        if reply.latest_version is not None:
+            self._newest = PolicyVersion.parse(reply.latest_version)
+        if reply.run_state in ("done", "failed") and not self._over.is_set():
+            log.info("run is over", run_state=reply.run_state)
+            self._over.set()
+
+    async def _lease_task(self) -> None:
+        """Keep three rounds of slots in sight: one being decoded, one in the engine's queue, one here."""
+        settings, waits = self._recipe.searcher, self._status.waits
+        while not self._stop.is_set():
+            in_sight = self._backlog.num_unsubmitted + self._engine.num_active + self._engine.num_waiting
+            want = math.ceil((3 * settings.num_slots - in_sight) / self._recipe.sampling.rollouts_per_visit)
+            if self._status.num_unpushed >= settings.max_unpushed_rollouts:
+                self._wait_on("unpushed-rollouts")
+                await asyncio.sleep(TICK_S)
+                continue
+            if want <= 0:
+                waits.end("leases")
+                await self._pause(TICK_S)
+                continue
+            request = LeaseRequest(
+                searcher_id=self._status.searcher_id,
+                max_leases=min(want, MAX_LEASES),
+                version=str(self._engine.version),
+            )
+            reply = await patiently(
+                lambda request=request: self._buffer.lease(request),
+                waits=waits,
+                owner="leasing",
+                service="buffer",
+                deadline_s=settings.retry_s,
+            )
+            self.heard(reply)
+            if await self._accept(reply):
+                waits.end("leases")
+                self._work.set()
+            else:
+                if self._backlog.num_unsubmitted + self._engine.num_active == 0:
+                    self._wait_on(reply.wait or "leases")
+                await self._pause(max(reply.retry_after_s, TICK_S))
+
+    def _wait_on(self, name: str) -> None:
+        """The lease task goes on waiting for `name`; the owner is well, so the wait is renewed at its deadline."""
+        if self._status.waits.begin("leases", name, self._recipe.searcher.retry_s) <= 0:
+            log.warning("wait renewed", wait=name, deadline_s=self._recipe.searcher.retry_s)
+            self._status.waits.end("leases")
+
+    async def _accept(self, reply: LeaseReply) -> int:
+        """Queue the leases whose prompts fit; returns how many."""
+        longest, refused = self._recipe.searcher.max_prompt_tokens, []
+        for lease in reply.leases:
+            temperatures = {"train": self._recipe.searcher.sampling_temperature, "greedy": 0.0}
+            visit = Visit(
+                lease=lease,
+                prompt_tokens=self._codec.encode_prompt(lease.prompt.text),
+                temperature=temperatures.get(lease.kind, self._recipe.model.policy_temperature),
+                pinned=None if lease.version is None or lease.kind == "train" else PolicyVersion.parse(lease.version),
+            )
+            num_tokens = len(visit.prompt_tokens)
+            if 1 <= num_tokens <= longest:
+                self._backlog.add(visit)
+                continue
+            self._status.counts["refused_prompts"] += 1
+            log.error("prompt refused", prompt_id=lease.prompt.prompt_id, num_tokens=num_tokens, limit_tokens=longest)
+            if visit.pinned is None:
+                refused.append(lease.lease_id)
+            else:
+                self._delivery.put_unknown(visit)
+        if refused:
+            await self._return(refused)
+        return len(reply.leases) - len(refused)
+
+    async def _engine_task(self) -> None:
+        """Decide between steps what the engine does next; cross into its thread; hand out what comes back."""
+        while True:
+            turn = _Turn(self._next_swap(), self._next_requests(), self._aborts)
+            self._aborts = []
+            if turn.swap_to is None and not turn.requests and not self._engine.num_active + self._engine.num_waiting:
+                await self._pause(TICK_S)
+                continue
+            refused, completions = await asyncio.to_thread(self._run_turn, turn)
+            if turn.swap_to is not None:
+                self._swapped(turn.swap_to, refused)
+            for completion in completions:
+                self._collect(completion)
+            self._status.num_active, self._status.num_waiting = self._engine.num_active, self._engine.num_waiting
+            if self._status.state in ("running", "evaluating"):
+                self._status.state = "running" if self._backlog.pinned_version is None else "evaluating"
+
+    def _run_turn(self, turn: _Turn) -> tuple[TbaError | None, list[Completion]]:
+        """In the engine's thread: swap, abort, submit, then a few steps."""
+        engine, refused = self._engine, None
+        if turn.swap_to is not None:
+            refused = swap(engine, turn.swap_to, self._current)
+        for request_id in turn.aborts:
+            engine.abort(request_id)
+        for request in turn.requests:
+            engine.submit(request)
+        until, completions = time.monotonic() + TURN_S, []
+        while engine.num_active + engine.num_waiting:
+            completions += engine.step()
+            if time.monotonic() > until:
+                break
+        return refused, completions
+
+    def _pin(self) -> PolicyVersion | None:
+        """The version that evaluations want next, once it is here."""
+        pinned = self._backlog.pinned_version
+        return None if self._pulled.get(pinned) is None else pinned
+
+    def _next_swap(self) -> Pulled | None:
+        pinned = self._pin()
+        wanted = self._pulled.get(self._newest if pinned is None else pinned)
+        if wanted is None or wanted.version == self._engine.version or self._stop.is_set():
+            return None
+        if pinned is not None and self._engine.num_active + self._engine.num_waiting:
+            return None  # training rows finish first
+        return wanted
+
+    def _next_requests(self) -> list[Request]:
+        """One round of slots, and one ahead, so that slots never run dry and prompts are computed in groups."""
+        room = 2 * self._engine.num_slots - self._engine.num_active - self._engine.num_waiting
+        if room <= 0 or self._stop.is_set():
+            return []
+        pinned, requests = self._pin(), []
+        if pinned is not None:
+            if pinned == self._engine.version:
+                requests = self._backlog.take(room, pinned=pinned)
+            if not pinned == self._engine.version == self._newest:
+                return requests  # training visits are not begun with a version that is old on purpose
+        if len(requests) < room and self._status.num_unpushed < self._recipe.searcher.max_unpushed_rollouts:
+            requests += self._backlog.take(room - len(requests), pinned=None)
+        return requests
+
+    def _swapped(self, new: Pulled, refused: TbaError | None) -> None:
+        if refused is None:
+            self._current = new
+            self._status.version = new.version
+            self._status.counts["weight_loads"] += 1
+            log.info("weights loaded", version=str(new.version))
+        else:
+            self._refuse(new.version, refused)
+        self._pulled.keep_only({self._current.version, self._newest, *self._backlog.pinned_versions()})
+
+    def _refuse(self, version: PolicyVersion, reason: TbaError) -> None:
+        self._pulled.refused.add(version)
+        self._status.counts["refused_versions"] += 1
+        log.error("version refused", version=str(version), reason=str(reason))
+
+    def _collect(self, completion: Completion) -> None:
+        self._status.counts["rollouts_generated"] += 1
+        self._status.counts["generated_tokens"] += len(completion.response_tokens)
+        visit = self._backlog.finish(completion)
+        if visit is None:
+            return
+        if visit.pinned is None:
+            self._status.num_unpushed += len(visit.completions)
+        self._delivery.put(visit)
+
+    async def _pull_task(self) -> None:
+        """Pull pinned versions first, then the newest; leases of evaluations whose version cannot be had are returned."""
+        attempts: Counter[PolicyVersion] = Counter()
+        while True:
+            pinned = [v for v in self._backlog.pinned_versions() if self._pulled.get(v) is None]
+            lost = [v for v in self._backlog.open_visits() if v.pinned in self._pulled.refused]
+            if lost:
+                await self._give_up(lost)
+            wanted = next((v for v in (*pinned, self._newest) if v not in self._pulled.refused), None)
+            if wanted is None or self._pulled.get(wanted) is not None:
+                await asyncio.sleep(TICK_S)
+                continue
+            try:
+                self._pulled.add(await in_thread(lambda wanted=wanted: self._pulled.fetch(wanted)))
+            except StoreUnavailableError as error:
+                if self._status.waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:
+                    log.warning("wait renewed", wait="object-store", detail=str(error))
+                    self._status.waits.end("pulling")
+                await asyncio.sleep(1.0)
+            except ObjectNotFoundError as error:
+                if wanted in pinned:
+                    self._refuse(wanted, error)
+                await asyncio.sleep(1.0)
+            except TbaError as error:
+                attempts[wanted] += 1
+                log.warning("version not pulled", version=str(wanted), attempt=attempts[wanted], detail=str(error))
+                if attempts[wanted] == PULL_ATTEMPTS:
+                    self._refuse(wanted, error)
+            else:
+                self._status.waits.end("pulling")
+                self._work.set()
+
+    async def _beat_task(self) -> None:
+        while True:
+            await self._beat()
+            await asyncio.sleep(BEAT_S)
+
+    async def _beat(self) -> None:
+        self._status.version = self._engine.version
+        beat = self._status.beat()
+        try:
+            await asyncio.wait_for(in_thread(lambda: self._beats.heartbeat(beat)), timeout=5)
+        except (ServiceError, TimeoutError) as error:
+            log.debug("heartbeat lost", detail=str(error))
+
+    async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Finish active rows, deliver, return the leases that are not complete."""
+        self._status.state = "draining"
+        drain_s = self._recipe.searcher.drain_s
+        end = time.monotonic() + drain_s
+        log.info("draining", drain_s=drain_s, num_active=self._engine.num_active)
+        await self._give_up([visit for visit in self._backlog.open_visits() if not visit.num_submitted])
+        while self._engine.num_active + self._engine.num_waiting and time.monotonic() < end - 0.3 * drain_s:
+            await asyncio.sleep(TICK_S)
+            _raise_first_error(tasks)
+        cut_short = self._backlog.open_visits()
+        self._aborts = [request_id for visit in cut_short for request_id in visit.request_ids()]
+        self._backlog.drop(cut_short)
+        for visit in cut_short:
+            if visit.completions and visit.pinned is None:
+                self._status.num_unpushed += len(visit.completions)
+                self._delivery.put(visit)
+        while not self._delivery.idle and time.monotonic() < end - 0.05 * drain_s:
+            await asyncio.sleep(TICK_S)
+            _raise_first_error(tasks)
+        await self._give_up([*cut_short, *self._backlog.open_visits()])
+        log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
+
+    async def _give_up(self, visits: Sequence[Visit]) -> None:
+        """Forget visits and return their leases."""
+        if visits:
+            self._backlog.drop(visits)
+            await self._return([visit.lease.lease_id for visit in visits])
+
+    async def _return(self, lease_ids: list[str]) -> None:
+        """Return leases; when that fails they expire by themselves."""
+        body = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
+        try:
+            await asyncio.wait_for(in_thread(lambda: self._buffer.return_leases(body)), timeout=5)
+        except (ServiceError, TimeoutError) as error:
+            log.warning("leases not returned; they expire", num_leases=len(lease_ids), detail=str(error))
+        else:
+            self._status.counts["leases_returned"] += len(lease_ids)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not past new work."""
+        self._work.clear()
+        try:
+            await asyncio.wait_for(self._work.wait(), timeout=seconds)
+        except TimeoutError:
+            return
+
+
+def _raise_first_error(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error

@@ -1,0 +1,102 @@
+"""Weight versions on this machine: pulled in the background, checked before use, kept while needed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tba.errors import DigestError, TbaError
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire import Manifest
+from tba_searcher.engines.base import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """One version whose tensors lie in `path`, digest verified."""
+
+    version: PolicyVersion
+    path: Path
+    manifest: Manifest
+
+
+class PulledVersions:
+    """The versions in a local folder.
+
+    `fetch` blocks and runs in a thread; everything else belongs to the event loop's thread.
+    """
+
+    def __init__(self, versions: WeightVersions, folder: Path) -> None:
+        self._versions, self._folder = versions, folder
+        self._pulled: dict[PolicyVersion, Pulled] = {}
+        self.refused: set[PolicyVersion] = set()
+        """Versions that failed a check; never tried again by this process."""
+
+    def fetch_all(self, version: PolicyVersion) -> tuple[Pulled, Path]:
+        """Pull tensors, config and tokenizer; returns the version and the folder of its files.
+
+        Raises:
+            StoreError, MalformedError
+        """
+        folder = self._folder / f"model-{version}"
+        manifest = self._versions.download(version, folder)
+        return Pulled(version, folder / "model.safetensors", manifest), folder
+
+    def fetch(self, version: PolicyVersion) -> Pulled:
+        """Pull the tensors of a version.
+
+        Raises:
+            StoreError, MalformedError
+        """
+        path = self._folder / f"{version}.safetensors"
+        return Pulled(version, path, self._versions.download_tensors(version, path))
+
+    def add(self, pulled: Pulled) -> None:
+        """A version has arrived."""
+        self._pulled[pulled.version] = pulled
+
+    def get(self, version: PolicyVersion | None) -> Pulled | None:
+        """The version, if it is here and not refused."""
+        return None if version is None or version in self.refused else self._pulled.get(version)
+
+    def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
+        """Delete every other version's tensors."""
+        for version in set(self._pulled) - set(versions):
+            self._pulled.pop(version).path.unlink(missing_ok=True)
+
+
+def check_loaded(engine: Engine, manifest: Manifest) -> None:
+    """The two checks before a version may be used: the parameters the engine holds, and the canary.
+
+    Raises:
+        DigestError: naming the check, what was found and what was published.
+    """
+    found = engine.params_sha256()
+    if found != manifest.params_sha256:
+        raise DigestError(
+            f"weight version {manifest.version}: the engine holds parameters with sha256 {found}, "
+            f"published were {manifest.params_sha256}; this version is not used"
+        )
+    canary = manifest.canary
+    logprobs = engine.canary_logprobs(canary.prompt_tokens, canary.response_tokens)
+    distance = float(np.abs(logprobs - np.array(canary.logprobs)).max())
+    if not distance <= canary.tolerance:
+        raise DigestError(
+            f"weight version {manifest.version}: canary log-probs are off by {distance:.3g}, allowed are "
+            f"{canary.tolerance:.3g}; this version is not used"
+        )
+
+
+def swap(engine: Engine, new: Pulled, old: Pulled) -> TbaError | None:
+    """Load `new` and check it; where that fails, load `old` again and return the reason."""
+    try:
+        engine.load_weights(new.path, new.version)
+        check_loaded(engine, new.manifest)
+    except TbaError as error:
+        engine.load_weights(old.path, old.version)
+        return error
+    return None

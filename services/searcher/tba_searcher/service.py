@@ -1,0 +1,184 @@
+"""Start of a searcher: first version, engine, loop; and its end on SIGTERM or when the run is over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tba.api import LeaseRequest, LeaseReturn
+from tba.clients import BufferClient, RewardClient
+from tba.config import Recipe
+from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
+from tba.logs import get_logger
+from tba.store import open_store
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba_searcher.delivery import Delivery
+from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.loop import BEAT_S, SearcherLoop
+from tba_searcher.pulling import Pulled, PulledVersions, check_loaded
+from tba_searcher.seeds import engine_seed, new_searcher_id
+from tba_searcher.status import Status
+from tba_searcher.text import TextCodec
+from tba_searcher.visits import Backlog
+from tba_searcher.waits import Waits, in_thread, patiently
+
+CLIENT_RETRY_S = 1.0
+CLIENT_TIMEOUT_S = 15.0
+T = TypeVar("T")
+log = get_logger("service")
+
+
+def run_searcher(recipe: Recipe) -> None:
+    """Run one searcher until the run is over or it is told to stop.
+
+    Raises:
+        TbaError: it cannot start, or a service stayed away beyond its deadline.
+    """
+    torch.set_num_threads(recipe.searcher.torch_num_threads)
+    with tempfile.TemporaryDirectory(prefix="tba-searcher-", ignore_cleanup_errors=True) as folder:
+        asyncio.run(_Service(recipe, Path(folder)).run())
+
+
+class _Service:
+    """The parts of one searcher process."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        token = _token(recipe)
+        self._recipe = recipe
+        self._stop = asyncio.Event()
+        self._waits = Waits()
+        searcher_id = os.environ.get("TBA_SEARCHER_ID") or new_searcher_id()
+        self._status = Status(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
+        patience = {"retry_s": CLIENT_RETRY_S, "timeout_s": CLIENT_TIMEOUT_S}
+        self._buffer = BufferClient(recipe.buffer_url, token=token, **patience)
+        self._beats = BufferClient(recipe.buffer_url, token=token, retry_s=0, timeout_s=5)
+        self._reward = RewardClient(recipe.reward_url, token=token, **patience)
+        self._pulled = PulledVersions(WeightVersions(open_store(recipe.store), recipe.run.name), folder)
+
+    async def run(self) -> None:
+        """Start, run, stop."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        log.info("searcher starts", searcher_id=self._status.searcher_id, buffer=self._recipe.buffer_url)
+        start = asyncio.create_task(self._start())
+        beats, stop = asyncio.create_task(self._beat_while_starting()), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+            loop = await start if start.done() else None
+        finally:
+            for task in (start, beats, stop):
+                task.cancel()
+        if loop is not None:
+            await loop.run()
+        log.info("searcher ends", searcher_id=self._status.searcher_id)
+
+    async def _start(self) -> SearcherLoop | None:
+        """Wait for the first version that passes its checks; None when the run is over before."""
+        while True:
+            version = await self._first_version()
+            if version is None:
+                return None
+            try:
+                pulled, folder = await in_thread(lambda version=version: self._pulled.fetch_all(version))
+                return await asyncio.to_thread(self._build, pulled, folder)
+            except (DigestError, MalformedError) as error:
+                self._pulled.refused.add(version)
+                self._status.counts["refused_versions"] += 1
+                log.error("version refused", version=str(version), reason=str(error))
+            except (StoreUnavailableError, ObjectNotFoundError) as error:
+                if self._waits.begin("start", "object-store", self._recipe.searcher.retry_s) <= 0:
+                    raise
+                log.warning("version not pulled", version=str(version), detail=str(error))
+                await asyncio.sleep(1.0)
+
+    async def _first_version(self) -> PolicyVersion | None:
+        """The newest version as a lease reply names it; leases that come along are given back at once."""
+        retry_s = self._recipe.searcher.retry_s
+        while True:
+            request = LeaseRequest(searcher_id=self._status.searcher_id, max_leases=1)
+            reply = await self._ask(lambda: self._buffer.lease(request))
+            if reply.leases:
+                back = LeaseReturn(
+                    searcher_id=self._status.searcher_id, lease_ids=[lease.lease_id for lease in reply.leases]
+                )
+                await self._ask(lambda: self._buffer.return_leases(back))
+            if reply.run_state in ("done", "failed"):
+                log.info("run is over", run_state=reply.run_state)
+                return None
+            version = None if reply.latest_version is None else PolicyVersion.parse(reply.latest_version)
+            if version is not None and version not in self._pulled.refused:
+                self._waits.end("start")
+                return version
+            if self._waits.begin("start", "no-version", retry_s) <= 0:
+                log.warning("wait renewed", wait="no-version", deadline_s=retry_s)
+                self._waits.end("start")
+            await asyncio.sleep(max(reply.retry_after_s, 0.2))
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        return await patiently(
+            call, waits=self._waits, owner="leasing", service="buffer", deadline_s=self._recipe.searcher.retry_s
+        )
+
+    def _build(self, pulled: Pulled, folder: Path) -> SearcherLoop:
+        """Engine and loop around one version (blocking: loads the model)."""
+        recipe, settings = self._recipe, self._recipe.searcher
+        engine = EmbeddedEngine(
+            folder,
+            pulled.version,
+            EmbeddedSettings(
+                num_slots=settings.num_slots,
+                max_prompt_tokens=settings.max_prompt_tokens,
+                max_response_tokens=settings.max_response_tokens,
+                seed=engine_seed(recipe.run.seed, self._status.searcher_id),
+                dtype=pulled.manifest.dtype,
+                device=settings.device,
+                trust_remote_code=recipe.model.trust_remote_code,
+            ),
+        )
+        check_loaded(engine, pulled.manifest)
+        codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
+        eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
+        log.info("engine ready", version=str(pulled.version), eos_ids=eos_ids, num_slots=settings.num_slots)
+        self._status.counts["weight_loads"] += 1
+        self._status.version, self._status.state = pulled.version, "running"
+        delivery = Delivery(
+            recipe, buffer=self._buffer, reward=self._reward, codec=codec, status=self._status
+        )
+        return SearcherLoop(
+            recipe,
+            engine=engine,
+            current=pulled,
+            pulled=self._pulled,
+            codec=codec,
+            backlog=Backlog(max_response_tokens=settings.max_response_tokens, eos_ids=eos_ids),
+            buffer=self._buffer,
+            beats=self._beats,
+            delivery=delivery,
+            status=self._status,
+            stop=self._stop,
+        )
+
+    async def _beat_while_starting(self) -> None:
+        while True:
+            try:
+                beat = self._status.beat()
+                await in_thread(lambda beat=beat: self._beats.heartbeat(beat))
+            except TbaError as error:
+                log.debug("heartbeat lost", detail=str(error))
+            await asyncio.sleep(BEAT_S)
+
+
+def _token(recipe: Recipe) -> str | None:
+    if recipe.auth.tokens_file is None:
+        return None
+    from tba.service import load_tokens
+
+    return (load_tokens(recipe.auth.tokens_file) or {}).get("searcher")

@@ -1,0 +1,63 @@
+"""What the searcher does now, for the heartbeat: state, version, wait, gauges."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from tba.versions import PolicyVersion
+from tba.wire import Heartbeat
+from tba_searcher.waits import Waits
+
+COUNTERS = (
+    "rollouts_generated",
+    "generated_tokens",
+    "rollouts_pushed",
+    "rollouts_duplicate",
+    "rollouts_refused",
+    "scores_pending",
+    "scores_failed",
+    "evals_reported",
+    "weight_loads",
+    "refused_versions",
+    "refused_prompts",
+    "leases_returned",
+)
+
+
+class Status:
+    """Counters since the start of the process and the current state.
+
+    `state` is one of starting, running, evaluating, draining, ended.
+    """
+
+    def __init__(self, *, searcher_id: str, run: str, waits: Waits) -> None:
+        self.searcher_id, self.run, self.waits = searcher_id, run, waits
+        self.state = "starting"
+        self.version: PolicyVersion | None = None
+        self.num_unpushed = 0
+        """Finished rollouts that the buffer has not acknowledged."""
+        self.num_active = 0
+        self.num_waiting = 0
+        self.counts: Counter[str] = Counter()
+        self._last = (time.monotonic(), 0)
+
+    def beat(self) -> Heartbeat:
+        """The heartbeat as of now; `tokens_per_s` is the rate since the previous one."""
+        now, tokens = time.monotonic(), self.counts["generated_tokens"]
+        since, tokens_then = self._last
+        self._last = (now, tokens)
+        gauges = {name: float(self.counts[name]) for name in COUNTERS}
+        gauges["tokens_per_s"] = (tokens - tokens_then) / max(now - since, 1e-3)
+        gauges["unpushed"] = float(self.num_unpushed)
+        gauges["active_slots"] = float(self.num_active)
+        gauges["waiting_requests"] = float(self.num_waiting)
+        return Heartbeat(
+            component_id=self.searcher_id,
+            kind="searcher",
+            run=self.run,
+            state=self.state,
+            version=self.version,
+            wait=self.waits.current(),
+            gauges=gauges,
+        )

@@ -1,0 +1,1 @@
+"""The trainer service: draws batches from the buffer, updates the policy, publishes weight versions."""

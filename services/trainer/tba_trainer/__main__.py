@@ -1,0 +1,19 @@
+"""`python -m tba_trainer --config FILE`: parse the recipe first; torch is imported when it is valid."""
+
+from __future__ import annotations
+
+import sys
+
+from tba.config import Recipe
+from tba.main import service_main
+
+
+def run(recipe: Recipe) -> None:
+    """Run one trainer until the run is over, SIGTERM, or an error."""
+    from tba_trainer.run import run_trainer
+
+    run_trainer(recipe)
+
+
+if __name__ == "__main__":
+    sys.exit(service_main("trainer", run))

@@ -1,0 +1,152 @@
+"""What the trainer does now: state, version, named wait, gauges. Heartbeats report it about every second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from tba.clients import BufferClient
+from tba.errors import TbaError
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba.wire import Heartbeat, Wait
+
+HEARTBEAT_INTERVAL_S = 1.0
+log = get_logger("status")
+
+
+class Status:
+    """Shared between the loop, which writes, and the heartbeat thread, which reads.
+
+    Args:
+        trainer_id: the component id of heartbeats.
+        now: a monotonic clock in seconds.
+    """
+
+    def __init__(self, *, trainer_id: str, run: str, now: Callable[[], float] = time.monotonic) -> None:
+        self.trainer_id = trainer_id
+        self._run, self._now = run, now
+        self._lock = threading.Lock()
+        self._state = "starting"
+        self._version: PolicyVersion | None = None
+        self._gauges: dict[str, float] = {}
+        self._wait: tuple[str, float, float] | None = None  # name, since, deadline
+        self._waited_s = 0.0
+        self._warm: tuple[float, float] | None = None  # since, seconds waited until then
+
+    def set_state(self, state: str) -> None:
+        """Name what the trainer does, for people."""
+        with self._lock:
+            self._state = state
+
+    def set_step(self, version: PolicyVersion, metrics: Mapping[str, float | None]) -> None:
+        """Record a finished step and its metrics."""
+        with self._lock:
+            self._version = version
+            self._gauges = {name: value for name, value in metrics.items() if value is not None}
+            self._gauges["step"] = float(version.step)
+
+    def set_version(self, version: PolicyVersion) -> None:
+        """Record the weights that the trainer holds."""
+        with self._lock:
+            self._version = version
+
+    def warm_up_ends(self) -> None:
+        """From now on `trainer_wait_share` is measured: the first steps wait for a buffer that is still empty."""
+        with self._lock:
+            self._warm = (self._now(), self._waited_s)
+
+    @contextmanager
+    def waiting(self, name: str, deadline_s: float) -> Iterator[None]:
+        """The block is a wait with this name, `deadline_s` long at most."""
+        self.wait_for(name, deadline_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end_wait()
+
+    def wait_for(self, name: str, deadline_s: float) -> None:
+        """Begin a wait, or go on waiting under another name."""
+        with self._lock:
+            self._end_wait()
+            self._wait = (name, self._now(), self._now() + deadline_s)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent in named waits."""
+        with self._lock:
+            return self._waited_s + (self._now() - self._wait[1] if self._wait else 0.0)
+
+    @property
+    def wait_share(self) -> float | None:
+        """Share of the time since the warm-up that was spent in named waits."""
+        waited_s, now = self.waited_s, self._now()
+        with self._lock:
+            if self._warm is None or now <= self._warm[0]:
+                return None
+            return (waited_s - self._warm[1]) / (now - self._warm[0])
+
+    def beat(self, extra: Mapping[str, float]) -> Heartbeat:
+        """The heartbeat as of now, with more gauges."""
+        share, now = self.wait_share, self._now()
+        with self._lock:
+            wait = None
+            if self._wait is not None:
+                name, since, deadline = self._wait
+                wait = Wait(name=name, for_s=now - since, deadline_in_s=max(0.0, deadline - now))
+            gauges = {**self._gauges, **extra}
+            if share is not None:
+                gauges["trainer_wait_share"] = share
+            return Heartbeat(
+                component_id=self.trainer_id,
+                kind="trainer",
+                run=self._run,
+                state=self._state,
+                version=self._version,
+                wait=wait,
+                gauges=gauges,
+            )
+
+    def _end_wait(self) -> None:
+        if self._wait is not None:
+            self._waited_s += self._now() - self._wait[1]
+            self._wait = None
+
+
+class Heartbeats:
+    """A thread that sends `status.beat()` about every second; a buffer that is away is logged once and retried.
+
+    Args:
+        gauges: more gauges, read at every beat.
+    """
+
+    def __init__(self, buffer: BufferClient, status: Status, gauges: Callable[[], Mapping[str, float]]) -> None:
+        self._buffer, self._status, self._gauges = buffer, status, gauges
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send one last beat and end."""
+        self._closed.set()
+        self._thread.join(timeout=2 * HEARTBEAT_INTERVAL_S)
+
+    def _run(self) -> None:
+        failing = False
+        while True:
+            last = self._closed.wait(HEARTBEAT_INTERVAL_S)
+            try:
+                self._buffer.heartbeat(self._status.beat(self._gauges()))
+                failing = False
+            except TbaError as error:
+                if not failing:
+                    log.warning("heartbeat_failed", error=str(error))
+                failing = True
+            if last:
+                return

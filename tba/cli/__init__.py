@@ -1,0 +1,1 @@
+"""The command line `tba`: one small module per command, imported only when the command runs."""

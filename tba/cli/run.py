@@ -1,0 +1,72 @@
+"""`tba run`: local mode."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError
+from tba.local.console import Console, Loudness
+from tba.local.launch import run_folder_of, run_local
+from tba.local.outputs import result_lines
+from tba.local.run_folder import RunFolder
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run a recipe on this machine, or go on with it."""
+    loudness: Loudness = "quiet" if args.quiet else "verbose" if args.verbose else "normal"
+    console = Console(loudness)
+    recipe = load_recipe(args.recipe, sets=[*args.set, *flag_sets(args)])
+    folder = run_folder_of(recipe)
+    if args.resume and folder.is_finished:
+        return _already_finished(folder, console)
+    if args.resume and folder.has_begun:
+        recipe = resumed_recipe(folder, args)
+    return run_local(
+        recipe,
+        folder=folder,
+        resume=args.resume,
+        fresh=args.fresh,
+        console=console,
+        resume_command=command_line(args),
+    )
+
+
+def flag_sets(args: argparse.Namespace) -> list[str]:
+    """--run-name and --seed as `--set` overrides; the last word on both."""
+    sets = [] if args.run_name is None else [f"run.name={json.dumps(args.run_name)}"]
+    return sets if args.seed is None else [*sets, f"run.seed={args.seed}"]
+
+
+def resumed_recipe(folder: RunFolder, args: argparse.Namespace) -> Recipe:
+    """The recipe that the run began with, plus --set; later changes of the file or the environment do not count.
+
+    Raises:
+        ConfigError: --seed differs from the seed of the run.
+    """
+    recipe = load_recipe(folder.recipe_path, sets=args.set, environ={})
+    if args.seed is not None and args.seed != recipe.run.seed:
+        raise ConfigError(
+            f"run {recipe.run.name!r} began with seed {recipe.run.seed}, not {args.seed}; leave out --seed to resume "
+            "it, or begin another run with --run-name"
+        )
+    return recipe
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command that began this run, without --resume and --fresh."""
+    words = ["tba", "run", args.recipe]
+    words += [] if args.run_name is None else ["--run-name", args.run_name]
+    words += [] if args.seed is None else ["--seed", str(args.seed)]
+    for item in args.set:
+        words += ["--set", item]
+    return shlex.join(words)
+
+
+def _already_finished(folder: RunFolder, console: Console) -> int:
+    console.result(f"run folder {folder.path} holds a finished run: there is nothing to resume")
+    for line in result_lines(json.loads(folder.summary_path.read_text()), folder):
+        console.result(line)
+    return 0

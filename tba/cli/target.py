@@ -1,0 +1,52 @@
+"""Which run a command talks to: an URL, a run folder, or the newest run under runs/; and with which token."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tba.errors import ConfigError
+from tba.local.tokens import read_token
+
+if TYPE_CHECKING:
+    from tba.clients import BufferClient
+
+RUNS_DIR = Path("runs")
+RETRY_S = 3.0
+
+
+def open_client(args: argparse.Namespace) -> BufferClient:
+    """A client for the buffer service that the target flags name.
+
+    Raises:
+        ConfigError: no such run, or none is going.
+    """
+    from tba.clients import BufferClient
+
+    url, tokens_file = (args.url, None) if args.url else _endpoints(args)
+    token_file = args.token_file or tokens_file
+    return BufferClient(url, token=read_token(token_file) if token_file else None, retry_s=RETRY_S)
+
+
+def _endpoints(args: argparse.Namespace) -> tuple[str, str | None]:
+    """(buffer URL, tokens file) from the endpoints.json of the chosen run folder."""
+    folder = Path(args.run_dir) if args.run_dir else _folder_of(args.run)
+    path = folder / "endpoints.json"
+    try:
+        endpoints = json.loads(path.read_text())
+        return endpoints["buffer_url"], endpoints["tokens_file"]
+    except FileNotFoundError:
+        raise ConfigError(f"run {folder.name!r} is not going: {path} does not exist; give --url, or start it") from None
+    except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}); give --url") from None
+
+
+def _folder_of(run: str | None) -> Path:
+    if run is not None:
+        return Path(run) if "/" in run else RUNS_DIR / run
+    going = sorted(RUNS_DIR.glob("*/endpoints.json"), key=lambda path: path.stat().st_mtime)
+    if not going:
+        raise ConfigError(f"no run is going under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
+    return going[-1].parent

@@ -1,0 +1,138 @@
+"""The crew: every child of one run, what the end of each one means, and the order in which they are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+
+from tba.errors import ChildError
+from tba.local.children import Child, ChildSpec, describe_exit
+from tba.local.console import Console
+from tba.local.guard import Guard
+from tba.local.run_folder import RunFolder
+
+RESTART_DELAY_S = 1.0
+STOP_ORDER = ("warm-start", "trainer", "searcher", "reward", "buffer", "redis")
+
+
+class Crew:
+    """Starts, watches and stops children.
+
+    Args:
+        is_over: asks the buffer service whether the run is over; then exit code 0 of a trainer or searcher is right.
+        max_searcher_restarts: over all searchers together.
+        stop_timeout_s: from SIGTERM to SIGKILL, per stage of the stop order.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: RunFolder,
+        console: Console,
+        guard: Guard,
+        is_over: Callable[[], Awaitable[bool]],
+        max_searcher_restarts: int,
+        stop_timeout_s: float,
+    ) -> None:
+        self._folder = folder
+        self._console = console
+        self._guard = guard
+        self._is_over = is_over
+        self._max_searcher_restarts = max_searcher_restarts
+        self._stop_timeout_s = stop_timeout_s
+        self._children: dict[str, Child] = {}
+        self._ended: asyncio.Queue[Child] = asyncio.Queue()
+        self._num_searcher_restarts = 0
+        self._run_is_over = False
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Start a child and watch it from now on.
+
+        Raises:
+            ChildError: it cannot be started.
+        """
+        child = await Child.start(
+            spec, log_path=self._folder.log_path(spec.name), on_line=self._console.child_line, guard=self._guard
+        )
+        self._children[spec.name] = child
+        assert child.exit_code is not None
+        child.exit_code.add_done_callback(lambda _: self._ended.put_nowait(child))
+        return child
+
+    async def watch(self) -> None:
+        """Wait for children to end, for ever; returns never.
+
+        Raises:
+            ChildError: a child without which the run cannot go on has ended.
+        """
+        while True:
+            child = await self._ended.get()
+            assert child.exit_code is not None
+            await self._judge(child, child.exit_code.result())
+
+    def run_is_over(self) -> None:
+        """From now on trainer and searchers end on their own, and that is right."""
+        self._run_is_over = True
+
+    async def wait_for(self, name: str) -> int:
+        """The exit code of a child that is to end by itself, killed after the stop timeout."""
+        return await self._children[name].wait_or_kill(self._stop_timeout_s)
+
+    async def wait_for_searchers(self) -> None:
+        """Let searchers end by themselves, up to the stop timeout."""
+        waits = [child.wait_or_kill(self._stop_timeout_s) for child in self._of("searcher")]
+        await asyncio.gather(*waits)
+
+    async def stop(self) -> None:
+        """SIGTERM in order: the trainer writes a checkpoint, searchers drain, then the services, Redis last.
+
+        Without buffer or Redis nobody could finish anything, so the others are killed at once.
+        """
+        self.run_is_over()
+        if any(child.name in ("redis", "buffer") and not child.is_running for child in self._children.values()):
+            self.kill(except_for=("redis",))
+        for kind in STOP_ORDER:
+            await asyncio.gather(*(child.stop(self._stop_timeout_s) for child in self._of(kind)))
+
+    def kill(self, *, except_for: tuple[str, ...] = ()) -> None:
+        """SIGKILL everything that still runs."""
+        for child in self._children.values():
+            if child.name not in except_for:
+                child.send(signal.SIGKILL)
+
+    def _of(self, kind: str) -> list[Child]:
+        return [child for name, child in self._children.items() if name == kind or name.startswith(f"{kind}-")]
+
+    async def _judge(self, child: Child, code: int) -> None:
+        is_searcher = child.name.startswith("searcher-")
+        if self._run_is_over and (is_searcher or child.name == "trainer"):
+            return
+        if code == 0 and child.name == "warm-start":
+            return
+        if code == 0 and (is_searcher or child.name == "trainer") and await self._is_over():
+            return
+        if not is_searcher:
+            raise ChildError(self._obituary(child, code))
+        if self._num_searcher_restarts < self._max_searcher_restarts:
+            self._num_searcher_restarts += 1
+            count = f"{self._num_searcher_restarts} of {self._max_searcher_restarts}"
+            self._console.result(f"warning: {self._obituary(child, code)}; starting it again ({count} restarts)")
+            await asyncio.sleep(RESTART_DELAY_S)
+            await self.start(child.spec)
+            return
+        num_left = sum(other.is_running for other in self._of("searcher"))
+        if not num_left:
+            raise ChildError(f"{self._obituary(child, code)}, and no searcher is left")
+        self._console.result(f"warning: {self._obituary(child, code)}; the run goes on with {num_left}")
+
+    def _obituary(self, child: Child, code: int) -> str:
+        """Who ended how; prints the last log lines, or takes the one that explains the end."""
+        log_path = self._folder.log_path(child.name)
+        reason = next((line for line in reversed(child.tail) if line.startswith("error: ")), None)
+        if reason is not None:
+            sentence = reason.removeprefix("error: ").removeprefix(f"{child.name}: ")
+            return f"{child.name} ended ({describe_exit(code)}): {sentence} [{log_path}]"
+        for line in child.tail:
+            self._console.result(f"{child.name} | {line}")
+        return f"{child.name} died ({describe_exit(code)}); its last log lines are above, all of them in {log_path}"

@@ -1,0 +1,122 @@
+"""The history of a run: everything that summary.json and report.html are computed from, in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tba.api import EvalInfo, LedgerEntry, RunInfo, Stats, VersionText
+from tba.config import Recipe, StrictModel
+from tba.errors import ConfigError
+from tba.local.run_folder import RunFolder
+
+SCHEMA = 1
+
+
+class Start(StrictModel):
+    """One start of the services by a supervisor. Times are Unix seconds."""
+
+    started_at_s: float
+    resumed: bool
+
+
+class Timing(StrictModel):
+    """timing.json: what only the supervisor knows. `warm_start_s` is None when the model was there already."""
+
+    starts: tuple[Start, ...] = ()
+    warm_start_s: float | None = None
+
+
+class Poll(StrictModel):
+    """One look at the run, about every second; rates and their course come from here."""
+
+    at_s: float
+    step: int
+    generated: int
+    trained: int
+    stored: int
+
+
+class History(StrictModel):
+    """history.json. The ledger entries carry no rollout ids: those stay in Redis."""
+
+    schema_version: int = SCHEMA
+    run: str
+    seed: int
+    num_steps: int
+    sync_interval_steps: int
+    num_prompts_final: int
+    state: str
+    state_reason: str | None
+    lineage: int
+    step: int
+    parents: dict[int, VersionText]
+    ledger: list[LedgerEntry]
+    evals: list[EvalInfo]
+    stats: Stats
+    timing: Timing
+    polls: list[Poll]
+
+
+def make_history(
+    *, recipe: Recipe, info: RunInfo, stats: Stats, ledger: Iterable[LedgerEntry], folder: RunFolder
+) -> History:
+    """Put together what the buffer service told and what the run folder holds."""
+    return History(
+        run=info.run,
+        seed=recipe.run.seed,
+        num_steps=recipe.trainer.num_steps,
+        sync_interval_steps=recipe.trainer.sync_interval,
+        num_prompts_final=recipe.eval.num_prompts_final,
+        state=info.state,
+        state_reason=info.state_reason,
+        lineage=info.lineage,
+        step=info.step,
+        parents=info.parents,
+        ledger=[entry.model_copy(update={"rollout_ids": []}) for entry in ledger],
+        evals=info.evals,
+        stats=stats,
+        timing=load_timing(folder),
+        polls=load_polls(folder.polls_path),
+    )
+
+
+def load_history(path: Path) -> History:
+    """Read history.json.
+
+    Raises:
+        ConfigError: it is missing (the run is not finished) or damaged.
+    """
+    try:
+        return History.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); it is written when a run ends") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not a history of this release of tba: {error.errors()[0]['msg']}") from None
+
+
+def load_timing(folder: RunFolder) -> Timing:
+    """Read timing.json; empty when the run never started its services."""
+    try:
+        return Timing.model_validate_json(folder.timing_path.read_bytes())
+    except FileNotFoundError:
+        return Timing()
+    except (OSError, ValidationError):
+        raise ConfigError(f"{folder.timing_path} is damaged; delete it (only timings are lost)") from None
+
+
+def load_polls(path: Path) -> list[Poll]:
+    """Read polls.jsonl; a last line that a kill cut short is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    polls: list[Poll] = []
+    for line in lines:
+        try:
+            polls.append(Poll.model_validate_json(line))
+        except ValidationError:
+            continue
+    return polls

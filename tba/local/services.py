@@ -1,0 +1,75 @@
+"""The children of a local run: which program, which environment, which priority."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tba.config import Recipe
+from tba.local.children import ChildSpec
+from tba.local.redis_server import redis_command
+from tba.local.resolve import child_environ
+from tba.local.run_folder import RunFolder
+
+
+class Services:
+    """Makes the start command of every child.
+
+    Args:
+        environ: the environment that children inherit, mostly.
+        redis_binary: path of redis-server.
+    """
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, *, environ: Mapping[str, str], redis_binary: str, redis_port: int
+    ) -> None:
+        self._recipe = recipe
+        self._folder = folder
+        self._environ = environ
+        self._redis_binary = redis_binary
+        self._redis_port = redis_port
+
+    def redis(self) -> ChildSpec:
+        """The run's own Redis."""
+        folder: Path = self._folder.redis_path
+        command = redis_command(self._redis_binary, port=self._redis_port, folder=folder)
+        return ChildSpec(
+            name="redis", command=command, environ=child_environ(self._environ, num_threads=1), is_chatty=True
+        )
+
+    def warm_start(self) -> ChildSpec:
+        """The program that makes the starting model."""
+        return self._python("warm-start", "tba_trainer.warmstart", self._recipe.trainer.torch_num_threads)
+
+    def buffer(self) -> ChildSpec:
+        """The buffer service."""
+        return self._python("buffer", "tba_buffer", 1)
+
+    def reward(self) -> ChildSpec:
+        """The reward service."""
+        return self._python("reward", "tba_reward", 1)
+
+    def trainer(self) -> ChildSpec:
+        """The trainer."""
+        return self._python("trainer", "tba_trainer", self._recipe.trainer.torch_num_threads)
+
+    def searcher(self, index: int) -> ChildSpec:
+        """Searcher number `index`, from 0."""
+        searcher_id = f"searcher-{index}"
+        return ChildSpec(
+            name=searcher_id,
+            command=self._command("tba_searcher"),
+            environ=child_environ(
+                self._environ, num_threads=self._recipe.searcher.torch_num_threads, searcher_id=searcher_id
+            ),
+            niceness=self._recipe.local.nice_searchers,
+        )
+
+    def _python(self, name: str, module: str, num_threads: int) -> ChildSpec:
+        return ChildSpec(
+            name=name, command=self._command(module), environ=child_environ(self._environ, num_threads=num_threads)
+        )
+
+    def _command(self, module: str) -> list[str]:
+        return [sys.executable, "-m", module, "--config", str(self._folder.config_path)]

@@ -1,0 +1,150 @@
+"""summary.json: the run in numbers, a pure function of its history.
+
+What is measured how:
+    train_s             per lineage from the first batch request to the last ack, added up; evaluations after the last
+                        step are outside
+    first_step_s        from the first start of the services to the first ack
+    trainer_wait_share  seconds that the trainer waited for batches / seconds of training, after the first two sync
+                        intervals of each lineage
+    start, final        the evaluations of exactly the starting model and exactly the last version; None if unfinished
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from tba.api import EvalInfo, LedgerEntry
+from tba.local.history import History, Poll
+from tba.local.ledger import ledger_violations, lineage_tree, living_entries
+from tba.versions import START, PolicyVersion
+
+WARM_UP_SYNC_INTERVALS = 2
+MAX_POLL_GAP_S = 10.0
+
+
+def summarise(history: History) -> dict[str, Any]:
+    """The content of summary.json; None where something is unknown."""
+    tree = lineage_tree(history.parents)
+    living = living_entries(history.ledger, tree, lineage=history.lineage, step=history.step)
+    starts = eval_of(history, START)
+    final = eval_of(history, _last_version(history, living))
+    stats = history.stats
+    return {
+        "run": history.run,
+        "seed": history.seed,
+        "state": history.state,
+        "state_reason": history.state_reason,
+        "start_accuracy": starts and starts.accuracy,
+        "final_accuracy": final and final.accuracy,
+        "gain": _difference(starts and starts.accuracy, final and final.accuracy),
+        "start_greedy": starts and starts.greedy_accuracy,
+        "final_greedy": final and final.greedy_accuracy,
+        "num_heldout_prompts": final and final.num_prompts,
+        "num_unknown_scores": final and final.num_unknown,
+        "steps": history.step,
+        "train_s": train_s(history.ledger),
+        "first_step_s": _first_step_s(history),
+        "warm_start_s": history.timing.warm_start_s,
+        "trainer_wait_share": trainer_wait_share(history.ledger, history.sync_interval_steps),
+        "rollouts_generated": stats.rollouts_generated,
+        "rollouts_trained": stats.rollouts_trained,
+        "generated_per_s": rate_per_s(history, "generated"),
+        "trained_per_s": rate_per_s(history, "trained"),
+        "samples_per_insert": stats.samples_per_insert,
+        "realised_most_on_policy": stats.realised_most_on_policy,
+        "fallback_share": _fallback_share(stats.slots),
+        "policy_age_histogram": {str(age): count for age, count in sorted(stats.policy_age_histogram.items())},
+        "mean_policy_age": _mean_policy_age(stats.policy_age_histogram),
+        "lineages": history.lineage,
+        "ledger_violations": ledger_violations(history.ledger, tree, lineage=history.lineage, step=history.step),
+        "num_starts": len(history.timing.starts),
+    }
+
+
+def eval_of(history: History, version: PolicyVersion | None) -> EvalInfo | None:
+    """The finished evaluation of a version, the one on most prompts if there are several."""
+    found = [item for item in history.evals if item.state == "done" and item.version == str(version)]
+    return max(found, key=lambda item: item.num_prompts, default=None)
+
+
+def train_s(entries: Sequence[LedgerEntry]) -> float | None:
+    """Seconds of training: per lineage from its first batch request to its last ack; abandoned steps took time too."""
+    if not entries:
+        return None
+    total = 0.0
+    for mine in _by_lineage(entries):
+        total += mine[-1].acked_at_s - _requested_at_s(mine[0])
+    return total
+
+
+def trainer_wait_share(entries: Sequence[LedgerEntry], sync_interval_steps: int) -> float | None:
+    """Share of the time that the trainer waited for batches, once warm; None when it never got warm."""
+    waited_s = passed_s = 0.0
+    for mine in _by_lineage(entries):
+        num_warm_up_steps = WARM_UP_SYNC_INTERVALS * sync_interval_steps
+        for previous, entry in list(pairwise(mine))[max(0, num_warm_up_steps - 1) :]:
+            passed_s += entry.acked_at_s - previous.acked_at_s
+            waited_s += entry.metrics.get("wait_s") or 0.0
+    return min(1.0, waited_s / passed_s) if passed_s > 0 else None
+
+
+def rate_per_s(history: History, counter: str) -> float | None:
+    """How fast a counter of the polls (`generated`, `trained`) grew while training went on; pauses between two
+    supervisors are left out."""
+    if not history.ledger:
+        return None
+    begin_s = min(_requested_at_s(entry) for entry in history.ledger)
+    end_s = max(entry.acked_at_s for entry in history.ledger)
+    grown, passed_s = 0, 0.0
+    for before, after in gapless_pairs(history.polls):
+        if before.at_s >= begin_s and after.at_s <= end_s:
+            grown += getattr(after, counter) - getattr(before, counter)
+            passed_s += after.at_s - before.at_s
+    return grown / passed_s if passed_s > 0 else None
+
+
+def gapless_pairs(polls: Sequence[Poll]) -> list[tuple[Poll, Poll]]:
+    """Neighbouring polls of the same supervisor."""
+    return [(a, b) for a, b in pairwise(polls) if 0 < b.at_s - a.at_s <= MAX_POLL_GAP_S]
+
+
+def _by_lineage(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
+    """The entries of each lineage, by step."""
+    lineages: dict[int, list[LedgerEntry]] = {}
+    for entry in sorted(entries, key=lambda entry: (entry.lineage, entry.step)):
+        lineages.setdefault(entry.lineage, []).append(entry)
+    return list(lineages.values())
+
+
+def _requested_at_s(entry: LedgerEntry) -> float:
+    """When the trainer asked for the batch of this step."""
+    return entry.acked_at_s - (entry.metrics.get("step_s") or 0.0) - (entry.metrics.get("wait_s") or 0.0)
+
+
+def _first_step_s(history: History) -> float | None:
+    if not history.ledger or not history.timing.starts:
+        return None
+    return min(entry.acked_at_s for entry in history.ledger) - history.timing.starts[0].started_at_s
+
+
+def _last_version(history: History, living: Sequence[LedgerEntry]) -> PolicyVersion | None:
+    if not living:
+        return START if history.step == 0 else None
+    return PolicyVersion(living[-1].lineage, living[-1].step)
+
+
+def _difference(start: float | None, final: float | None) -> float | None:
+    return None if start is None or final is None else final - start
+
+
+def _fallback_share(slots: dict[str, int]) -> float | None:
+    """Share of the slots that wanted recent data and had to fall back to replay."""
+    num_slots = slots.get("recent", 0) + slots.get("replay", 0)
+    return slots.get("fallback", 0) / num_slots if num_slots else None
+
+
+def _mean_policy_age(histogram: dict[int, int]) -> float | None:
+    num_rollouts = sum(histogram.values())
+    return sum(age * count for age, count in histogram.items()) / num_rollouts if num_rollouts else None

@@ -1,0 +1,298 @@
+"""The supervisor of a local run: starts the children in order, watches, stops at the first failure.
+
+                     +------------------------------ supervisor (this process) -------------------------------+
+    Ctrl-C, SIGTERM ->  _stop_requested      _work: start ... poll ... collect          crew.watch: ends of children |
+                     +----+------------------------------+-----------------------------------------+----------------+
+                          | the first of the three that ends decides how the run ends              | exit codes
+                          v                              | HTTP, once a second                     |
+       guard (pipe; kills all                            v                                         |
+       if the supervisor dies)   redis <--- buffer <--- trainer, searchers ---> reward   ----------+
+
+    who                 waits for                          unblocked by                deadline
+    _work (start)       redis answers PING                 the append-only file read   local.start_timeout_s
+    _work (start)       buffer, reward: /readyz is 200     the service                 local.start_timeout_s
+    _work (start)       the warm start's end               that child                  its own max_steps
+    _work (run)         state done or failed               trainer, `tba stop`         the run; silence: start_timeout_s
+    _work (end)         trainer and searchers end          state done                  stop_timeout_s, then SIGKILL
+    crew.watch          any child ends                     that child                  none: it only reacts
+    _stop_requested     a signal                           a person, the system        none: it only reacts
+    crew.stop           a stage of children ends           SIGTERM                     stop_timeout_s, then SIGKILL
+
+A second signal while stopping kills everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from tba.api import Prompt, RunCommand, RunInfo
+from tba.clients import BufferClient
+from tba.config import Recipe
+from tba.errors import ChildError, ServiceError, WaitTimeoutError
+from tba.local.console import Console
+from tba.local.crew import Crew
+from tba.local.guard import Guard
+from tba.local.history import Start, load_timing, make_history
+from tba.local.ledger import read_ledger
+from tba.local.outputs import download_export, write_outputs
+from tba.local.progress import progress_view
+from tba.local.prompts import upload_prompts
+from tba.local.redis_server import wait_for_redis
+from tba.local.run_folder import RunFolder
+from tba.local.services import Services
+from tba.local.tokens import read_token
+from tba.local.watch import RunWatcher
+from tba.store.base import ObjectStore
+
+CALL_RETRY_S = 5.0
+CALL_TIMEOUT_S = 10.0
+READY_POLL_S = 0.1
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequestedError(Exception):
+    """Ctrl-C, SIGTERM or SIGHUP: the run is to stop and to be resumed later."""
+
+
+class Supervisor:
+    """One start of a local run.
+
+    Args:
+        recipe: with real ports and addresses, as in config.json.
+        original: the recipe as resolved before ports were chosen; a resume starts from it.
+        needs_warm_start: whether the starting model has to be made first.
+        lock_fd: descriptor of the run folder's lock.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        original: Recipe,
+        folder: RunFolder,
+        services: Services,
+        store: ObjectStore,
+        prompts: Sequence[Prompt],
+        console: Console,
+        redis_port: int,
+        needs_warm_start: bool,
+        lock_fd: int,
+    ) -> None:
+        self._recipe = recipe
+        self._original = original
+        self._folder = folder
+        self._services = services
+        self._store = store
+        self._prompts = prompts
+        self._console = console
+        self._redis_port = redis_port
+        self._needs_warm_start = needs_warm_start
+        tokens_file = recipe.auth.tokens_file
+        self._client = BufferClient(
+            recipe.buffer_url,
+            token=None if tokens_file is None else read_token(tokens_file),
+            retry_s=CALL_RETRY_S,
+            timeout_s=CALL_TIMEOUT_S,
+        )
+        self._stop_requested = asyncio.Event()
+        self._guard = Guard(lock_fd)
+        self._crew = Crew(
+            folder=folder,
+            console=console,
+            guard=self._guard,
+            is_over=self._is_over,
+            max_searcher_restarts=recipe.local.max_searcher_restarts,
+            stop_timeout_s=recipe.local.stop_timeout_s,
+        )
+
+    async def run(self) -> dict[str, Any]:
+        """Run to the end and return the summary; whatever happens, no child is left when this returns.
+
+        Raises:
+            StopRequestedError: a signal asked to stop; everything was stopped in order.
+            ChildError: a child died, or the run failed.
+            TbaError: a service could not be used.
+        """
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            return await self._until_first_end()
+        finally:
+            self._folder.endpoints_path.unlink(missing_ok=True)
+            await self._crew.stop()
+            self._guard.close()
+            self._client.close()
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def _until_first_end(self) -> dict[str, Any]:
+        work = asyncio.create_task(self._work(), name="work")
+        others = [
+            asyncio.create_task(self._crew.watch(), name="watch the children"),
+            asyncio.create_task(self._wait_for_signal(), name="wait for a signal"),
+        ]
+        try:
+            await asyncio.wait({work, *others}, return_when=asyncio.FIRST_COMPLETED)
+            # a dead child explains a failed call, so it comes first
+            for task in (*reversed(others), work):
+                if task.done():
+                    task.result()
+            return work.result()
+        except ServiceError:
+            await self._prefer_dead_child(others[0])
+            raise
+        except ChildError as error:
+            self._console.result(f"stopping: {error}")
+            raise
+        finally:
+            for task in (work, *others):
+                task.cancel()
+            await asyncio.gather(work, *others, return_exceptions=True)
+
+    async def _prefer_dead_child(self, watch: asyncio.Task[None]) -> None:
+        """A call failed: if that is because a child is just dying, its end is the better explanation."""
+        await asyncio.wait({watch}, timeout=1.0)
+        if watch.done():
+            watch.result()
+
+    def _on_signal(self) -> None:
+        if self._stop_requested.is_set():
+            self._console.result("stopping at once: all children are killed")
+            self._crew.kill()
+            return
+        self._console.result("stopping: the trainer writes a checkpoint, searchers drain (again: stop at once)")
+        self._stop_requested.set()
+
+    async def _wait_for_signal(self) -> None:
+        await self._stop_requested.wait()
+        raise StopRequestedError
+
+    async def _work(self) -> dict[str, Any]:
+        if self._needs_warm_start:
+            await self._warm_start()
+        await self._start_services()
+        info = await self._prepare_run()
+        # a supervisor that died between the run's end and its summary leaves a run that only has to be written up
+        is_done = info.state == "done"
+        if not is_done:
+            await self._start_training()
+            await self._watch_run(failed_lineage=info.lineage if info.state == "failed" else None)
+        return await self._finish(trainer_ran=not is_done)
+
+    async def _warm_start(self) -> None:
+        """Make the starting model; not part of the run's time."""
+        self._console.say(f"making the starting model {self._recipe.model.path} (once; later runs reuse it)")
+        begun_s = time.monotonic()
+        child = await self._crew.start(self._services.warm_start())
+        assert child.exit_code is not None
+        if await asyncio.shield(child.exit_code) != 0:
+            await asyncio.Event().wait()  # crew.watch explains it
+        warm_start_s = time.monotonic() - begun_s
+        self._write_timing(warm_start_s=warm_start_s)
+        self._console.say(f"starting model ready after {warm_start_s:.0f} s")
+
+    async def _start_services(self) -> None:
+        self._console.say(f"run {self._recipe.run.name!r} in {self._folder.path}")
+        timing = load_timing(self._folder)
+        start = Start(started_at_s=time.time(), resumed=self._folder.has_begun)
+        self._write_timing(starts=(*timing.starts, start))
+        await self._crew.start(self._services.redis())
+        await self._within("redis", wait_for_redis(self._redis_port))
+        await self._crew.start(self._services.buffer())
+        await self._within("buffer", _wait_until_ready(self._recipe.buffer_url))
+        await self._crew.start(self._services.reward())
+        await self._within("reward", _wait_until_ready(self._recipe.reward_url))
+
+    async def _prepare_run(self) -> RunInfo:
+        """Upload the prompts, say where things are, wake a run that was paused; returns the run as it is now."""
+        max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
+        await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)
+        endpoints = {
+            "run": self._recipe.run.name,
+            "buffer_url": self._recipe.buffer_url,
+            "reward_url": self._recipe.reward_url,
+            "redis_url": self._recipe.buffer.redis_url,
+            "store_url": self._recipe.store.url,
+            "tokens_file": self._recipe.auth.tokens_file,
+        }
+        self._folder.write_json(self._folder.endpoints_path, endpoints)
+        self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
+        self._console.say(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
+        info = await asyncio.to_thread(self._client.run)
+        if info.state == "paused":
+            return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))
+        return info  # a run that is stopping or failed goes on when the trainer takes a new lineage
+
+    async def _start_training(self) -> None:
+        await self._crew.start(self._services.trainer())
+        for index in range(self._recipe.searcher.num_searchers):
+            await self._crew.start(self._services.searcher(index))
+
+    async def _watch_run(self, *, failed_lineage: int | None) -> None:
+        num_steps = self._recipe.trainer.num_steps
+        with progress_view(self._console, num_steps) as view:
+            watcher = RunWatcher(
+                self._client, self._folder, view, num_steps=num_steps, silence_s=self._recipe.local.start_timeout_s
+            )
+            await watcher.until_over(failed_lineage=failed_lineage)
+
+    async def _finish(self, *, trainer_ran: bool) -> dict[str, Any]:
+        """Collect what the services know, then write it up."""
+        self._crew.run_is_over()
+        if trainer_ran:
+            code = await self._crew.wait_for("trainer")
+            if code != 0:
+                self._console.result(f"warning: the trainer ended with exit code {code} after the run was done")
+        info, stats = await asyncio.to_thread(lambda: (self._client.run(), self._client.stats()))
+        ledger = await asyncio.to_thread(read_ledger, self._client)
+        num_files = await asyncio.to_thread(
+            download_export, self._store, run=self._recipe.run.name, folder=self._folder
+        )
+        if self._recipe.trainer.export and not num_files:
+            self._console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
+        await self._crew.wait_for_searchers()
+        history = make_history(recipe=self._recipe, info=info, stats=stats, ledger=ledger, folder=self._folder)
+        return await asyncio.to_thread(write_outputs, self._folder, history)
+
+    async def _is_over(self) -> bool:
+        try:
+            return (await asyncio.to_thread(self._client.run)).state in ("done", "failed")
+        except ServiceError:
+            return False
+
+    async def _within(self, name: str, ready: Awaitable[None]) -> None:
+        timeout_s = self._recipe.local.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ready
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"{name} was not ready within {timeout_s:.0f} s (local.start_timeout_s); "
+                f"see {self._folder.log_path(name)}"
+            ) from None
+
+    def _write_timing(self, **changes: Any) -> None:
+        timing = load_timing(self._folder).model_copy(update=changes)
+        self._folder.write_json(self._folder.timing_path, timing.model_dump(mode="json"))
+
+
+async def _wait_until_ready(url: str) -> None:
+    """Return when GET /readyz answers 200. The caller bounds the wait."""
+    while not await asyncio.to_thread(_is_ready, url):
+        await asyncio.sleep(READY_POLL_S)
+
+
+def _is_ready(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/readyz", timeout=2.0):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,180 @@
+"""The embedded store: one folder of one machine (or of a shared file system with hard links).
+
+Write = temporary file in the same folder, fsync, then rename (or hard link, which fails if the key is taken), then
+fsync of the folder: a process killed at any point leaves the old object, the new one, or a temporary file that no
+key can name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
+from tba.store.base import check_key, check_prefix
+
+_TEMPORARY = ".tmp-"
+_STALE_AFTER_S = 24 * 3600.0
+_CHUNK_BYTES = 1 << 20
+
+
+class FileStore:
+    """Objects as files below one folder; see `ObjectStore` for the contract."""
+
+    def __init__(self, folder: Path) -> None:
+        self._root = Path(os.path.abspath(folder))
+        self.url = f"file://{self._root}"
+
+    def check(self, *, write: bool = False) -> None:
+        """Create the folder if needed; with `write`, prove that it takes create-only writes."""
+        with self._errors("use the folder", ""):
+            self._make_folder(self._root)
+            self._remove_stale()
+        if write:
+            key = f"check/{secrets.token_hex(8)}"
+            self.put(key, b"tba", create_only=True)
+            self.delete(key)
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write an object."""
+        self._write(key, lambda out: out.write(data), create_only=create_only)
+
+    def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
+        """Write an object from a file."""
+        with _source(path) as source:
+            self._write(key, lambda out: shutil.copyfileobj(source, out, _CHUNK_BYTES), create_only=create_only)
+
+    def get(self, key: str) -> bytes:
+        """Read an object."""
+        with self._errors("read", key):
+            return self._path(key).read_bytes()
+
+    def get_file(self, key: str, path: Path) -> None:
+        """Read an object into a file."""
+        with self._errors("read", key), self._path(key).open("rb") as source, new_file(path) as out:
+            shutil.copyfileobj(source, out, _CHUNK_BYTES)
+
+    def size_bytes(self, key: str) -> int | None:
+        """Size of an object; None when there is none."""
+        with self._errors("look up", key):
+            path = self._path(key)
+            return path.stat().st_size if path.is_file() else None
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens when there is none."""
+        with self._errors("delete", key):
+            path = self._path(key)
+            if path.is_file():
+                path.unlink(missing_ok=True)  # another process may have been faster
+                _fsync_folder(path.parent)
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        """All keys that start with `prefix`, sorted."""
+        top = self._root / check_prefix(prefix).rpartition("/")[0]
+        keys = []
+        with self._errors("list", prefix):
+            for folder, _, names in os.walk(top):
+                for name in names:
+                    key = (Path(folder) / name).relative_to(self._root).as_posix()
+                    if not name.startswith(_TEMPORARY) and key.startswith(prefix):
+                        keys.append(key)
+        return sorted(keys)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _write(self, key: str, fill: Callable[[BinaryIO], object], *, create_only: bool) -> None:
+        with self._errors("write", key):
+            path = self._path(key)
+            if create_only and path.exists():  # cheap early answer; the link below decides
+                raise FileExistsError
+            self._make_folder(path.parent)
+            temporary = path.with_name(_TEMPORARY + secrets.token_hex(8))
+            try:
+                with temporary.open("xb") as out:
+                    fill(out)
+                    out.flush()
+                    os.fsync(out.fileno())
+                if create_only:
+                    os.link(temporary, path)
+                else:
+                    os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _fsync_folder(path.parent)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and its parents so that they survive a power cut."""
+        if not folder.is_dir():
+            self._make_folder(folder.parent)
+            try:
+                folder.mkdir(exist_ok=True)
+            except FileExistsError:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+            _fsync_folder(folder.parent)
+
+    def _remove_stale(self) -> None:
+        """Remove temporary files that a killed writer left long ago."""
+        for path in self._root.rglob(_TEMPORARY + "*"):
+            try:
+                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                    path.unlink()
+            except FileNotFoundError:
+                pass  # its writer was alive, or another process removed it first
+
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[None]:
+        where = f"{key or 'store'} in {self.url}"
+        try:
+            yield
+        except TbaError:
+            raise
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            if verb != "read":
+                raise StoreUnavailableError(f"cannot {verb} {where}: {error}; correct store.url") from error
+            raise ObjectNotFoundError(f"object {where} does not exist") from error
+        except FileExistsError as error:
+            raise ObjectExistsError(f"object {where} exists already, and this write may only create") from error
+        except PermissionError as error:
+            raise StoreUnavailableError(
+                f"cannot {verb} {where}: permission denied; give this user read and write access to the folder"
+            ) from error
+        except OSError as error:
+            hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "correct store.url"
+            raise StoreUnavailableError(f"cannot {verb} {where}: {error.strerror or error}; {hint}") from error
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name when the block ends without an error; what was there is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(_TEMPORARY + secrets.token_hex(8))
+    try:
+        with temporary.open("xb") as out:
+            yield out
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _source(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise StoreError(f"file {path} cannot be stored: {error.strerror}") from error
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,247 @@
+"""The store on any S3-compatible server, with boto3.
+
+Path-style addresses and checksums only where S3 requires them, because that is what all servers understand; the
+manifest carries our own sha256. Create-only writes use `If-None-Match: *`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import filecmp
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import stamina
+from boto3.s3.transfer import TransferConfig
+from boto3.session import Session
+from botocore.config import Config
+
+from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreUnavailableError
+from tba.store.base import check_key, check_prefix
+from tba.store.file import new_file
+from tba.store.s3_errors import S3_ERRORS, is_transient, store_error
+
+T = TypeVar("T")
+
+_PART_BYTES = 32 << 20
+"""Files above twice this size are sent in parts. S3 allows 10,000 parts, hence 312 GiB."""
+_NUM_CONNECTIONS = 4
+_MAX_NUM_PARTS = 10_000
+
+
+class S3Store:
+    """Objects in one bucket below one prefix; see `ObjectStore` for the contract.
+
+    `timeout_s` bounds each request: it is retried until then, and no attempt is silent for longer. A transfer that
+    makes progress is not cut off.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket: str,
+        prefix: str,
+        endpoint_url: str | None,
+        region: str,
+        timeout_s: float,
+        part_bytes: int = _PART_BYTES,
+    ) -> None:
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
+        self._timeout_s, self._part_bytes = timeout_s, part_bytes
+        config = Config(
+            s3={"addressing_style": "path"},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            connect_timeout=min(5.0, timeout_s),
+            read_timeout=min(30.0, timeout_s),
+            retries={"total_max_attempts": 1, "mode": "standard"},  # `_call` retries, with one deadline
+            max_pool_connections=2 * _NUM_CONNECTIONS,
+        )
+        try:
+            self._client = Session().client("s3", endpoint_url=endpoint_url, region_name=region, config=config)
+        except (ValueError, *S3_ERRORS) as error:
+            raise ConfigError(f"store {self.url} cannot be opened: {error}; check the [store] section") from error
+        self._endpoint = self._client.meta.endpoint_url
+        self._transfer = TransferConfig(
+            multipart_threshold=2 * part_bytes,
+            multipart_chunksize=part_bytes,
+            max_concurrency=_NUM_CONNECTIONS,
+            max_io_queue=64,
+            num_download_attempts=5,
+        )
+
+    def check(self, *, write: bool = False) -> None:
+        """List the bucket; with `write`, prove that a second create-only write of a key is refused."""
+        self._call("check", "", lambda: self._client.list_objects_v2(**self._where_prefix(""), MaxKeys=1))
+        if not write:
+            return
+        key = f"check/{secrets.token_hex(8)}"
+        self.put(key, b"first", create_only=True)
+        try:
+            self.put(key, b"second", create_only=True)
+        except ObjectExistsError:
+            return
+        finally:
+            self.delete(key)
+        raise StoreUnavailableError(
+            f"the server at {self._endpoint} ignores `If-None-Match: *`, so that two trainers could overwrite each "
+            "other's weight versions; use a server that honours it (docs/operations.md lists some)"
+        )
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write an object."""
+        where = self._where(key)
+        self._put(
+            key,
+            lambda extra: self._client.put_object(**where, Body=data, **extra),
+            create_only=create_only,
+            is_same=lambda: self.get(key) == data,
+        )
+
+    def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
+        """Write an object from a file: one request, or several in parallel if it is large."""
+        where = self._where(key)
+        try:
+            source = path.open("rb")
+        except OSError as error:
+            raise StoreError(f"file {path} cannot be stored: {error.strerror}") from error
+        with source:
+            size_bytes = os.fstat(source.fileno()).st_size
+            if size_bytes > 2 * self._part_bytes:
+                self._put_in_parts(key, path, source.fileno(), size_bytes, create_only=create_only)
+                return
+
+            def send(extra: dict[str, str]) -> None:
+                source.seek(0)
+                self._client.put_object(**where, Body=source, **extra)
+
+            self._put(key, send, create_only=create_only, is_same=lambda: self._holds_file(key, path))
+
+    def get(self, key: str) -> bytes:
+        """Read an object."""
+        where = self._where(key)
+        return self._call("read", key, lambda: self._client.get_object(**where)["Body"].read())
+
+    def get_file(self, key: str, path: Path) -> None:
+        """Read an object into a file: one request, or several ranges in parallel if it is large."""
+        bucket, name = self._where(key).values()
+
+        def receive() -> None:
+            with new_file(path) as out:
+                self._client.download_fileobj(bucket, name, out, Config=self._transfer)
+
+        self._call("read", key, receive)
+
+    def size_bytes(self, key: str) -> int | None:
+        """Size of an object; None when there is none."""
+        # A listing and not HEAD: a 404 without a body cannot tell a missing object from a missing bucket.
+        where = self._where_prefix(check_key(key))
+        page = self._call("look up", key, lambda: self._client.list_objects_v2(**where, MaxKeys=1))
+        return next((item["Size"] for item in page.get("Contents", []) if item["Key"] == where["Prefix"]), None)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens when there is none."""
+        where = self._where(key)
+        self._call("delete", key, lambda: self._client.delete_object(**where))
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        """All keys that start with `prefix`, sorted."""
+        where = self._where_prefix(check_prefix(prefix))
+
+        def pages() -> builtins.list[str]:
+            found = self._client.get_paginator("list_objects_v2").paginate(**where)
+            return [item["Key"].removeprefix(self._prefix) for page in found for item in page.get("Contents", [])]
+
+        return sorted(self._call("list", prefix, pages))
+
+    def _where(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+
+    def _where_prefix(self, prefix: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+
+    def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
+        try:
+            for attempt in stamina.retry_context(
+                on=is_transient, attempts=None, timeout=self._timeout_s, wait_initial=0.1, wait_max=2.0, wait_jitter=0.2
+            ):
+                with attempt:
+                    return operation()
+        except S3_ERRORS as error:
+            raise store_error(
+                error, verb=verb, key=key, url=self.url, endpoint=self._endpoint, timeout_s=self._timeout_s
+            ) from error
+        raise AssertionError("a retry loop ends with a result or an error")
+
+    def _put(
+        self,
+        key: str,
+        send: Callable[[dict[str, str]], Any],
+        *,
+        create_only: bool,
+        is_same: Callable[[], bool],
+    ) -> None:
+        """Send one write. Where an answer was lost and the retry finds the key taken, the content decides."""
+        num_tries = 0
+
+        def operation() -> None:
+            nonlocal num_tries
+            num_tries += 1
+            send({"IfNoneMatch": "*"} if create_only else {})
+
+        try:
+            self._call("write", key, operation)
+        except ObjectExistsError:
+            if num_tries == 1 or not is_same():
+                raise
+
+    def _put_in_parts(self, key: str, path: Path, file: int, size_bytes: int, *, create_only: bool) -> None:
+        """Multipart upload: it becomes an object, whole, when it is completed; each part is retried by itself."""
+        where = self._where(key)
+        part_bytes = max(self._part_bytes, -(-size_bytes // _MAX_NUM_PARTS))
+        upload = self._call("write", key, lambda: self._client.create_multipart_upload(**where))["UploadId"]
+
+        def send_part(number: int) -> dict[str, Any]:
+            data = os.pread(file, part_bytes, (number - 1) * part_bytes)
+            answer = self._call(
+                "write",
+                key,
+                lambda: self._client.upload_part(**where, UploadId=upload, PartNumber=number, Body=data),
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        try:
+            with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="store-upload") as pool:
+                parts = builtins.list(pool.map(send_part, range(1, -(-size_bytes // part_bytes) + 1)))
+            self._put(
+                key,
+                lambda extra: self._client.complete_multipart_upload(
+                    **where, UploadId=upload, MultipartUpload={"Parts": parts}, **extra
+                ),
+                create_only=create_only,
+                is_same=lambda: self._holds_file(key, path),
+            )
+        except BaseException:
+            self._abort(where, upload)
+            raise
+
+    def _abort(self, where: dict[str, str], upload: str) -> None:
+        # The error that led here is the one to report; the bucket's lifecycle rule removes what is left.
+        with contextlib.suppress(*S3_ERRORS):
+            self._client.abort_multipart_upload(**where, UploadId=upload)
+
+    def _holds_file(self, key: str, path: Path) -> bool:
+        """True if the stored object is this file, byte for byte."""
+        if self.size_bytes(key) != path.stat().st_size:
+            return False
+        with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:
+            stored = Path(folder) / "object"
+            self.get_file(key, stored)
+            return filecmp.cmp(stored, path, shallow=False)

@@ -1,0 +1,47 @@
+"""Both stores behind one fixture: the embedded one in a folder, and boto3 against a real S3 server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tba.config.sections import StoreSection
+from tba.store import ObjectStore, open_store
+from tests.support.s3_server import CREDENTIALS, S3Server
+
+BUCKET = "tba-contract"
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One ministack process for the session, with one bucket."""
+    server = S3Server(tmp_path_factory.mktemp("ministack"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        try:
+            server.start()
+            server.create_bucket(BUCKET)
+            yield server
+        finally:
+            server.kill()
+
+
+@pytest.fixture
+def s3_section(s3_server: S3Server) -> StoreSection:
+    """A store section with a prefix of its own in the bucket."""
+    return StoreSection(
+        url=f"s3://{BUCKET}/test-{next(_prefixes)}/deep", endpoint_url=s3_server.url, region="us-east-1", timeout_s=10
+    )
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    """An empty store of each kind."""
+    if request.param == "file":
+        return open_store(StoreSection(url=f"file://{tmp_path / 'store'}"))
+    return open_store(request.getfixturevalue("s3_section"))

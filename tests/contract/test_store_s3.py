@@ -1,0 +1,177 @@
+"""S3 over a network that fails: refusals, lost answers, cut transfers, a killed server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tba.config.sections import StoreSection
+from tba.errors import ObjectExistsError, StoreUnavailableError
+from tba.store import ObjectStore, open_store
+from tba.store.s3 import S3Store
+from tests.contract.conftest import BUCKET
+from tests.support.s3_server import FaultyProxy, S3Server, free_port
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_server.port).running() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxied(proxy: FaultyProxy, s3_section: StoreSection) -> ObjectStore:
+    return open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 5.0}))
+
+
+def small_parts(s3_section: StoreSection, endpoint_url: str) -> S3Store:
+    """A store that sends files above 10 MiB in parts of 5 MiB, the least that S3 allows."""
+    return S3Store(
+        bucket=BUCKET,
+        prefix=s3_section.url.partition(BUCKET + "/")[2],
+        endpoint_url=endpoint_url,
+        region="us-east-1",
+        timeout_s=5.0,
+        part_bytes=5 << 20,
+    )
+
+
+def test_a_missing_bucket_is_one_sentence(s3_section: StoreSection) -> None:
+    store = open_store(s3_section.model_copy(update={"url": "s3://no-such-bucket/x"}))
+    for call in (store.check, lambda: store.size_bytes("a"), lambda: store.put("a", b"1"), lambda: store.get("a")):
+        with pytest.raises(StoreUnavailableError, match="bucket 'no-such-bucket' does not exist; create it"):
+            call()
+
+
+def test_an_endpoint_that_nobody_serves_is_one_sentence(s3_section: StoreSection) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    store = open_store(s3_section.model_copy(update={"endpoint_url": url, "timeout_s": 0.5}))
+    with pytest.raises(StoreUnavailableError, match=rf"at {url}: no answer .*check that the server runs"):
+        store.check()
+
+
+def test_missing_credentials_are_one_sentence(
+    s3_section: StoreSection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(StoreUnavailableError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        open_store(s3_section).check()
+
+
+def test_access_denied_is_one_sentence_and_is_not_retried(proxy: FaultyProxy, proxied: ObjectStore) -> None:
+    proxy.faults = [403]
+    with pytest.raises(StoreUnavailableError, match=r"access denied .*AccessDenied.*check AWS_ACCESS_KEY_ID"):
+        proxied.get("a")
+    assert proxy.num_requests == 1
+
+
+def test_a_server_that_stays_overloaded_is_given_up_at_the_deadline(
+    proxy: FaultyProxy, s3_section: StoreSection
+) -> None:
+    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url, "timeout_s": 0.5}))
+    proxy.faults = [503] * 1000
+    with pytest.raises(StoreUnavailableError, match=r"kept answering 503 SlowDown injected for 0\.5 s"):
+        store.put("a", b"1")
+    assert proxy.num_requests > 1
+
+
+@pytest.mark.parametrize("fault", [503, 409, "lose"])
+def test_a_passing_failure_is_retried(proxy: FaultyProxy, proxied: ObjectStore, fault: int | str) -> None:
+    proxy.faults = [fault, fault]
+    proxied.put("a", b"1")
+    proxy.faults = [fault]
+    assert proxied.get("a") == b"1"
+
+
+def test_a_create_whose_answer_was_lost_succeeds_on_retry(proxy: FaultyProxy, proxied: ObjectStore) -> None:
+    proxy.faults = ["lose"]
+    proxied.put("a", b"mine", create_only=True)
+    assert proxied.get("a") == b"mine"
+
+
+def test_a_create_that_lost_its_answer_to_an_object_of_another_is_refused(
+    proxy: FaultyProxy, proxied: ObjectStore, s3_section: StoreSection
+) -> None:
+    open_store(s3_section).put("a", b"theirs")
+    proxy.faults = [503]
+    with pytest.raises(ObjectExistsError):
+        proxied.put("a", b"mine", create_only=True)
+    assert proxied.get("a") == b"theirs"
+
+
+def test_a_create_from_a_file_whose_answer_was_lost_succeeds_on_retry(
+    proxy: FaultyProxy, proxied: ObjectStore, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"mine" * 1000)
+    proxy.faults = ["lose"]
+    proxied.put_file("a", source, create_only=True)
+    assert proxied.get("a") == b"mine" * 1000
+
+
+def test_a_transfer_that_is_cut_is_repeated_and_arrives_whole(
+    proxy: FaultyProxy, proxied: ObjectStore, tmp_path: Path
+) -> None:
+    data = os.urandom(300_000)
+    proxied.put("a", data)
+    proxy.faults = ["cut"]
+    assert proxied.get("a") == data
+    proxy.faults = [503, "cut"]
+    proxied.get_file("a", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == data
+
+
+def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(
+    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
+) -> None:
+    store = small_parts(s3_section, proxy.url)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(os.urandom((11 << 20) + 17))
+    proxy.faults = [503, 503, "lose"]
+    store.put_file("big", source)
+    assert proxy.num_requests >= 3 + 5, "three failures; then create, three parts, complete"
+    store.get_file("big", target)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_create_only_holds_for_a_file_in_parts_and_leaves_no_upload(
+    s3_server: S3Server, s3_section: StoreSection, tmp_path: Path
+) -> None:
+    store = small_parts(s3_section, s3_server.url)
+    source = tmp_path / "source"
+    source.write_bytes(bytes(11 << 20))
+    store.put("big", b"first")
+    with pytest.raises(ObjectExistsError):
+        store.put_file("big", source, create_only=True)
+    assert store.get("big") == b"first"
+    prefix = s3_section.url.partition(BUCKET + "/")[2]
+    assert "Uploads" not in store._client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)
+
+
+def test_a_server_that_ignores_create_only_fails_the_check(proxy: FaultyProxy, proxied: ObjectStore) -> None:
+    proxy.drop_headers = {"if-none-match"}
+    proxied.check()
+    with pytest.raises(StoreUnavailableError, match="ignores `If-None-Match"):
+        proxied.check(write=True)
+
+
+def test_what_was_written_survives_a_killed_server(tmp_path: Path, s3_server: S3Server) -> None:
+    server = S3Server(tmp_path / "server")
+    server.start()
+    try:
+        server.create_bucket("survivor")
+        store = open_store(StoreSection(url="s3://survivor/p", endpoint_url=server.url, timeout_s=20))
+        store.put("a", b"1", create_only=True)
+        server.kill()
+        server.start()
+        assert store.get("a") == b"1"
+        with pytest.raises(ObjectExistsError):
+            store.put("a", b"2", create_only=True)
+    finally:
+        server.kill()

@@ -1,0 +1,82 @@
+"""The digest over parameters: the same for a file and for loaded tensors, whatever the order, metadata or dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tba.errors import MalformedError, StoreError
+from tba.weights import params_sha256_of_file
+from tba.wire.manifest import params_digest
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def digest_of_tensors(tensors: dict[str, torch.Tensor]) -> str:
+    """What a searcher computes over the parameters that its engine holds."""
+    return params_digest(
+        {
+            name: (NAMES[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for name, t in tensors.items()
+        }
+    )
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model.z": torch.randn(7, 3, generator=generator),
+        "model.a": torch.randn(5, generator=generator).to(torch.bfloat16),
+        "lm_head": torch.randn(2, 2, generator=generator).to(torch.float16),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def test_the_file_digest_equals_the_digest_of_the_loaded_tensors(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "m.safetensors", metadata={"format": "pt"})
+    assert params_sha256_of_file(tmp_path / "m.safetensors") == digest_of_tensors(load_file(tmp_path / "m.safetensors"))
+
+
+def test_order_and_metadata_do_not_matter(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "a")
+    save_file(dict(reversed(tensors().items())), tmp_path / "b", metadata={"x": "y"})
+    assert params_sha256_of_file(tmp_path / "a") == params_sha256_of_file(tmp_path / "b")
+
+
+@pytest.mark.parametrize("change", ["value", "name", "shape", "dtype", "missing"])
+def test_every_change_of_a_parameter_changes_the_digest(tmp_path: Path, change: str) -> None:
+    changed = tensors()
+    match change:
+        case "value":
+            changed["model.z"][0, 0] = torch.nextafter(changed["model.z"][0, 0], torch.tensor(9.0))
+        case "name":
+            changed["model.y"] = changed.pop("model.z")
+        case "shape":
+            changed["model.z"] = changed["model.z"].reshape(3, 7)
+        case "dtype":
+            changed["model.a"] = changed["model.a"].view(torch.float16)
+        case "missing":
+            del changed["empty"]
+    save_file(tensors(), tmp_path / "a")
+    save_file(changed, tmp_path / "b")
+    assert params_sha256_of_file(tmp_path / "a") != params_sha256_of_file(tmp_path / "b")
+
+
+def test_the_digest_is_the_one_that_was_published_before() -> None:
+    digest = params_digest({"w": ("F32", (2, 1), np.array([1.0, -2.0], "<f4").tobytes())})
+    assert digest == "f2d0243cbc77b27ab3f06b408ad7ec1e7d30e541e28770260964be26bec1cb55"
+
+
+def test_a_truncated_or_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file(tensors(), path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(MalformedError, match="is not a whole safetensors file"):
+        params_sha256_of_file(path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        params_sha256_of_file(tmp_path / "nothing")

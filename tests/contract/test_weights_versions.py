@@ -1,0 +1,272 @@
+"""Weight versions in both stores: invisible until whole, immutable, verified."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError
+from tba.store import ObjectStore
+from tba.versions import START, PolicyVersion
+from tba.weights import WeightVersions, params_sha256_of_file, sha256_of_file
+from tba.wire import Canary, Manifest, decode_manifest
+
+CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
+
+
+class Model:
+    """The files of a small model in a folder."""
+
+    def __init__(self, folder: Path, *, seed: int = 0) -> None:
+        folder.mkdir(parents=True)
+        rng = np.random.default_rng(seed)
+        self.tensors = folder / "model.safetensors"
+        save_file({"b": rng.random((3, 4), np.float32), "a": rng.random(5).astype(np.float16)}, self.tensors)
+        self.files = {name: folder / name for name in ("config.json", "tokenizer.json")}
+        for name, path in self.files.items():
+            path.write_text(f'{{"name": "{name}"}}')
+
+    def publish(self, versions: WeightVersions, version: PolicyVersion, **changes: object) -> Manifest:
+        arguments = {
+            "version": version,
+            "parent": START,
+            "dtype": "float32",
+            "tensors_path": self.tensors,
+            "files": self.files,
+            "canary": CANARY,
+            "torch_version": "2.13.0",
+            "transformers_version": "5.19.0",
+            **changes,
+        }
+        return versions.publish(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model(tmp_path / "model")
+
+
+V1 = PolicyVersion(1, 4)
+
+
+def test_a_published_version_comes_back_byte_for_byte(store: ObjectStore, model: Model, tmp_path: Path) -> None:
+    versions = WeightVersions(store, "demo")
+    published = model.publish(versions, V1)
+    pulled = versions.download(V1, tmp_path / "pulled")
+    assert pulled == published
+    names = sorted(path.name for path in (tmp_path / "pulled").iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    for name, path in {"model.safetensors": model.tensors, **model.files}.items():
+        assert (tmp_path / "pulled" / name).read_bytes() == path.read_bytes()
+    assert params_sha256_of_file(tmp_path / "pulled" / "model.safetensors") == published.params_sha256
+    assert published.canary == CANARY
+    assert (published.version, published.parent, published.run) == ("1-4", "0-0", "demo")
+
+
+def test_keys_are_the_ones_that_the_design_names(store: ObjectStore, model: Model) -> None:
+    manifest = model.publish(WeightVersions(store, "demo"), V1)
+    digests = {file.name: file.sha256 for file in manifest.files}
+    assert store.list("") == sorted(
+        [
+            "runs/demo/weights/1-4/manifest.json",
+            "runs/demo/weights/1-4/model.safetensors",
+            *(f"runs/demo/files/{digest}/{name}" for name, digest in digests.items()),
+        ]
+    )
+    assert digests["config.json"] == manifest.model_config_sha256 == sha256_of_file(model.files["config.json"])
+
+
+def test_the_tokenizer_digest_follows_the_tokenizer_and_not_the_model(store: ObjectStore, model: Model) -> None:
+    versions = WeightVersions(store, "demo")
+    first = model.publish(versions, PolicyVersion(1, 1))
+    model.files["config.json"].write_text("{}")
+    second = model.publish(versions, PolicyVersion(1, 2))
+    model.files["tokenizer.json"].write_text("{}")
+    third = model.publish(versions, PolicyVersion(1, 3))
+    assert first.tokenizer_sha256 == second.tokenizer_sha256 != third.tokenizer_sha256
+    assert first.model_config_sha256 != second.model_config_sha256 == third.model_config_sha256
+
+
+def test_the_manifest_is_written_last(store: ObjectStore, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    put, put_file = store.put, store.put_file
+    monkeypatch.setattr(store, "put", lambda key, *a, **k: (order.append(key), put(key, *a, **k)))
+    monkeypatch.setattr(store, "put_file", lambda key, *a, **k: (order.append(key), put_file(key, *a, **k)))
+    model.publish(WeightVersions(store, "demo"), V1)
+    assert order[-1] == "runs/demo/weights/1-4/manifest.json"
+    assert len(order) == 4
+
+
+def test_a_half_written_version_is_invisible_until_it_is_published_again(
+    store: ObjectStore, model: Model, tmp_path: Path
+) -> None:
+    versions = WeightVersions(store, "demo")
+    model.publish(versions, V1)
+    store.delete("runs/demo/weights/1-4/manifest.json")
+    assert not versions.exists(V1)
+    assert versions.versions() == []
+    with pytest.raises(ObjectNotFoundError, match="weight version 1-4 of run demo does not exist"):
+        versions.manifest(V1)
+    with pytest.raises(ObjectNotFoundError):
+        versions.download(V1, tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+    model.publish(versions, V1)
+    assert versions.versions() == [V1]
+
+
+def test_a_half_written_version_with_other_tensors_is_not_mixed_with_mine(
+    store: ObjectStore, model: Model, tmp_path: Path
+) -> None:
+    versions = WeightVersions(store, "demo")
+    Model(tmp_path / "other", seed=1).publish(versions, V1)
+    store.delete("runs/demo/weights/1-4/manifest.json")
+    with pytest.raises(ObjectExistsError, match=r"model\.safetensors .* holds other tensors"):
+        model.publish(versions, V1)
+    assert not versions.exists(V1)
+
+
+def test_the_same_content_may_be_published_again_and_the_first_manifest_stays(store: ObjectStore, model: Model) -> None:
+    versions = WeightVersions(store, "demo")
+    first = model.publish(versions, V1)
+    again = model.publish(versions, V1, canary=CANARY.model_copy(update={"logprobs": [-0.5001, -1.25]}))
+    assert again == first == versions.manifest(V1)
+
+
+@pytest.mark.parametrize(
+    ("seed", "changes", "field"),
+    [(1, {}, "tensors"), (0, {"parent": None}, "parent"), (0, {"dtype": "float16"}, "dtype")],
+)
+def test_other_content_under_a_taken_version_is_refused(
+    store: ObjectStore, model: Model, tmp_path: Path, seed: int, changes: dict[str, object], field: str
+) -> None:
+    versions = WeightVersions(store, "demo")
+    first = model.publish(versions, V1)
+    other = Model(tmp_path / "other", seed=seed)
+    with pytest.raises(ObjectExistsError, match=f"exists with other content .*{field}"):
+        other.publish(versions, V1, **changes)
+    assert versions.manifest(V1) == first
+    assert versions.download(V1, tmp_path / "pulled") == first, "the objects of the first are untouched"
+
+
+def test_of_two_publishers_at_once_one_wins_and_what_exists_is_whole(store: ObjectStore, tmp_path: Path) -> None:
+    results: list[Manifest | ObjectExistsError] = []
+    start = threading.Barrier(2)
+
+    def publish(model: Model) -> None:
+        start.wait()
+        try:
+            results.append(model.publish(WeightVersions(store, "demo"), V1))
+        except ObjectExistsError as error:
+            results.append(error)
+
+    models = [Model(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    threads = [threading.Thread(target=publish, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    won = [result for result in results if isinstance(result, Manifest)]
+    assert len(won) == 1
+    assert len(results) == 2
+    assert WeightVersions(store, "demo").download(V1, tmp_path / "pulled") == won[0]
+
+
+def test_a_manifest_that_appears_during_a_publish_decides(
+    store: ObjectStore, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = WeightVersions(store, "demo")
+    first = model.publish(versions, V1)
+    monkeypatch.setattr(versions, "exists", lambda version: False)  # looked just before the other one finished
+    assert model.publish(versions, V1) == first
+    with pytest.raises(ObjectExistsError, match="parent"):
+        model.publish(versions, V1, parent=None)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_damaged_object_is_named_and_nothing_is_left_in_the_folder(
+    store: ObjectStore, model: Model, tmp_path: Path, name: str
+) -> None:
+    versions = WeightVersions(store, "demo")
+    manifest = model.publish(versions, V1)
+    damaged = next(item for item in [*manifest.tensors, *manifest.files] if item.name == name)
+    data = bytearray(store.get(damaged.key))
+    data[-1] ^= 1
+    store.put(damaged.key, bytes(data))
+    folder = tmp_path / "pulled"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"old")
+    with pytest.raises(DigestError, match=damaged.key):
+        versions.download(V1, folder)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == b"old"
+
+
+def test_tensors_alone_can_be_pulled_under_any_name(store: ObjectStore, model: Model, tmp_path: Path) -> None:
+    versions = WeightVersions(store, "demo")
+    model.publish(versions, V1)
+    versions.download_tensors(V1, tmp_path / "engine" / "new.st")
+    assert [path.name for path in (tmp_path / "engine").iterdir()] == ["new.st"]
+    assert load_file(tmp_path / "engine" / "new.st").keys() == {"a", "b"}
+
+
+def test_versions_are_sorted_as_numbers_and_runs_do_not_mix(store: ObjectStore, model: Model) -> None:
+    versions = WeightVersions(store, "demo")
+    wanted = [START, PolicyVersion(1, 9), PolicyVersion(1, 10), PolicyVersion(2, 4)]
+    for version in reversed(wanted):
+        model.publish(versions, version, parent=None)
+    model.publish(WeightVersions(store, "demo2"), PolicyVersion(7, 7))
+    assert versions.versions() == wanted
+
+
+def test_delete_removes_the_manifest_first_and_keeps_files_that_others_share(
+    store: ObjectStore, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = WeightVersions(store, "demo")
+    model.publish(versions, V1)
+    model.publish(versions, PolicyVersion(1, 8))
+    order: list[str] = []
+    delete = store.delete
+    monkeypatch.setattr(store, "delete", lambda key: (order.append(key), delete(key)))
+    versions.delete(V1)
+    versions.delete(V1)
+    assert order[:2] == ["runs/demo/weights/1-4/manifest.json", "runs/demo/weights/1-4/model.safetensors"]
+    assert versions.versions() == [PolicyVersion(1, 8)]
+    versions.download(PolicyVersion(1, 8), tmp_path / "pulled")
+
+
+def test_a_manifest_of_another_version_is_not_believed(store: ObjectStore, model: Model) -> None:
+    versions = WeightVersions(store, "demo")
+    model.publish(versions, V1)
+    store.put("runs/demo/weights/1-5/manifest.json", store.get("runs/demo/weights/1-4/manifest.json"))
+    with pytest.raises(MalformedError, match="is the manifest of version 1-4 of run demo"):
+        versions.manifest(PolicyVersion(1, 5))
+
+
+def test_a_manifest_cannot_lead_outside_the_store(store: ObjectStore, model: Model, tmp_path: Path) -> None:
+    versions = WeightVersions(store, "demo")
+    manifest = model.publish(versions, V1)
+    text = store.get("runs/demo/weights/1-4/manifest.json").decode()
+    store.put("runs/demo/weights/1-4/manifest.json", text.replace(manifest.tensors[0].key, "../../secret").encode())
+    assert decode_manifest(store.get("runs/demo/weights/1-4/manifest.json")).tensors[0].key == "../../secret"
+    with pytest.raises(OSError, match="is not allowed"):
+        versions.download(V1, tmp_path / "pulled")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": {}}, r"hold no config\.json"),
+        ({"dtype": "int8"}, "dtype has the value 'int8'"),
+        ({"tensors_path": Path(__file__)}, "is not a whole safetensors file"),
+    ],
+)
+def test_what_cannot_be_a_version_is_refused_before_anything_is_written(
+    store: ObjectStore, model: Model, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(MalformedError, match=message):
+        model.publish(WeightVersions(store, "demo"), V1, **changes)
+    assert store.list("") == []

@@ -1,0 +1,98 @@
+"""Golden bytes: what was written by an earlier build is read by this one, and this one writes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import msgpack
+import numpy as np
+import pytest
+
+from tba.wire import (
+    Rollout,
+    decode_batch,
+    decode_heartbeat,
+    decode_manifest,
+    decode_push,
+    decode_rollout,
+    encode_rollout,
+)
+from tests.support.wire_values import (
+    GOLDEN,
+    encodings,
+    heartbeat,
+    manifest,
+    payloads,
+    pending_rollout,
+    scored_rollout,
+)
+
+
+def assert_same(found: Rollout, expected: Rollout) -> None:
+    for field in dataclasses.fields(Rollout):
+        got, want = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(want, np.ndarray):
+            assert got.dtype == want.dtype, field.name
+            np.testing.assert_array_equal(got, want, err_msg=field.name)
+        else:
+            assert got == want, field.name
+            assert type(got) is type(want), field.name
+
+
+@pytest.mark.parametrize("name", sorted(encodings()))
+def test_this_build_writes_the_golden_bytes(name: str) -> None:
+    assert encodings()[name] == (GOLDEN / name).read_bytes()
+
+
+def test_the_golden_rollout_reads_as_the_values() -> None:
+    assert_same(decode_rollout((GOLDEN / "rollout_v1.msgpack").read_bytes()), scored_rollout())
+
+
+def test_a_rollout_of_1000_tokens_is_about_8_kb() -> None:
+    assert 8_000 < len((GOLDEN / "rollout_v1.msgpack").read_bytes()) < 8_800
+
+
+def test_arrays_are_raw_little_endian_on_the_wire() -> None:
+    document = msgpack.unpackb((GOLDEN / "rollout_v1.msgpack").read_bytes())
+    assert document["schema"] == 1
+    assert document["response_tokens"][4:8] == (131).to_bytes(4, "little")
+    assert document["sampler_logprobs"] == scored_rollout().sampler_logprobs.astype("<f4").tobytes()
+
+
+def test_a_rollout_without_optional_fields_survives_the_round_trip() -> None:
+    assert_same(decode_rollout(encode_rollout(pending_rollout())), pending_rollout())
+
+
+def test_the_golden_push_reads_as_the_payloads_untouched() -> None:
+    assert decode_push((GOLDEN / "push_v1.msgpack").read_bytes(), max_bytes=1 << 20) == payloads()
+
+
+def test_the_golden_batch_reads_as_the_values() -> None:
+    batch = decode_batch((GOLDEN / "batch_v1.msgpack").read_bytes())
+    assert (batch.batch_id, batch.deadline_s, batch.seed, batch.log_position) == (
+        "batch-1",
+        1_700_000_100.0,
+        2**63 - 1,
+        12_345,
+    )
+    assert [(g.prompt_id, g.source, g.fallback, len(g.rollouts)) for g in batch.groups] == [
+        ("p-7", "recent", False, 2),
+        ("p-8", "replay", True, 1),
+    ]
+    for found, expected in zip(batch.rollouts, [scored_rollout(3), scored_rollout(3), pending_rollout()], strict=True):
+        assert_same(found, expected)
+
+
+def test_the_golden_heartbeat_reads_as_the_values() -> None:
+    assert decode_heartbeat((GOLDEN / "heartbeat_v1.msgpack").read_bytes()) == heartbeat()
+
+
+def test_the_golden_manifest_reads_as_the_values_and_its_keys_keep_their_order() -> None:
+    data = (GOLDEN / "manifest_v1.json").read_bytes()
+    assert decode_manifest(data) == manifest()
+    assert list(json.loads(data))[:4] == ["schema", "run", "version", "parent"]
+
+
+def test_policy_age_is_measured_from_the_oldest_version_that_made_a_token() -> None:
+    assert str(scored_rollout().version) == "1-40"

@@ -1,0 +1,265 @@
+"""Batches over HTTP: drawing, waiting, acking, fencing, and the ledger that comes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tba.api import AckRequest, BatchRequest, CheckpointRequest, LineageReply, LineageRequest, MarkRequest, RunCommand
+from tba.clients import BufferClient
+from tba.errors import BadRequestError, BusyError, ConflictError, FencedError, RunOverError
+from tba.versions import START, PolicyVersion
+from tba.wire import Batch
+from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+
+
+def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:  # noqa: F811
+    client = serve_buffer(**sections).client()
+    client.upload_prompts(make_prompts(8))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+    return client, lineage
+
+
+def draw(client: BufferClient, lineage: LineageReply, step: int, wait_s: float = 0.0) -> Batch:
+    return client.draw_batch(
+        BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=wait_s)
+    )
+
+
+def ack(client: BufferClient, lineage: LineageReply, step: int, batch: Batch, ages: list[int] | None = None) -> None:
+    client.ack(
+        batch.batch_id,
+        AckRequest(
+            lineage=lineage.lineage,
+            step=step,
+            token=lineage.token,
+            metrics={"loss": 0.5 * step, "missing": None},
+            policy_ages=[] if ages is None else ages,
+        ),
+    )
+
+
+def test_a_batch_has_k_rollouts_of_one_prompt_per_slot(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer)
+    batch = draw(client, lineage, 1)
+    assert len(batch.groups) == len({group.prompt_id for group in batch.groups}) == 4
+    for group in batch.groups:
+        assert {rollout.prompt_id for rollout in group.rollouts} == {group.prompt_id}
+        assert len({rollout.rollout_id for rollout in group.rollouts}) == 4
+    assert batch.log_position == client.stats().log_position
+    assert batch.deadline_s > time.time()
+
+
+def test_an_acked_batch_is_one_line_of_the_ledger_however_often_it_is_acked(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer)
+    batches = []
+    for step in (1, 2, 3):
+        batches.append(draw(client, lineage, step))
+        for _ in range(2):
+            ack(client, lineage, step, batches[-1], ages=[step - 1] * 16)
+    reply = client.ledger()
+    assert [(entry.step, entry.batch_id) for entry in reply.entries] == [
+        (step, batch.batch_id) for step, batch in zip((1, 2, 3), batches, strict=True)
+    ]
+    assert reply.next is None
+    assert reply.entries[1].rollout_ids == [rollout.rollout_id.hex() for rollout in batches[1].rollouts]
+    assert reply.entries[1].metrics == {"loss": 1.0, "missing": None}
+    stats = client.stats()
+    assert (stats.rollouts_drawn, stats.rollouts_trained) == (48, 48)
+    assert stats.policy_age_histogram == {0: 16, 1: 16, 2: 16}
+    assert client.run().step == 3
+    page = client.ledger(after=1, limit=1)
+    assert ([entry.step for entry in page.entries], page.next) == ([2], 2)
+
+
+def test_a_repeated_draw_for_one_step_answers_the_same_batch(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer)
+    first, again, ahead = draw(client, lineage, 1), draw(client, lineage, 1), draw(client, lineage, 2)
+    assert first.batch_id == again.batch_id
+    assert [r.rollout_id for r in first.rollouts] == [r.rollout_id for r in again.rollouts]
+    assert ahead.batch_id != first.batch_id
+    assert client.stats().rollouts_drawn == 32
+
+
+def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 0.3})
+    batch = draw(client, lineage, 1)
+    time.sleep(0.4)
+    with pytest.raises(ConflictError, match="deadline"):
+        ack(client, lineage, 1, batch)
+    new = draw(client, lineage, 1)
+    assert new.batch_id != batch.batch_id
+    ack(client, lineage, 1, new)
+    assert [entry.batch_id for entry in client.ledger().entries] == [new.batch_id]
+
+
+def test_an_ack_that_does_not_fit_its_batch_is_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer)
+    batch, ahead = draw(client, lineage, 1), draw(client, lineage, 2)
+    with pytest.raises(ConflictError, match="unknown"):
+        client.ack("batch-of-nobody", AckRequest(lineage=1, step=1, token=lineage.token))
+    with pytest.raises(ConflictError, match="another step"):
+        ack(client, lineage, 2, batch)
+    with pytest.raises(ConflictError, match="in order"):
+        ack(client, lineage, 2, ahead)
+    with pytest.raises(BadRequestError, match="16 rollouts"):
+        ack(client, lineage, 1, batch, ages=[0])
+    ack(client, lineage, 1, batch)
+    with pytest.raises(ConflictError, match="has acked batch"):
+        ack(client, lineage, 1, ahead)
+    assert len(client.ledger().entries) == 1
+
+
+def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, old = filled(serve_buffer)
+    batch, prefetched = draw(client, old, 1), draw(client, old, 2)
+    ack(client, old, 1, batch)
+    new = start_lineage(client, START)
+    before = client.run()
+    for attempt in (
+        lambda: ack(client, old, 1, batch),
+        lambda: ack(client, old, 2, prefetched),
+        lambda: draw(client, old, 3),
+        lambda: client.mark(MarkRequest(version="1-1", token=old.token)),
+        lambda: client.register_checkpoint(CheckpointRequest(version="1-1", token=old.token, key="k")),
+        lambda: client.command("done", RunCommand(token=old.token)),
+        lambda: client.command("fail", RunCommand(token=old.token)),
+    ):
+        with pytest.raises(FencedError):
+            attempt()
+    after = client.run()
+    assert (after.state, after.latest_version, after.checkpoint) == ("running", before.latest_version, None)
+    with pytest.raises(ConflictError):
+        ack(client, new, 1, prefetched)
+    assert [(entry.lineage, entry.abandoned) for entry in client.ledger().entries] == [(1, True)]
+
+
+def test_along_the_living_lineage_every_step_appears_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, first = filled(serve_buffer)
+    for step in range(1, 6):
+        ack(client, first, step, draw(client, first, step))
+    client.register_checkpoint(CheckpointRequest(version="1-3", token=first.token, key="checkpoints/1-3"))
+    run = client.run()
+    assert (run.checkpoint, run.checkpoint_key, run.step) == ("1-3", "checkpoints/1-3", 5)
+    second = start_lineage(client, PolicyVersion(1, 3))
+    assert (client.run().step, client.run().parents) == (3, {1: "0-0", 2: "1-3"})
+    for step in (4, 5):
+        ack(client, second, step, draw(client, second, step))
+    third = start_lineage(client, PolicyVersion(2, 4))
+    ack(client, third, 5, draw(client, third, 5))
+    living = [(e.lineage, e.step) for e in client.ledger().entries if not e.abandoned]
+    assert living == [(1, 1), (1, 2), (1, 3), (2, 4), (3, 5)]
+
+
+def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, _ = filled(serve_buffer)
+    second = start_lineage(client, PolicyVersion(1, 3))
+    with pytest.raises(ConflictError, match="history"):
+        client.mark(MarkRequest(version="1-4", token=second.token))
+    with pytest.raises(ConflictError, match="history"):
+        client.mark(MarkRequest(version="5-1", token=second.token))
+    for parent in ("9-1", "0-5"):
+        with pytest.raises(ConflictError, match="no trainer made"):
+            client.new_lineage(LineageRequest(trainer_id="t", parent=parent))
+    first = client.mark(MarkRequest(version="2-4", token=second.token))
+    assert client.mark(MarkRequest(version="2-4", token=second.token)) == first
+    assert client.run().latest_version == "2-4"
+    assert client.stats().num_marks == 3
+
+
+def test_a_draw_waits_for_rollouts_and_is_woken_by_them(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer()
+    client = buffer.client()
+    client.upload_prompts(make_prompts(8))
+    lineage = start_lineage(client)
+    with pytest.raises(BusyError) as caught:
+        draw(client, lineage, 1, wait_s=0.2)
+    assert caught.value.wait == "rollouts"
+    batches: list[Batch] = []
+    thread = threading.Thread(target=lambda: batches.append(draw(buffer.client(), lineage, 1, wait_s=30)))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not any(wait.owner == "t" and wait.name == "rollouts" for wait in client.run().waits):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    client.push(make_payloads([f"train-{i}" for i in range(8)]))
+    thread.join(timeout=20)
+    assert len(batches) == 1
+    assert client.run().waits == []
+
+
+def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer)
+    batch = draw(client, lineage, 1)
+    assert client.command("pause", RunCommand(reason="look")).state_reason == "look"
+    with pytest.raises(BusyError) as caught:
+        draw(client, lineage, 2)
+    assert caught.value.wait == "run-paused"
+    client.command("resume", RunCommand())
+    draw(client, lineage, 2)
+    client.command("stop", RunCommand())
+    with pytest.raises(RunOverError):
+        draw(client, lineage, 3)
+    ack(client, lineage, 1, batch)
+    with pytest.raises(ConflictError):
+        client.command("pause", RunCommand())
+    assert client.command("done", RunCommand(token=lineage.token)).state == "done"
+    assert client.command("done", RunCommand(token=lineage.token)).state == "done"
+    second = start_lineage(client, PolicyVersion(1, 1))
+    assert client.run().state == "running"
+    ack(client, second, 2, draw(client, second, 2))
+
+
+def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer, sampling={"most_on_policy_prob": 1.0})
+    client.mark(MarkRequest(version="1-1", token=lineage.token))
+    client.mark(MarkRequest(version="1-2", token=lineage.token))
+    client.push(make_payloads(["train-0", "train-1", "train-2"]))
+    batch = draw(client, lineage, 1)
+    assert sorted(group.source for group in batch.groups) == ["recent", "recent", "recent", "replay"]
+    assert sum(group.fallback for group in batch.groups) == 1
+    stats = client.stats()
+    assert stats.realised_most_on_policy == 0.75
+    assert stats.slots["fallback"] == 1
+
+
+def test_samples_per_insert_holds_the_trainer_back(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
+    client, lineage = filled(serve_buffer, sampling=sampling)
+    for step in range(1, 5):
+        ack(client, lineage, step, draw(client, lineage, step))
+    with pytest.raises(BusyError) as caught:
+        draw(client, lineage, 5)
+    assert caught.value.wait == "samples-per-insert"
+    client.push(make_payloads(["train-0"], per_prompt=16))
+    draw(client, lineage, 5)
+
+
+def test_void_batches_do_not_count_as_drawn_for_flow_control(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
+    client, lineage = filled(serve_buffer, sampling=sampling)
+    for step in range(1, 5):
+        draw(client, lineage, step)
+    with pytest.raises(BusyError):
+        draw(client, lineage, 5)
+    second = start_lineage(client)
+    for step in range(1, 5):
+        draw(client, second, step)
+
+
+def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 2})
+    for step in (1, 2):
+        ack(client, lineage, step, draw(client, lineage, step))
+    with pytest.raises(BusyError) as caught:
+        draw(client, lineage, 3)
+    assert caught.value.wait == "alternate-generate"
+    client.mark(MarkRequest(version="1-2", token=lineage.token))
+    with pytest.raises(BusyError):
+        draw(client, lineage, 3)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], version=PolicyVersion(1, 2)))
+    draw(client, lineage, 3)

@@ -1,0 +1,262 @@
+"""Leases: every visit is worked on by one searcher at a time, and none is lost with its searcher."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tba.api import EvalInfo, EvalRequest, EvalResult, EvalResults, Lease, LeaseReply, LeaseRequest, LeaseReturn
+from tba.api import MarkRequest, RunCommand
+from tba.clients import BufferClient
+from tba.errors import BadRequestError, ConflictError, NotFoundError
+from tba.wire import Heartbeat, Wait, encode_rollout
+from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+
+
+def lease(client: BufferClient, max_leases: int = 4, searcher_id: str = "s1") -> LeaseReply:
+    return client.lease(LeaseRequest(searcher_id=searcher_id, max_leases=max_leases))
+
+
+def fulfil(client: BufferClient, lease: Lease, num: int | None = None) -> None:
+    client.push(
+        [
+            encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id))
+            for _ in range(lease.num_rollouts if num is None else num)
+        ]
+    )
+
+
+def test_an_upload_is_idempotent_and_changed_content_is_refused_whole(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    prompts = make_prompts(5, 2)
+    assert client.upload_prompts(prompts).num_new == 7
+    reply = client.upload_prompts(prompts[2:])
+    assert (reply.num_new, reply.num_same, reply.num_train, reply.num_heldout) == (0, 5, 5, 2)
+    changed = prompts[0].model_copy(update={"text": "something else"})
+    new = prompts[0].model_copy(update={"prompt_id": "new"})
+    with pytest.raises(ConflictError, match="train-0"):
+        client.upload_prompts([new, changed])
+    assert client.stats().num_prompts_train == 5
+
+
+def test_leases_name_what_they_wait_for(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    assert lease(client).wait == "no-version"
+    start_lineage(client)
+    assert lease(client).wait == "no-prompts"
+    client.upload_prompts(make_prompts(2))
+    reply = lease(client)
+    assert (len(reply.leases), reply.wait, reply.latest_version) == (4, None, "0-0")
+    client.command("pause", RunCommand())
+    reply = lease(client)
+    assert (reply.leases, reply.wait, reply.run_state) == ([], "run-paused", "paused")
+
+
+def test_an_epoch_leases_every_prompt_once_and_a_restart_goes_on_where_it_was(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(10, 3))
+    start_lineage(client)
+    first = lease(client, 4).leases
+    again = serve_buffer().client()
+    rest = lease(again, 6, "s2").leases
+    assert {item.prompt.prompt_id for item in first + rest} == {f"train-{i}" for i in range(10)}
+    assert len({item.visit_id for item in first + rest}) == 10
+    assert all(item.kind == "train" and item.num_rollouts == 4 for item in first + rest)
+    assert len({item.prompt.prompt_id for item in lease(again, 10).leases}) == 10
+
+
+def test_an_expired_visit_comes_back_first_and_owes_only_what_is_missing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(buffer={"lease_s": 0.3}).client()
+    client.upload_prompts(make_prompts(10))
+    start_lineage(client)
+    done, partial, lost = lease(client, 3).leases
+    fulfil(client, done)
+    fulfil(client, partial, 3)
+    time.sleep(0.4)
+    again = lease(client, 3, "s2").leases
+    assert {(item.visit_id, item.num_rollouts) for item in again[:2]} == {(partial.visit_id, 1), (lost.visit_id, 4)}
+    assert again[2].visit_id not in {done.visit_id, partial.visit_id, lost.visit_id}
+    stats = client.stats()
+    assert (stats.leases["expired"], stats.leases["fulfilled"], stats.leases["open"]) == (2, 1, 3)
+    fulfil(client, lost)  # the first searcher was only slow: its rollouts count, and the visit is fulfilled
+    stats = client.stats()
+    assert (stats.num_rollouts, stats.leases["fulfilled"], stats.leases["open"]) == (11, 2, 2)
+
+
+def test_only_the_owner_returns_a_lease_and_it_is_given_out_at_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(10))
+    start_lineage(client)
+    (mine,) = lease(client, 1).leases
+    client.return_leases(LeaseReturn(searcher_id="thief", lease_ids=[mine.lease_id]))
+    assert lease(client, 1, "s2").leases[0].visit_id != mine.visit_id
+    client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=[mine.lease_id, "lease-of-nobody"]))
+    client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=[mine.lease_id]))
+    (again,) = lease(client, 1, "s2").leases
+    assert (again.visit_id, client.stats().leases["returned"]) == (mine.visit_id, 1)
+    assert again.lease_id != mine.lease_id
+
+
+def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
+    client = serve_buffer(sampling=sampling).client()
+    client.upload_prompts(make_prompts(20))
+    start_lineage(client)
+    leases = lease(client, 20).leases
+    assert len(leases) == 4
+    assert lease(client).wait == "trainer-ahead"
+    client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=[leases[0].lease_id]))
+    assert [item.visit_id for item in lease(client, 20).leases] == [leases[0].visit_id]
+    for item in leases:
+        fulfil(client, item)
+    assert lease(client).wait == "trainer-ahead"
+    assert client.push(make_payloads(["train-0"])).outcomes[0].outcome == "new"
+
+
+def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(sampling={"alternate": True}, trainer={"sync_interval": 2}).client()
+    client.upload_prompts(make_prompts(20))
+    lineage = start_lineage(client)
+    leases = lease(client, 20).leases
+    assert sum(item.num_rollouts for item in leases) == 32
+    for item in leases:
+        fulfil(client, item)
+    assert lease(client).wait == "alternate-train"
+    client.mark(MarkRequest(version="1-2", token=lineage.token))
+    assert len(lease(client, 20).leases) == 8
+
+
+# ---- evaluations ----------------------------------------------------------------------------------------------------
+
+
+def request_eval(client: BufferClient, timeout_s: float = 60.0) -> EvalInfo:
+    return client.request_eval(
+        EvalRequest(version="0-0", num_prompts=3, num_samples=2, success_reward=1.0, timeout_s=timeout_s)
+    )
+
+
+def report(client: BufferClient, item: Lease, rewards: list[float | None]) -> None:
+    result = EvalResult(lease_id=item.lease_id, rewards=rewards, num_response_tokens=[5] * len(rewards))
+    assert item.eval_id is not None
+    assert item.version is not None
+    client.eval_results(item.eval_id, EvalResults(searcher_id="s1", version=item.version, results=[result]))
+
+
+def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(5, 6))
+    start_lineage(client)
+    assert request_eval(client).eval_id == request_eval(client).eval_id
+    leases = lease(client, 8).leases
+    evals = [item for item in leases if item.kind != "train"]
+    assert [(item.kind, item.prompt.prompt_id, item.num_rollouts) for item in evals] == [
+        (kind, f"heldout-{i}", num) for i in range(3) for kind, num in (("sample", 2), ("greedy", 1))
+    ]
+    assert len(leases) == 8
+    for item in evals:
+        for _ in range(2):
+            report(client, item, [1.0, None] if item.kind == "sample" else [0.0])
+    info = client.get_eval(evals[0].eval_id or "")
+    assert (info.state, info.num_done, info.accuracy, info.greedy_accuracy) == ("done", 3, 1.0, 0.0)
+    assert (info.num_unknown, info.mean_reward, info.mean_response_tokens) == (3, 1.0, 5.0)
+    assert client.run().evals == [info]
+    assert request_eval(client).state == "done"
+    assert client.stats().num_rollouts == 0
+
+
+def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_counts_once(
+    serve_buffer: ServeBuffer,  # noqa: F811
+) -> None:
+    client = serve_buffer(buffer={"lease_s": 0.3}).client()
+    client.upload_prompts(make_prompts(1, 3))
+    start_lineage(client)
+    info = request_eval(client)
+    old = lease(client, 6).leases
+    time.sleep(0.4)
+    new = lease(client, 6, "s2").leases
+    assert {item.visit_id for item in old} == {item.visit_id for item in new}
+    report(client, old[0], [0.0, 0.0])
+    for item in new:
+        report(client, item, [1.0] * item.num_rollouts)
+    done = client.get_eval(info.eval_id)
+    assert (done.state, done.greedy_accuracy) == ("done", 1.0)
+    assert done.accuracy == pytest.approx(2 / 3)
+
+
+def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1, 3))
+    start_lineage(client)
+    info = request_eval(client, timeout_s=0.2)
+    report(client, lease(client, 1).leases[0], [1.0, 1.0])
+    time.sleep(0.3)
+    expired = client.get_eval(info.eval_id)
+    assert (expired.state, expired.accuracy, expired.num_done) == ("expired", None, 0)
+    assert all(item.kind == "train" for item in lease(client, 2).leases)
+    assert request_eval(client).state == "pending"
+    leases = [item for item in lease(client, 9, "s2").leases if item.kind != "train"]
+    assert len(leases) == 5
+    for item in leases:
+        report(client, item, [1.0] * item.num_rollouts)
+    assert client.get_eval(info.eval_id).accuracy == 1.0
+
+
+def test_results_that_fit_no_lease_are_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    with pytest.raises(ConflictError, match="held-out"):
+        request_eval(client)
+    client.upload_prompts(make_prompts(1, 3))
+    start_lineage(client)
+    info = request_eval(client)
+    (item,) = lease(client, 1).leases
+    with pytest.raises(BadRequestError, match="2 completions"):
+        report(client, item, [1.0])
+    with pytest.raises(BadRequestError, match="version"):
+        report(client, item.model_copy(update={"version": "1-1"}), [1.0, 1.0])
+    with pytest.raises(NotFoundError):
+        report(client, item.model_copy(update={"lease_id": "lease-of-nobody"}), [1.0, 1.0])
+    with pytest.raises(NotFoundError):
+        client.get_eval("eval-of-nobody")
+    assert client.get_eval(info.eval_id).num_done == 0
+
+
+def test_a_stopping_run_still_evaluates_but_gives_no_visits(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(5, 3))
+    lineage = start_lineage(client)
+    client.command("stop", RunCommand())
+    request_eval(client)
+    reply = lease(client, 10)
+    assert ({item.kind for item in reply.leases}, len(reply.leases)) == ({"sample", "greedy"}, 6)
+    client.command("done", RunCommand(token=lineage.token))
+    reply = lease(client, 10)
+    assert (reply.leases, reply.run_state) == ([], "done")
+
+
+# ---- components -----------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_show_components_and_what_they_wait_for(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(buffer={"heartbeat_timeout_s": 0.5}).client()
+    beat = Heartbeat(
+        component_id="searcher-1",
+        kind="searcher",
+        run="test",
+        state="waiting",
+        version=None,
+        wait=Wait(name="trainer-ahead", for_s=2.0, deadline_in_s=60.0),
+        gauges={"tokens_per_s": 10.0},
+    )
+    client.heartbeat(beat)
+    run = client.run()
+    (component,) = run.components
+    assert (component.component_id, component.alive, component.gauges) == ("searcher-1", True, {"tokens_per_s": 10.0})
+    assert [(wait.owner, wait.name) for wait in run.waits] == [("searcher-1", "trainer-ahead")]
+    time.sleep(0.6)
+    run = client.run()
+    assert (run.components[0].alive, run.waits) == (False, [])
+    other = Heartbeat(component_id="x", kind="searcher", run="other", state="s", version=None, wait=None)
+    with pytest.raises(ConflictError, match="other"):
+        client.heartbeat(other)

@@ -1,0 +1,50 @@
+"""Bearer tokens: who may call what."""
+
+from __future__ import annotations
+
+import pytest
+
+from tba.api import BatchRequest, LeaseRequest, RunCommand
+from tba.errors import BusyError, FencedError, UnauthorizedError
+from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+
+TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
+
+
+def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer(tokens=TOKENS)
+    clients = {role: buffer.client(token=token) for role, token in TOKENS.items()}
+    calls = {
+        "upload": (lambda c: c.upload_prompts(make_prompts(2)), {"operator"}),
+        "pause": (lambda c: c.command("pause", RunCommand()), {"operator"}),
+        "resume": (lambda c: c.command("resume", RunCommand()), {"operator"}),
+        "lineage": (lambda c: start_lineage(c), {"trainer"}),
+        "draw": (
+            lambda c: c.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token="stale")),
+            {"trainer"},
+        ),
+        "done": (lambda c: c.command("done", RunCommand(token="stale")), {"trainer"}),
+        "push": (lambda c: c.push(make_payloads(["train-0"])), {"searcher"}),
+        "lease": (lambda c: c.lease(LeaseRequest(searcher_id="s", max_leases=1)), {"searcher"}),
+        "stats": (lambda c: c.stats(), {"viewer", "operator", "trainer"}),
+        "ledger": (lambda c: c.ledger(), {"viewer", "operator", "trainer"}),
+        "run": (lambda c: c.run(), {"viewer", "operator", "trainer", "searcher"}),
+    }
+    for name, (call, allowed) in calls.items():
+        for role, client in clients.items():
+            try:
+                call(client)
+                passed = True
+            except (FencedError, BusyError):
+                passed = True
+            except UnauthorizedError:
+                passed = False
+            assert passed == (role in allowed), f"{role} and {name}"
+
+
+def test_no_token_and_a_wrong_token_are_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer(tokens=TOKENS)
+    for token in (None, "guess"):
+        with pytest.raises(UnauthorizedError, match="bearer token"):
+            buffer.client(token=token).run()

@@ -1,0 +1,249 @@
+"""The reward service as a process, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tba.api import ScoreItem
+from tba.clients.reward import RewardClient
+from tests.support.s3_server import free_port
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+[run]
+name = "demo"
+[model]
+path = "none"
+[data]
+generator = "addition"
+[reward]
+port = {port}
+plugins = ["tests.support.reward_plugin"]
+max_items = 600
+max_body_bytes = 200000
+item_timeout_s = 1.0
+num_workers = 2
+"""
+
+
+class Service:
+    """`python -m tba_reward` on a free port."""
+
+    def __init__(self, folder: Path, *sets: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        (folder / "recipe.toml").write_text(RECIPE.format(port=port))
+        self.log = folder / "log"
+        arguments = [part for item in sets for part in ("--set", item)]
+        paths = [str(ROOT), str(ROOT / "services" / "reward"), os.environ.get("PYTHONPATH", "")]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tba_reward", "--config", str(folder / "recipe.toml"), *arguments],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                cwd=folder,
+                stderr=log,
+            )
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        last = "no answer"
+        while time.monotonic() < deadline_s:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                answer = httpx2.get(f"{self.url}/readyz")
+                if answer.status_code == 200:
+                    return
+                last = answer.text
+            except httpx2.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"not ready: {last}\n{self.log.read_text()}")
+
+    def children(self) -> list[int]:
+        """Pids of all processes below the service."""
+        found, queue = [], [self.process.pid]
+        while queue:
+            pid = queue.pop()
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                below = [int(text) for text in path.read_text().split()]
+                found += below
+                queue += below
+        return found
+
+
+@contextmanager
+def running(folder: Path, *sets: str) -> Iterator[Service]:
+    service = Service(folder, *sets)
+    try:
+        service.wait_ready()
+        yield service
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running(tmp_path_factory.mktemp("reward")) as service:
+        yield service
+
+
+def item(n: int, *, task: str = "addition", response: str = "12", **data: Any) -> dict[str, Any]:
+    data = data or {"answer": "12"}
+    return {"item_id": str(n), "task": task, "prompt": "6+6=", "response": response, "data": data}
+
+
+def post(service: Service, body: Any, **arguments: Any) -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **arguments.pop("headers", {})}
+    return httpx2.post(f"{service.url}/v1/score", content=content, headers=headers, timeout=60, **arguments)
+
+
+def test_a_batch_is_scored_in_order_with_a_reward_or_a_reason_each(service: Service) -> None:
+    items = [
+        item(0),
+        item(1, response="13"),
+        item(2, task="nope"),
+        item(3, task="slow", response="hang"),
+        item(4, task="slow", response="nan"),
+        item(5, task="gsm8k", answer="none"),
+        item(6, task="make_n", response="2*6", target=12),
+    ]
+    answer = post(service, {"items": items})
+    assert answer.status_code == 200
+    results = answer.json()["results"]
+    assert [result["item_id"] for result in results] == [str(n) for n in range(7)]
+    assert [result["reward"] for result in results] == [1.0, 0.0, None, None, None, None, 1.0]
+    reasons = [result["error"] and result["error"]["reason"] for result in results]
+    assert reasons == [None, None, "unknown_task", "timeout", "not_finite", "bad_data", None]
+    assert results[0]["reward_version"] == "addition-1"
+
+
+def test_the_client_of_tba_understands_the_service(service: Service) -> None:
+    client = RewardClient(service.url)
+    reply = client.score([ScoreItem.model_validate(item(n)) for n in range(512)])
+    assert [result.reward for result in reply.results] == [1.0] * 512
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "detail"),
+    [
+        (b"{", 422, "JSON"),
+        (b"\xff\xfe", 422, ""),
+        (b"[]", 422, "body"),
+        ({"items": []}, 422, "items"),
+        ({"items": [item(0)], "extra": 1}, 422, "extra"),
+        ({"items": [{**item(0), "response": None}]}, 422, r"items\.0\.response"),
+        ({"items": [{**item(0), "surprise": 1}]}, 422, "surprise"),
+        ({"items": [item(n) for n in range(601)]}, 413, "601 items, the limit is 600"),
+        ({"items": [item(0, response="x" * 200_000)]}, 413, "200000"),
+    ],
+)
+def test_a_request_that_is_wrong_as_a_whole_is_a_problem_document(
+    service: Service, body: Any, status: int, detail: str
+) -> None:
+    answer = post(service, body)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert set(problem) >= {"type", "title", "status", "detail"}
+    assert problem["status"] == status
+    assert re.search(detail, problem["detail"]), problem["detail"]
+
+
+def test_every_reward_and_its_health_can_be_seen(service: Service) -> None:
+    rewards = httpx2.get(f"{service.url}/v1/rewards").json()["rewards"]
+    assert [reward["task"] for reward in rewards] == ["addition", "exact", "gsm8k", "inline", "make_n", "slow"]
+    assert {reward["health"] for reward in rewards} == {"ok"}
+    assert {reward["task"] for reward in rewards if not reward["fast"]} == {"slow"}
+
+
+def test_metrics_show_tasks_and_results(service: Service) -> None:
+    post(service, {"items": [item(0), item(1, task="gsm8k", answer="none")]})
+    text = httpx2.get(f"{service.url}/metrics").text
+    assert 'tba_reward_verifications_total{result="scored",task="addition"}' in text
+    assert 'tba_reward_verifications_total{result="bad_data",task="gsm8k"}' in text
+    assert 'tba_reward_seconds_bucket{le="0.001",task="addition"}' in text
+
+
+def test_a_client_that_hangs_up_frees_the_workers(tmp_path: Path) -> None:
+    with running(tmp_path, "reward.item_timeout_s=300", "reward.num_workers=1") as service:
+        hang = {"items": [item(n, task="slow", response="hang") for n in range(8)]}
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{service.url}/v1/score", json=hang, timeout=1.0)
+        answer = post(service, {"items": [item(0, task="slow", response="fine")]})
+        assert answer.json()["results"][0]["reward"] == 0.5
+
+
+def test_a_scorer_that_is_broken_keeps_the_service_unready_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken_reward.py").write_text(
+        "from tba_reward.registry import Example, Reward\n"
+        "def score(prompt, response, data):\n"
+        "    return 0.0\n"
+        "def register(registry):\n"
+        "    example = Example(prompt='', response='', data={}, reward=1.0)\n"
+        "    registry.add(Reward(task='broken', version='1', function=score, example=example))\n"
+    )
+    service = Service(tmp_path, "reward.plugins=['broken_reward']")
+    try:
+        deadline_s = time.monotonic() + 60
+        detail = "no answer yet"
+        while detail in ("no answer yet", "broken: its example is being scored") and time.monotonic() < deadline_s:
+            try:
+                answer = httpx2.get(f"{service.url}/readyz")
+                assert answer.status_code == 503
+                detail = answer.json()["detail"]
+            except httpx2.TransportError:
+                time.sleep(0.05)
+        assert detail == "broken: its example scored 0.0, not 1.0"
+        assert httpx2.get(f"{service.url}/livez").status_code == 200
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def test_tokens_are_checked_by_role(tmp_path: Path) -> None:
+    tokens = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "viewer")}
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
+    with running(tmp_path, f"auth.tokens_file='{tmp_path}/tokens.json'") as service:
+        body = {"items": [item(0)]}
+        assert post(service, body).status_code == 401
+        for role, status in [("searcher", 200), ("trainer", 403), ("viewer", 403)]:
+            assert post(service, body, headers={"authorization": f"Bearer {tokens[role]}"}).status_code == status
+
+
+def test_a_plugin_that_does_not_exist_stops_the_service_with_one_sentence(tmp_path: Path) -> None:
+    service = Service(tmp_path, "reward.plugins=['no_such_module']")
+    assert service.process.wait(timeout=60) == 2
+    lines = service.log.read_text().splitlines()
+    assert len(lines) == 1
+    assert "module 'no_such_module' cannot be imported" in lines[0]
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_the_service(tmp_path: Path, end: signal.Signals) -> None:
+    with running(tmp_path) as service:
+        post(service, {"items": [item(n, task="slow", response="fine") for n in range(4)]})
+        children = service.children()
+        assert len(children) >= 2
+        service.process.send_signal(end)
+        code = service.process.wait(timeout=30)
+        assert code in (0, -end), service.log.read_text()
+        assert "Traceback" not in service.log.read_text()
+        deadline_s = time.monotonic() + 15
+        while (alive := [pid for pid in children if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert alive == []

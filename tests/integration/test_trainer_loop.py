@@ -1,0 +1,416 @@
+"""The whole trainer over a recorded buffer and a real store: publishing, checkpoints, resume, failures, fencing."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tba_trainer.optim import NonFiniteError
+from tba_trainer.run import train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba.config import Recipe
+from tba.errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    FencedError,
+    StoreUnavailableError,
+    TbaError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire import Batch
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+class World:
+    """A run: its buffer, its store, and trainers that start one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.buffer = RecordedBuffer()
+        self.store = FileStore(folder / "store")
+        self.folder = folder
+        self.versions = WeightVersions(self.store, "demo")
+        self.stop = threading.Event()
+
+    def train(self, recipe: Recipe) -> None:
+        self.stop.clear()
+        train(recipe, buffer=self.buffer, store=self.store, stop=self.stop)  # pyright: ignore[reportArgumentType]
+
+    def tensors(self, version: str) -> dict[str, torch.Tensor]:
+        path = self.folder / f"{version}.safetensors"
+        self.versions.download_tensors(PolicyVersion.parse(version), path)
+        return load_file(path)
+
+    def stop_after(self, step: int) -> None:
+        """SIGTERM arrives while the step after `step` is drawn or runs."""
+
+        def before(method: str) -> None:
+            if method == "ack" and self.buffer.step == step - 1:
+                self.stop.set()
+
+        self.buffer.before = before
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def failing(times: int, error: Callable[[], Exception], method: str) -> Callable[[str], None]:
+    left = [times]
+
+    def before(called: str) -> None:
+        if called == method and left[0] > 0:
+            left[0] -= 1
+            raise error()
+
+    return before
+
+
+def test_a_run_publishes_in_order_checkpoints_evaluates_exports_and_is_done(world: World, model: Path) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 5, "sync_interval": 2, "checkpoint_interval": 3}))
+    buffer = world.buffer
+    assert buffer.state == "done"
+    assert [str(v) for v in world.versions.versions()] == ["0-0", "1-2", "1-4", "1-5"]
+    assert buffer.marks == ["0-0", "1-2", "1-4", "1-5"]
+    assert [world.versions.manifest(v).parent for v in world.versions.versions()] == [None, "0-0", "1-2", "1-4"]
+    assert [(lineage, step) for lineage, step, _ in buffer.acks] == [(1, s) for s in range(1, 6)]
+    assert buffer.checkpoint == ("1-5", "runs/demo/checkpoints/1-5")
+    assert list(buffer.evals) == ["eval-0-0", "eval-1-2", "eval-1-4", "eval-1-5"]
+    assert [buffer.evals[f"eval-{v}"].num_prompts for v in ("0-0", "1-2", "1-5")] == [512, 128, 512]
+    exported = {key.rpartition("/")[2] for key in world.store.list("runs/demo/export/")}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported
+
+
+def test_the_export_is_the_last_published_version(world: World, model: Path, tmp_path: Path) -> None:
+    world.train(make_recipe(model, model={"dtype": "bfloat16"}))
+    folder = tmp_path / "export"
+    for key in world.store.list("runs/demo/export/"):
+        world.store.get_file(key, folder / key.rpartition("/")[2])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    published = world.tensors("1-4")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(p, published[name]) for name, p in loaded.named_parameters())
+    assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "01"
+
+
+def test_metrics_of_every_step_reach_the_ledger(world: World, model: Path) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 2}))
+    for _, _, ack in world.buffer.acks:
+        names = ["loss", "reward_mean", "accuracy", "policy_age_mean", "policy_age_max", "ess", "log_ratio_mean", "kl_to_ref", "grad_norm", "learning_rate", "beta", "num_tokens", "step_s", "wait_s", "train_s", "num_unique_rollouts", "logprob_gap_on_policy"]
+        assert set(names) <= ack.metrics.keys()
+        assert ack.metrics["reward_mean"] == ack.metrics["accuracy"]
+        assert len(ack.policy_ages) == 12
+    assert [ack.policy_ages[0] for _, _, ack in world.buffer.acks] == [0, 1]
+    assert [ack.metrics["logprob_gap_on_policy"] is None for _, _, ack in world.buffer.acks] == [False, True]
+
+
+@pytest.mark.parametrize("preset", ["tb", "tba_prime"])
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(
+    tmp_path: Path, model: Path, preset: str
+) -> None:
+    """Batches repeat rollouts, so that the reference cache matters; the reference is reset on the way."""
+    recipe = make_recipe(
+        model,
+        trainer={"num_steps": 8, "sync_interval": 3, "shuffle_rewards": True, "learning_rate": {"value": 1e-2}},
+        objective={"preset": preset, "reference_reset_steps": 3, "beta": {"value": 0.1}},
+    )
+
+    def batch_of(step: int) -> Batch:
+        first, second = make_batch(step % 3), make_batch(10 + step)
+        return replace(second, groups=(*second.groups[:2], first.groups[step % 2]))
+
+    whole, broken = World(tmp_path / "whole"), World(tmp_path / "broken")
+    whole.buffer.batch_of = broken.buffer.batch_of = batch_of
+    whole.train(recipe)
+    broken.stop_after(4)
+    broken.train(recipe)
+    assert broken.buffer.state == "running"
+    assert broken.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+    broken.buffer.before = lambda method: None
+    broken.train(recipe)
+
+    assert broken.buffer.parents == {1: "0-0", 2: "1-4"}
+    assert [(n, s) for n, s, _ in broken.buffer.acks] == [(1, s) for s in range(1, 5)] + [(2, s) for s in range(5, 9)]
+    expected, found = whole.tensors("1-8"), broken.tensors("2-8")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    start = whole.tensors("0-0")
+    assert not all(torch.equal(expected[name], start[name]) for name in expected)
+    losses = [[ack.metrics["loss"] for _, _, ack in w.buffer.acks] for w in (whole, broken)]
+    assert losses[0] == losses[1]
+
+
+def test_a_resumed_lineage_announces_its_parents_weights_under_its_own_name(world: World, model: Path) -> None:
+    world.stop_after(3)
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
+    world.buffer.before = lambda method: None
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
+    assert world.buffer.marks == ["0-0", "1-2", "2-3", "2-4"]
+    assert world.versions.manifest(PolicyVersion(2, 3)).parent == "1-3"
+    assert "eval-2-3" not in world.buffer.evals
+
+
+def test_a_restart_without_a_checkpoint_begins_again_at_the_starting_model(world: World, model: Path) -> None:
+    world.buffer.before = failing(1, lambda: TbaError("killed"), "ack")
+    with pytest.raises(TbaError, match="killed"):
+        world.train(make_recipe(model))
+    assert world.buffer.state == "running"
+    world.train(make_recipe(model))
+    assert world.buffer.parents == {1: "0-0", 2: "0-0"}
+    assert world.buffer.marks == ["0-0", "0-0", "2-4"]
+
+
+def test_another_starting_model_under_the_same_run_is_refused(world: World, model: Path, tmp_path: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
+    with pytest.raises(ConfigError, match=r"model\.path holds another model"):
+        world.train(make_recipe(other))
+
+
+def test_another_policy_temperature_under_the_same_run_is_refused(world: World, model: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    with pytest.raises(ConfigError, match="policy_temperature is 0.7, but this run has trained with 1"):
+        world.train(make_recipe(model, model={"policy_temperature": 0.7}))
+    assert world.buffer.lineage == 1
+
+
+def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World, model: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    key = "runs/demo/checkpoints/1-1/model.safetensors"
+    data = bytearray(world.store.get(key))
+    data[-1] ^= 1
+    world.store.put(key, bytes(data))
+    with pytest.raises(TbaError, match=f"object {key} in .* is damaged"):
+        world.train(make_recipe(model))
+    assert world.buffer.lineage == 1
+
+
+def test_old_checkpoints_and_versions_are_deleted(world: World, model: Path) -> None:
+    world.train(
+        make_recipe(
+            model, trainer={"num_steps": 9, "sync_interval": 1, "keep_versions": 2, "checkpoint_interval": 2}
+        )
+    )
+    checkpoints = {key.split("/")[3] for key in world.store.list("runs/demo/checkpoints/")}
+    assert checkpoints == {"1-8", "1-9"}
+    kept = [str(v) for v in world.versions.versions()]
+    assert kept[0] == "0-0"
+    assert kept[-2:] == ["1-8", "1-9"]
+    assert len(kept) < 9
+
+
+def test_training_goes_on_while_the_store_refuses_versions(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is away from the first version on until step 6 is done; then everything is published in order."""
+    put_file = FileStore.put_file
+
+    def sometimes(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if "/weights/1-" in key and world.buffer.step < 6:
+            raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", sometimes)
+    world.train(make_recipe(model, trainer={"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 100}))
+    assert world.buffer.marks == ["0-0", "1-2", "1-4", "1-6"]
+    assert world.buffer.state == "done"
+
+
+def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_says_why(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file = FileStore.put_file
+
+    def never(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if "/weights/1-" in key:
+            raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", never)
+    trainer = {"num_steps": 50, "sync_interval": 1, "max_unpublished_versions": 2, "retry_s": 1.5}
+    with pytest.raises(WaitTimeoutError, match=r"2 weight versions .* within 1.5 s \(the store is away\)"):
+        world.train(make_recipe(model, trainer=trainer))
+    assert world.buffer.step == 3  # versions 1 and 2 wait, the third has no place
+    assert world.buffer.state == "running"
+    waits = {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
+    assert "unpublished-versions" in waits
+
+
+def test_a_version_is_announced_again_while_the_buffer_is_away_and_never_before_it_exists(
+    world: World, model: Path
+) -> None:
+    fail = failing(2, lambda: UnavailableError("the buffer is away"), "mark")
+
+    def before(method: str) -> None:
+        if method == "mark":
+            assert len(world.versions.versions()) == len(world.buffer.marks) + 1
+        fail(method)
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"sync_interval": 2, "retry_s": 20.0}))
+    assert world.buffer.marks == ["0-0", "1-2", "1-4"]
+
+
+def test_a_fenced_trainer_stops_and_writes_nothing_more(world: World, model: Path) -> None:
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 2:
+            world.buffer.lineage = 2  # a newer trainer has started
+
+    world.buffer.before = before
+    with pytest.raises(FencedError):
+        world.train(make_recipe(model, trainer={"num_steps": 9, "sync_interval": 1, "checkpoint_interval": 9}))
+    assert world.buffer.step == 2
+    assert world.buffer.state == "running"
+    assert world.store.list("runs/demo/checkpoints/") == []
+    assert world.store.list("runs/demo/export/") == []
+
+
+def test_a_publisher_that_is_fenced_ends_the_training(world: World, model: Path) -> None:
+    def before(method: str) -> None:
+        if method == "mark" and world.buffer.step >= 1:
+            raise FencedError("a newer lineage owns the run")
+        if method == "ack":
+            time.sleep(0.05)
+
+    world.buffer.before = before
+    with pytest.raises(FencedError):
+        world.train(make_recipe(model, trainer={"num_steps": 400, "sync_interval": 1}))
+    assert world.buffer.marks == ["0-0"]
+
+
+def test_a_loss_that_is_not_finite_marks_the_run_failed_before_the_weights_are_touched(
+    world: World, model: Path
+) -> None:
+    def batch_of(step: int) -> Batch:
+        batch = make_batch(step)
+        if step < 3:
+            return batch
+        first = batch.groups[0]
+        rollouts = (replace(first.rollouts[0], reward=math.nan), *first.rollouts[1:])
+        return replace(batch, groups=(replace(first, rollouts=rollouts), *batch.groups[1:]))
+
+    world.buffer.batch_of = batch_of
+    with pytest.raises(NonFiniteError, match="the loss of step 3 is nan; the weights were not touched"):
+        world.train(make_recipe(model))
+    assert world.buffer.state == "failed"
+    assert world.buffer.reason is not None
+    assert world.buffer.reason.startswith("the loss of step 3 is nan")
+    assert [step for _, step, _ in world.buffer.acks] == [1, 2]
+
+
+def test_a_rollout_without_a_reward_is_never_trained_on(world: World, model: Path) -> None:
+    batch = make_batch(1)
+    first = batch.groups[0]
+    unscored = replace(first.rollouts[0], reward=None, reward_status="pending", reward_version=None)
+    world.buffer.batch_of = lambda step: replace(batch, groups=(replace(first, rollouts=(unscored,)),))
+    with pytest.raises(TbaError, match="no reward"):
+        world.train(make_recipe(model))
+    assert world.buffer.state == "failed"
+
+
+def test_a_batch_that_expired_is_drawn_anew_for_the_same_step(world: World, model: Path) -> None:
+    world.buffer.before = failing(2, lambda: ConflictError("batch batch-1 is void"), "ack")
+    world.train(make_recipe(model))
+    assert [step for _, step, _ in world.buffer.acks] == [1, 2, 3, 4]
+    assert [step for _, step in world.buffer.drawn].count(1) == 3
+
+
+def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:
+    world.buffer.before = failing(99, lambda: ConflictError("batch is void"), "ack")
+    with pytest.raises(TbaError, match=r"5 batches in a row expired before step 1 .* raise buffer\.batch_deadline_s"):
+        world.train(make_recipe(model))
+    assert world.buffer.acks == []
+
+
+def test_no_batch_ends_with_the_name_of_the_wait(world: World, model: Path) -> None:
+    world.buffer.before = failing(
+        9999, lambda: BusyError("too few rollouts", retry_after_s=0.05, wait="rollouts"), "draw_batch"
+    )
+    with pytest.raises(WaitTimeoutError, match=r"no batch for step 1 within 1 s: the wait is 'rollouts'"):
+        world.train(make_recipe(model, trainer={"batch_wait_s": 1.0}))
+
+
+def test_a_paused_run_does_not_use_up_the_wait_for_a_batch(world: World, model: Path) -> None:
+    until = time.monotonic() + 2.0
+
+    def before(method: str) -> None:
+        if method == "draw_batch" and time.monotonic() < until:
+            raise BusyError("paused", retry_after_s=0.05, wait="run-paused")
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"batch_wait_s": 0.5}))
+    assert world.buffer.state == "done"
+    assert "run-paused" in {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
+
+
+def test_a_stopping_run_is_published_checkpointed_exported_and_done(world: World, model: Path) -> None:
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 2:
+            world.buffer.state = "stopping"
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"num_steps": 50, "sync_interval": 10}))
+    last = f"1-{world.buffer.step}"
+    assert world.buffer.step in (3, 4)  # the batch drawn ahead is still used
+    assert world.buffer.marks == ["0-0", last]
+    assert world.buffer.checkpoint is not None
+    assert world.buffer.checkpoint[0] == last
+    assert world.store.list("runs/demo/export/")
+    assert world.buffer.state == "done"
+
+
+def test_max_train_s_ends_the_run_early(world: World, model: Path) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 100_000, "max_train_s": 0.5}))
+    assert world.buffer.state == "done"
+    assert world.buffer.step < 100_000
+
+
+def test_a_run_that_is_over_is_not_trained_again(world: World, model: Path) -> None:
+    world.buffer.state = "done"
+    with pytest.raises(ConflictError, match="run 'demo' is done"):
+        world.train(make_recipe(model))
+    assert world.buffer.lineage == 0
+
+
+def test_heartbeats_show_state_step_and_the_share_of_waiting(world: World, model: Path) -> None:
+    world.buffer.before = lambda method: time.sleep(0.15) if method == "draw_batch" else None
+    world.train(make_recipe(model, trainer={"num_steps": 10, "prefetch_batches": 0}))
+    last = world.buffer.beats[-1]
+    assert last.kind == "trainer"
+    assert last.state == "done"
+    assert last.version == PolicyVersion(1, 10)
+    assert last.gauges["step"] == 10
+    assert 0 < last.gauges["trainer_wait_share"] <= 1
+    assert last.gauges["num_unpublished_versions"] == 0
+
+
+def test_a_missing_model_folder_is_one_sentence(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path .*nowhere.* holds no model \(no config\.json\)"):
+        world.train(make_recipe(tmp_path / "nowhere"))
+
+
+def test_an_unusable_device_is_one_sentence(world: World, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.device 'nonsense' cannot be used"):
+        world.train(make_recipe(model, trainer={"device": "nonsense"}))

@@ -1,0 +1,193 @@
+"""The trainer as a process over a real buffer, Redis and store: killed, stopped, fenced, resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.api import LedgerEntry, LineageRequest, RunCommand
+from tba.clients import BufferClient
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire import encode_rollout
+from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack, write_recipe
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_rollout
+
+NUM_STEPS = 40
+
+
+class Run:
+    """A buffer filled with rollouts, and trainer processes."""
+
+    def __init__(self, folder: Path, stack: Stack, model: Path) -> None:
+        self.folder, self.stack, self.client = folder, stack, stack.client
+        document: dict[str, Any] = stack.recipe.model_dump()
+        document["model"]["path"] = str(model)
+        document["store"]["url"] = f"file://{folder / 'store'}"
+        document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 1.0}
+        document["trainer"] |= {
+            "num_steps": NUM_STEPS,
+            "sync_interval": 4,
+            "checkpoint_interval": 5,
+            "retry_s": 10.0,
+            "batch_wait_s": 20.0,
+        }
+        self.recipe_path = write_recipe(folder / "trainer.json", type(stack.recipe).model_validate(document))
+        self.versions = WeightVersions(FileStore(folder / "store"), stack.recipe.run.name)
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def fill(self) -> None:
+        rng = np.random.default_rng(0)
+        self.client.upload_prompts(make_prompts(8, 4))
+        self.client.push(
+            [
+                encode_rollout(make_rollout(rng, prompt_id=f"train-{i % 8}", run="test", reward=float(rng.integers(2))))
+                for i in range(64)
+            ]
+        )
+
+    def start(self, *sets: str) -> subprocess.Popen[bytes]:
+        log = (self.folder / f"trainer-{len(self.processes)}.log").open("wb")
+        arguments = [item for text in sets for item in ("--set", text)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tba_trainer", "--config", str(self.recipe_path), *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+        )
+        log.close()
+        self.processes.append(process)
+        return process
+
+    def log(self, number: int) -> str:
+        return (self.folder / f"trainer-{number}.log").read_text()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            running = self.processes[-1].poll() is None
+            assert running, self.log(len(self.processes) - 1)
+            assert time.monotonic() < deadline, self.log(len(self.processes) - 1)
+            time.sleep(0.02)
+
+    def ledger(self) -> list[LedgerEntry]:
+        return self.client.ledger(limit=1000).entries
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> Iterator[Run]:
+    stack = start_stack(tmp_path, buffer={"batch_deadline_s": 30.0})
+    run = Run(tmp_path, stack, model)
+    try:
+        run.fill()
+        yield run
+    finally:
+        for process in run.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        stack.stop()
+
+
+def step_of(client: BufferClient) -> int:
+    return client.run().step
+
+
+def test_a_run_that_is_killed_and_stopped_has_every_step_once_along_the_living_lineage(run: Run) -> None:
+    first = run.start()
+    run.until(lambda: run.client.run().checkpoint is not None and step_of(run.client) % 5 == 2)
+    first.kill()
+    first.wait()
+    killed_at = run.client.run()
+    assert killed_at.checkpoint is not None
+    resumed_from = PolicyVersion.parse(killed_at.checkpoint).step
+    second = run.start()
+    run.until(lambda: run.client.run().lineage == 2 and step_of(run.client) >= resumed_from + 2)
+    second.terminate()
+    assert second.wait(timeout=30) == 0, run.log(1)
+    stopped = run.client.run()
+    assert stopped.state == "running"
+    assert stopped.checkpoint == f"2-{stopped.step}"  # SIGTERM lost no step
+    third = run.start()
+    assert third.wait(timeout=60) == 0, run.log(2)
+    done = run.client.run()
+    assert done.state == "done"
+    assert done.latest_version == f"3-{NUM_STEPS}"
+    assert done.parents == {1: "0-0", 2: f"1-{resumed_from}", 3: stopped.checkpoint}
+    living = [entry for entry in run.ledger() if not entry.abandoned]
+    assert [entry.step for entry in living] == list(range(1, NUM_STEPS + 1))
+    assert run.versions.exists(PolicyVersion(3, NUM_STEPS))
+    assert "Traceback" not in "".join(run.log(i) for i in range(3))
+
+
+def test_a_second_trainer_fences_the_first_which_exits_with_code_3(run: Run) -> None:
+    process = run.start("trainer.num_steps=100000")
+    run.until(lambda: step_of(run.client) >= 3)
+    run.client.new_lineage(LineageRequest(trainer_id="another", parent="0-0"))
+    assert process.wait(timeout=30) == 3
+    last_line = run.log(0).strip().splitlines()[-1]
+    assert last_line.startswith("error: trainer: ")
+    assert "a newer trainer start owns this run" in last_line
+    assert all(entry.abandoned for entry in run.ledger())
+
+
+def test_a_stopped_run_ends_as_done_with_an_export(run: Run) -> None:
+    process = run.start("trainer.num_steps=100000")
+    run.until(lambda: step_of(run.client) >= 3)
+    run.client.command("stop", RunCommand(reason="enough"))
+    assert process.wait(timeout=30) == 0, run.log(0)
+    info = run.client.run()
+    assert info.state == "done"
+    assert info.latest_version == info.checkpoint == f"1-{info.step}"
+    assert FileStore(run.folder / "store").list("runs/test/export/")
+    trainer = next(c for c in info.components if c.kind == "trainer")
+    assert trainer.state == "done"
+    assert trainer.gauges["step"] == info.step
+
+
+def test_the_buffer_may_be_killed_and_restarted_under_a_training_run(run: Run) -> None:
+    process = run.start()
+    run.until(lambda: step_of(run.client) >= 3)
+    run.stack.buffer.kill()
+    run.stack.buffer.start()
+    assert process.wait(timeout=60) == 0, run.log(0)
+    assert [entry.step for entry in run.ledger() if not entry.abandoned] == list(range(1, NUM_STEPS + 1))
+
+
+def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text('[run]\nname = "x"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n[trainer]\nstep = 3\n')
+    code = (
+        "import sys; from tba.main import service_main; from tba_trainer.__main__ import run; "
+        f"code = service_main('trainer', run, ['--config', {str(path)!r}]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "unknown key 'trainer.step'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_signal_ends_the_wait_for_the_first_batch(run: Run) -> None:
+    process = run.start("sampling.min_size_to_sample=64", "trainer.batch_wait_s=500", "run.name=test")
+    run.client.command("pause", RunCommand(reason="nobody works"))
+    run.until(lambda: any(wait.name == "run-paused" for wait in run.client.run().waits))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0, run.log(0)
+    assert run.client.run().state == "paused"

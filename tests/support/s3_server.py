@@ -1,0 +1,158 @@
+"""A real S3 server (ministack) on a free loopback port, and a proxy before it that breaks requests on purpose."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from boto3.session import Session
+from botocore.config import Config
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret"}
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class S3Server:
+    """ministack as a child process; objects are files below `folder`, so that they survive `kill`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, timeout_s: float = 60.0) -> None:
+        """Start, and wait until it answers."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MINISTACK_"))}
+        environ |= {
+            "GATEWAY_PORT": str(self.port),
+            "BIND_HOST": "127.0.0.1",
+            "S3_PERSIST": "1",
+            "S3_DATA_DIR": str(self._folder / "s3"),
+            "STATE_DIR": str(self._folder / "state"),
+            "TMPDIR": str(self._folder),
+            "LOG_LEVEL": "ERROR",
+        }
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ministack"], env=environ, stdout=log, stderr=log, cwd=self._folder
+            )
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            assert self._process.poll() is None, f"ministack died: {(self._folder / 'log').read_text()[-2000:]}"
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+                connection.request("GET", "/")
+                connection.getresponse().read()
+                return
+            except OSError:
+                time.sleep(0.1)
+            finally:
+                connection.close()
+        raise AssertionError(f"ministack did not answer on port {self.port} within {timeout_s} s")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=30)
+            self._process = None
+
+    def create_bucket(self, name: str) -> None:
+        """Create a bucket."""
+        config = Config(s3={"addressing_style": "path"})
+        client = Session().client("s3", endpoint_url=self.url, region_name="us-east-1", config=config)
+        client.create_bucket(Bucket=name)
+        client.close()
+
+
+class FaultyProxy:
+    """Forwards to an S3 server; `faults` holds what to do with the next requests, one each.
+
+    An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.
+    "cut": forward, then send half of the body. Requests beyond the list pass. `drop_headers` are not forwarded.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        self.faults: list[int | str] = []
+        self.drop_headers: set[str] = set()
+        self.num_requests = 0
+        self._target_port = target_port
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @contextmanager
+    def running(self) -> Iterator[FaultyProxy]:
+        """Serve from a thread until the block ends."""
+        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            thread.join()
+            self._server.server_close()
+
+    def _forward(self, request: BaseHTTPRequestHandler) -> tuple[int, list[tuple[str, str]], bytes]:
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in {"expect", *self.drop_headers}}
+        connection = http.client.HTTPConnection("127.0.0.1", self._target_port, timeout=30)
+        try:
+            connection.request(request.command, request.path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_one_request(self) -> None:
+                self.raw_requestline = self.rfile.readline(65537)
+                if not self.raw_requestline or not self.parse_request():
+                    self.close_connection = True
+                    return
+                self.close_connection = True
+                proxy.num_requests += 1
+                fault = proxy.faults.pop(0) if proxy.faults else None
+                if isinstance(fault, int):
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                    code = {403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}[fault]
+                    text = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
+                    self._answer(fault, [("Content-Type", "application/xml")], text, len(text))
+                    return
+                status, headers, body = proxy._forward(self)
+                if fault != "lose":
+                    self._answer(status, headers, body[: len(body) // 2] if fault == "cut" else body, len(body))
+
+            def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, length: int) -> None:
+                self.send_response_only(status)
+                for name, value in headers:
+                    if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", str(length))
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.wfile.write(body)
+
+        return Handler

@@ -1,0 +1,217 @@
+"""Recipes, rollouts and batches for tests of the trainer; and a buffer that hands out recorded batches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    ComponentInfo,
+    EvalInfo,
+    EvalRequest,
+    LineageReply,
+    LineageRequest,
+    MarkReply,
+    MarkRequest,
+    RunCommand,
+    RunInfo,
+)
+from tba.config import Recipe, parse_recipe
+from tba.errors import FencedError, RunOverError
+from tba.versions import PolicyVersion
+from tba.wire import Batch, Group, Heartbeat, RefLogprob, Rollout, Sampling, VersionSpan
+
+VOCAB_SIZE = 33
+
+
+def make_recipe(path: Path | str, /, **sections: dict[str, Any]) -> Recipe:
+    """A recipe for the model at `path`; `sections` override keys."""
+    document: dict[str, Any] = {
+        "run": {"name": "demo", "seed": 3},
+        "model": {"path": str(path)},
+        "data": {"generator": "addition"},
+        "trainer": {"num_steps": 4, "retry_s": 5.0, "batch_wait_s": 10.0, "micro_batch_tokens": 4096},
+        "eval": {"every_steps": 2, "timeout_s": 5.0},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return parse_recipe(document, where="test")
+
+
+def make_rollout(
+    rng: np.random.Generator,
+    *,
+    prompt_id: str = "p-0",
+    run: str = "demo",
+    num_prompt_tokens: int = 5,
+    num_response_tokens: int = 7,
+    version: PolicyVersion = PolicyVersion(0, 0),
+    temperature: float = 1.0,
+    reward: float | None = 1.0,
+    sampler_logprobs: np.ndarray | None = None,
+    ref_logprob: RefLogprob | None = None,
+    response_tokens: np.ndarray | None = None,
+) -> Rollout:
+    """A rollout of random tokens."""
+    tokens = rng.integers(3, VOCAB_SIZE, num_response_tokens) if response_tokens is None else response_tokens
+    logprobs = -rng.random(len(tokens)) * 3 if sampler_logprobs is None else sampler_logprobs
+    return Rollout(
+        rollout_id=rng.bytes(16),
+        run=run,
+        task="addition",
+        prompt_id=prompt_id,
+        visit_id="visit-1",
+        prompt_tokens=rng.integers(3, VOCAB_SIZE, num_prompt_tokens).astype(np.int32),
+        response_tokens=np.asarray(tokens, dtype=np.int32),
+        response_text="",
+        finish_reason="stop",
+        version_spans=(VersionSpan(version=version, start=0, end=len(tokens)),),
+        sampling=Sampling(temperature=temperature),
+        sampler_logprobs=np.asarray(logprobs, dtype=np.float32),
+        ref_logprob=ref_logprob,
+        reward=reward,
+        reward_status="pending" if reward is None else "scored",
+        reward_reason=None,
+        reward_version=None if reward is None else "addition-1",
+        searcher_id="searcher-0",
+        started_at_s=1.0,
+        finished_at_s=2.0,
+    )
+
+
+def make_batch(seed: int, *, num_groups: int = 3, group_size: int = 4, batch_id: str | None = None) -> Batch:
+    """Groups of random rollouts with mixed lengths and rewards; a function of the seed."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for g in range(num_groups):
+        rollouts = [
+            make_rollout(
+                rng,
+                prompt_id=f"p-{seed}-{g}",
+                num_prompt_tokens=int(3 + g),
+                num_response_tokens=int(rng.integers(2, 12)),
+                reward=float(rng.integers(0, 2)),
+            )
+            for _ in range(group_size)
+        ]
+        groups.append(Group(prompt_id=f"p-{seed}-{g}", source="recent", fallback=False, rollouts=tuple(rollouts)))
+    return Batch(
+        batch_id=batch_id or f"batch-{seed}",
+        deadline_s=time.time() + 600,
+        seed=seed,
+        log_position=0,
+        groups=tuple(groups),
+    )
+
+
+class RecordedBuffer:
+    """BufferClient's methods over recorded batches: one per step, fenced by the newest lineage's token.
+
+    `before` is called with the name of every method first; a test makes it raise.
+    """
+
+    def __init__(self, batch_of: Callable[[int], Batch] = make_batch) -> None:
+        self.batch_of = batch_of
+        self.before: Callable[[str], None] = lambda method: None
+        self.state: Any = "running"
+        self.reason: str | None = None
+        self.lineage, self.step = 0, 0
+        self.parents: dict[int, str] = {}
+        self.marks: list[str] = []
+        self.acks: list[tuple[int, int, AckRequest]] = []
+        self.drawn: list[tuple[int, int]] = []
+        self.checkpoint: tuple[str, str] | None = None
+        self.evals: dict[str, EvalRequest] = {}
+        self.beats: list[Heartbeat] = []
+        self.components: list[ComponentInfo] = []
+        self._lock = threading.RLock()
+
+    def _enter(self, method: str, token: str | None = None) -> None:
+        self.before(method)
+        if token is not None and token != f"token-{self.lineage}":
+            raise FencedError(f"{token} is not the token of the newest lineage {self.lineage}")
+
+    def run(self) -> RunInfo:
+        self._enter("run")
+        return RunInfo(
+            run="demo",
+            state=self.state,
+            state_reason=self.reason,
+            step=self.step,
+            lineage=self.lineage,
+            parents={n: p for n, p in self.parents.items()},
+            latest_version=self.marks[-1] if self.marks else None,
+            checkpoint=self.checkpoint and self.checkpoint[0],
+            checkpoint_key=self.checkpoint and self.checkpoint[1],
+            components=self.components,
+            waits=[],
+            evals=[self._info(eval_id) for eval_id in self.evals],
+        )
+
+    def new_lineage(self, request: LineageRequest) -> LineageReply:
+        self._enter("new_lineage")
+        with self._lock:
+            self.lineage += 1
+            self.parents[self.lineage] = request.parent
+            return LineageReply(lineage=self.lineage, token=f"token-{self.lineage}")
+
+    def mark(self, request: MarkRequest) -> MarkReply:
+        self._enter("mark", request.token)
+        self.marks.append(request.version)
+        return MarkReply(log_position=len(self.marks))
+
+    def register_checkpoint(self, request: CheckpointRequest) -> None:
+        self._enter("register_checkpoint", request.token)
+        self.checkpoint = (request.version, request.key)
+
+    def draw_batch(self, request: BatchRequest) -> Batch:
+        self._enter("draw_batch", request.token)
+        if self.state != "running":
+            raise RunOverError(f"the run is {self.state}")
+        self.drawn.append((request.lineage, request.step))
+        return self.batch_of(request.step)
+
+    def ack(self, batch_id: str, request: AckRequest) -> None:
+        self._enter("ack", request.token)
+        self.acks.append((request.lineage, request.step, request))
+        self.step = request.step
+
+    def request_eval(self, request: EvalRequest) -> EvalInfo:
+        self._enter("request_eval")
+        eval_id = f"eval-{request.version}"
+        self.evals.setdefault(eval_id, request)
+        return self._info(eval_id)
+
+    def get_eval(self, eval_id: str) -> EvalInfo:
+        self._enter("get_eval")
+        return self._info(eval_id)
+
+    def heartbeat(self, beat: Heartbeat) -> None:
+        self._enter("heartbeat")
+        self.beats.append(beat)
+
+    def command(self, name: str, command: RunCommand) -> RunInfo:
+        self._enter(f"command:{name}", command.token)
+        self.state = {"done": "done", "fail": "failed", "stop": "stopping", "pause": "paused", "resume": "running"}[name]
+        self.reason = command.reason
+        return self.run()
+
+    def _info(self, eval_id: str) -> EvalInfo:
+        request = self.evals[eval_id]
+        return EvalInfo(
+            eval_id=eval_id,
+            version=request.version,
+            state="done",
+            num_prompts=request.num_prompts,
+            num_done=request.num_prompts,
+            accuracy=0.5,
+            created_at_s=1.0,
+        )

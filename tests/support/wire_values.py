@@ -1,0 +1,168 @@
+"""Fixed values of every wire format, and the golden bytes they encode to.
+
+`python -m tests.support.wire_values` writes the golden files. Bytes that are stored or on their way must stay
+readable: a change of a golden file needs a new schema number and a reader for the old one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tba.versions import PolicyVersion
+from tba.wire import (
+    Canary,
+    DrawnGroup,
+    Heartbeat,
+    Manifest,
+    RefLogprob,
+    Rollout,
+    Sampling,
+    StoredObject,
+    VersionSpan,
+    Wait,
+    encode_batch,
+    encode_heartbeat,
+    encode_manifest,
+    encode_push,
+    encode_rollout,
+)
+
+GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
+
+
+def scored_rollout(num_response_tokens: int = 1000) -> Rollout:
+    """A rollout with every optional field present, over two policy versions."""
+    edge = num_response_tokens // 2
+    return Rollout(
+        rollout_id=bytes(range(16)),
+        run="demo",
+        task="addition",
+        prompt_id="p-7",
+        visit_id="visit-1",
+        prompt_tokens=np.arange(20, dtype=np.int32),
+        response_tokens=np.arange(num_response_tokens, dtype=np.int32) * 131 % 50_000,
+        response_text="12 + 30 = 42 \N{CHECK MARK}",
+        finish_reason="stop",
+        version_spans=(
+            VersionSpan(version=PolicyVersion(1, 40), start=0, end=edge),
+            VersionSpan(version=PolicyVersion(1, 44), start=edge, end=num_response_tokens),
+        ),
+        sampling=Sampling(temperature=0.75, top_p=0.9, top_k=50, seed=2**31, stop=("\n\n", "Q:")),
+        sampler_logprobs=-np.arange(num_response_tokens, dtype=np.float32) / np.float32(1024),
+        ref_logprob=RefLogprob(value=-123.5, version=PolicyVersion(0, 0)),
+        reward=1.0,
+        reward_status="scored",
+        reward_reason=None,
+        reward_version="addition-1",
+        searcher_id="searcher-0",
+        started_at_s=1_700_000_000.25,
+        finished_at_s=1_700_000_001.5,
+    )
+
+
+def pending_rollout() -> Rollout:
+    """A rollout with every optional field absent."""
+    return Rollout(
+        rollout_id=bytes(range(16, 32)),
+        run="demo",
+        task="gsm8k",
+        prompt_id="p-8",
+        visit_id="visit-2",
+        prompt_tokens=np.array([5], np.int32),
+        response_tokens=np.array([7, 0], np.int32),
+        response_text="",
+        finish_reason="length",
+        version_spans=(VersionSpan(version=PolicyVersion(0, 0), start=0, end=2),),
+        sampling=Sampling(temperature=0.0),
+        sampler_logprobs=np.array([-0.5, 0.0], np.float32),
+        ref_logprob=None,
+        reward=None,
+        reward_status="pending",
+        reward_reason=None,
+        reward_version=None,
+        searcher_id="searcher-1",
+        started_at_s=1_700_000_002.0,
+        finished_at_s=1_700_000_003.0,
+    )
+
+
+def payloads() -> list[bytes]:
+    """The encoded rollouts of the golden push and batch."""
+    return [encode_rollout(scored_rollout(3)), encode_rollout(pending_rollout())]
+
+
+def batch_bytes() -> bytes:
+    """A batch of two groups."""
+    first, second = payloads()
+    return encode_batch(
+        batch_id="batch-1",
+        deadline_s=1_700_000_100.0,
+        seed=2**63 - 1,
+        log_position=12_345,
+        groups=[
+            DrawnGroup(prompt_id="p-7", source="recent", fallback=False, payloads=[first, first]),
+            DrawnGroup(prompt_id="p-8", source="replay", fallback=True, payloads=[second]),
+        ],
+    )
+
+
+def heartbeat() -> Heartbeat:
+    """A heartbeat that waits."""
+    return Heartbeat(
+        component_id="trainer-0",
+        kind="trainer",
+        run="demo",
+        state="waiting",
+        version=PolicyVersion(2, 8),
+        wait=Wait(name="rollouts", for_s=1.5, deadline_in_s=598.5),
+        gauges={"step": 8.0, "loss": -0.25},
+    )
+
+
+def manifest() -> Manifest:
+    """A manifest with a parent."""
+    return Manifest(
+        run="demo",
+        version="1-4",
+        parent="0-0",
+        dtype="bfloat16",
+        tensors=[
+            StoredObject(
+                name="model.safetensors",
+                key="runs/demo/weights/1-4/model.safetensors",
+                size_bytes=1234,
+                sha256="ab" * 32,
+            )
+        ],
+        files=[
+            StoredObject(
+                name="config.json", key=f"runs/demo/files/{'cd' * 32}/config.json", size_bytes=12, sha256="cd" * 32
+            )
+        ],
+        model_config_sha256="cd" * 32,
+        tokenizer_sha256="ef" * 32,
+        params_sha256="01" * 32,
+        canary=Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=0.001),
+        torch_version="2.13.0",
+        transformers_version="5.19.0",
+        created_at_s=1_700_000_000.5,
+    )
+
+
+def encodings() -> dict[str, bytes]:
+    """Golden file name -> bytes."""
+    return {
+        "rollout_v1.msgpack": encode_rollout(scored_rollout()),
+        "push_v1.msgpack": encode_push(payloads()),
+        "batch_v1.msgpack": batch_bytes(),
+        "heartbeat_v1.msgpack": encode_heartbeat(heartbeat()),
+        "manifest_v1.json": encode_manifest(manifest()),
+    }
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for file_name, data in encodings().items():
+        (GOLDEN / file_name).write_bytes(data)

@@ -1,0 +1,53 @@
+"""The flags of `tba`: cheap to show, and every error is one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tba.cli.main import main
+
+FORBIDDEN = ("torch", "numpy", "pydantic", "transformers", "httpx2", "rich", "matplotlib", "fastapi", "asyncio")
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from tba.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"print('loaded:', sorted(set(sys.modules) & set({FORBIDDEN!r})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "post-train language models" in done.stdout.lower()
+    assert "loaded: []" in done.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["fly"], ["run", "x.toml", "--resume", "--fresh"], ["config"]])
+def test_wrong_words_exit_with_2_and_usage(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "usage: tba" in capsys.readouterr().err
+
+
+def test_a_missing_recipe_is_one_sentence_on_stderr(capsys):
+    assert main(["run", "nowhere.toml"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: recipe nowhere.toml does not exist; recipes that ship with tba are in recipes/\n"
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ValueError, match="does not exist"):
+        main(["run", "nowhere.toml", "--debug"])
+
+
+def test_ctrl_c_exits_with_130(monkeypatch, capsys):
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tba.cli.config.schema_command", interrupted)
+    assert main(["config", "schema"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

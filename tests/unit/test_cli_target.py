@@ -1,0 +1,79 @@
+"""Which run a command talks to."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tba.cli.parser import build_parser
+from tba.cli.target import open_client
+from tba.errors import ConfigError
+from tba.local.tokens import read_token
+
+
+def url_of(*words: str) -> str:
+    client = open_client(build_parser().parse_args(["status", *words]))
+    client.close()
+    return client.base_url
+
+
+def write_endpoints(folder: Path, port: int, *, at_s: int) -> None:
+    folder.mkdir(parents=True)
+    path = folder / "endpoints.json"
+    path.write_text(json.dumps({"buffer_url": f"http://127.0.0.1:{port}", "tokens_file": None}))
+    os.utime(path, (at_s, at_s))
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_endpoints(tmp_path / "runs" / "older", 1111, at_s=1000)
+    write_endpoints(tmp_path / "runs" / "newer", 2222, at_s=2000)
+    return tmp_path
+
+
+def test_the_newest_run_is_the_default(two_runs):
+    assert url_of() == "http://127.0.0.1:2222"
+
+
+def test_a_run_is_found_by_name_by_folder_or_by_url(two_runs):
+    assert url_of("older") == "http://127.0.0.1:1111"
+    assert url_of("--run-dir", str(two_runs / "runs" / "older")) == "http://127.0.0.1:1111"
+    assert url_of("--url", "http://buffer:8700/") == "http://buffer:8700"
+
+
+def test_no_run_at_all_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run is going under runs/"):
+        url_of()
+
+
+def test_a_run_that_ended_is_a_clear_error(two_runs):
+    (two_runs / "runs" / "older" / "endpoints.json").unlink()
+    with pytest.raises(ConfigError, match="run 'older' is not going"):
+        url_of("older")
+
+
+@pytest.mark.parametrize(
+    ("text", "token"),
+    [
+        ("word-of-16-letters\n", "word-of-16-letters"),
+        ('{"viewer": "vvv", "operator": "ooo"}', "ooo"),
+        ('{"viewer": "vvv"}', "vvv"),
+    ],
+)
+def test_a_token_file_holds_one_word_or_tokens_by_role(tmp_path, text, token):
+    path = tmp_path / "token"
+    path.write_text(text)
+    assert read_token(path) == token
+
+
+@pytest.mark.parametrize("text", ["", "two words", '{"searcher": "s"}', "{broken"])
+def test_a_token_file_without_a_usable_token_is_refused(tmp_path, text):
+    path = tmp_path / "token"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="token file"):
+        read_token(path)

@@ -1,0 +1,204 @@
+"""Recipes: precedence, refusals that name key and value, schedules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tba.config import Schedule, load_recipe, parse_recipe
+from tba.errors import ConfigError
+
+MINIMAL = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
+TOML = """
+[run]
+name = "demo"
+[model]
+path = "m"
+[data]
+generator = "addition"
+[buffer]
+port = 1111
+"""
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_a_minimal_recipe_has_every_default() -> None:
+    recipe = parse_recipe(MINIMAL, where="test")
+    assert recipe.buffer_url == "http://127.0.0.1:8700"
+    assert recipe.reward_url == "http://127.0.0.1:8701"
+    assert recipe.sampling.group_size == 8
+
+
+def test_file_then_environment_then_set(recipe_path: Path) -> None:
+    assert load_recipe(recipe_path, environ={}).buffer.port == 1111
+    environ = {"TBA_BUFFER__PORT": "2222", "TBA_RUN__NAME": "from-env", "TBA_HOME": "/ignored", "OTHER__X": "1"}
+    assert load_recipe(recipe_path, environ=environ).buffer.port == 2222
+    recipe = load_recipe(recipe_path, environ=environ, sets=["buffer.port=3333"])
+    assert (recipe.buffer.port, recipe.run.name) == (3333, "from-env")
+
+
+@pytest.mark.parametrize(
+    ("item", "section", "key", "value"),
+    [
+        ("sampling.samples_per_insert=2.5", "sampling", "samples_per_insert", 2.5),
+        ("sampling.alternate=true", "sampling", "alternate", True),
+        ("reward.plugins=['a', 'b']", "reward", "plugins", ["a", "b"]),
+        ("run.name=plain-text", "run", "name", "plain-text"),
+        ('run.name="quoted"', "run", "name", "quoted"),
+        ("store.url=s3://bucket/a=b", "store", "url", "s3://bucket/a=b"),
+    ],
+)
+def test_set_takes_toml_values_and_bare_text(
+    recipe_path: Path, item: str, section: str, key: str, value: object
+) -> None:
+    recipe = load_recipe(recipe_path, environ={}, sets=[item])
+    assert getattr(getattr(recipe, section), key) == value
+
+
+def test_set_reaches_keys_two_levels_deep(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path, environ={}, sets=["objective.beta.value=0.25"])
+    assert recipe.objective.beta.at(0) == 0.25
+
+
+def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_path, environ={})
+    (tmp_path / "resolved.json").write_text(recipe.model_dump_json())
+    assert load_recipe(tmp_path / "resolved.json", environ={}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({**MINIMAL, "buffer": {"prot": 1}}, r"unknown key 'buffer\.prot' \(value 1\); did you mean 'port'\?"),
+        ({**MINIMAL, "bufer": {}}, "unknown key 'bufer' .*did you mean 'buffer'"),
+        (
+            {**MINIMAL, "objective": {"beta": {"value": 1.0, "stepz": 3}}},
+            r"unknown key 'objective\.beta\.stepz' .*did you mean 'steps'",
+        ),
+        ({**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "max_step": 1}}}, "did you mean 'max_steps'"),
+        ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
+        ({**MINIMAL, "buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
+        ({**MINIMAL, "buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),
+        (
+            {**MINIMAL, "trainer": {"num_steps": 0, "adam_beta1": 1.0}},
+            r"'trainer\.num_steps' has the value 0.*and 1 more",
+        ),
+        ({**MINIMAL, "run": {}}, r"key 'run\.name' is missing"),
+        ({**MINIMAL, "run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
+        ({**MINIMAL, "data": {}}, "give exactly one of `generator`"),
+        ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
+    ],
+)
+def test_a_wrong_recipe_names_key_value_and_remedy(document: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^recipe\.toml: .*{message}"):
+        parse_recipe(document, where="recipe.toml")
+
+
+def test_a_misspelt_environment_variable_is_refused(recipe_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'buffer\.capactiy' \(value 5\)"):
+        load_recipe(recipe_path, environ={"TBA_BUFFER__CAPACTIY": "5"})
+
+
+@pytest.mark.parametrize("item", ["buffer.port", "port=1", "=1"])
+def test_a_set_that_is_no_assignment_is_refused(recipe_path: Path, item: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not of the form section\.key=value"):
+        load_recipe(recipe_path, environ={}, sets=[item])
+
+
+def test_a_set_below_a_value_is_refused(recipe_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'port' is a value, not a section"):
+        load_recipe(recipe_path, environ={}, sets=["buffer.port.x=1"])
+
+
+def test_a_file_that_is_missing_or_broken_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.toml does not exist; recipes that ship with tba are in recipes/"):
+        load_recipe(tmp_path / "no.toml", environ={})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_recipe(tmp_path, environ={})
+    for name, data in [("a.toml", b"[run"), ("a.json", b"{"), ("b.toml", b"\xff\xfe")]:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError, match=f"{name} is not valid"):
+            load_recipe(tmp_path / name, environ={})
+
+
+def test_a_recipe_is_frozen() -> None:
+    recipe = parse_recipe(MINIMAL, where="test")
+    with pytest.raises(ValidationError):
+        recipe.run.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_constant_and_warm_up() -> None:
+    schedule = Schedule(value=2.0, warmup_steps=4)
+    assert [schedule.at(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_linear_goes_from_value_to_final_and_stays() -> None:
+    schedule = Schedule(kind="linear", value=1.0, final=0.5, steps=10)
+    assert schedule.at(0) == 1.0
+    assert schedule.at(5) == pytest.approx(0.75)
+    assert schedule.at(10) == schedule.at(1000) == 0.5
+
+
+def test_cosine_is_half_way_in_the_middle() -> None:
+    schedule = Schedule(kind="cosine", value=1.0, final=0.2, steps=12, warmup_steps=2)
+    assert schedule.at(2) == 1.0
+    assert schedule.at(7) == pytest.approx(0.6)
+    assert schedule.at(12) == pytest.approx(0.2)
+
+
+def test_wsd_warms_up_stays_and_decays() -> None:
+    schedule = Schedule(kind="wsd", value=1.0, steps=100, warmup_steps=10, decay_steps=20)
+    assert schedule.at(0) == pytest.approx(0.1)
+    assert schedule.at(10) == schedule.at(79) == schedule.at(80) == 1.0
+    assert schedule.at(90) == pytest.approx(0.5)
+    assert schedule.at(100) == pytest.approx(0.0)
+
+
+@given(
+    st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.integers(1, 50),
+    st.integers(0, 60),
+    st.data(),
+)
+def test_after_warm_up_every_schedule_stays_between_value_and_final(
+    kind: str, value: float, final: float, steps: int, warmup_steps: int, data: st.DataObject
+) -> None:
+    decay_steps = data.draw(st.integers(1, steps))
+    schedule = Schedule(
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        value=value,
+        final=final,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        decay_steps=decay_steps,
+    )
+    for step in range(warmup_steps, steps + 5):
+        assert min(value, final) - 1e-9 <= schedule.at(step) <= max(value, final) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "linear", "value": 1.0}, "a linear schedule needs `steps`"),
+        ({"kind": "wsd", "value": 1.0, "steps": 10}, "0 < decay_steps <= steps, got 0"),
+        ({"kind": "wsd", "value": 1.0, "steps": 10, "decay_steps": 11}, "got 11"),
+        ({"value": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(fields: dict, message: str) -> None:
+    document = {**MINIMAL, "trainer": {"learning_rate": fields}}
+    with pytest.raises(ConfigError, match=rf"trainer\.learning_rate.*{message}"):
+        parse_recipe(json.loads(json.dumps(document)), where="test")

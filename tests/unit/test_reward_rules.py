@@ -1,0 +1,238 @@
+"""The shipped rewards: what counts as right, as wrong, and as no score at all."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_reward.registry import BadDataError
+from tba_reward.rewards import exact, gsm8k, make_n
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("42", 1.0),
+        (" \n42\t", 1.0),
+        ("042", 1.0),
+        ("+42", 1.0),
+        ("-42", 0.0),
+        ("42.0", 0.0),
+        ("42.", 0.0),
+        ("4 2", 0.0),
+        ("42 43", 0.0),
+        ("=42", 0.0),
+        ("", 0.0),
+        ("-", 0.0),
+        ("\u0664\u0662", 0.0),
+        ("0x2a", 0.0),
+        ("4_2", 0.0),
+        ("9" * 100_000, 0.0),
+    ],
+)
+def test_addition_compares_integers(response: str, reward: float) -> None:
+    assert exact.score_integer("", response, {"answer": "42"}) == reward
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(0, 5))
+def test_leading_zeros_never_change_an_integer(number: int, num_zeros: int) -> None:
+    sign = "-" if number < 0 else ""
+    assert exact.canonical_integer(f"{sign}{'0' * num_zeros}{abs(number)}") == str(number)
+
+
+@given(st.text(alphabet="0123456789+-. ", max_size=6), st.text(alphabet="0123456789+-. ", max_size=6))
+def test_two_integers_are_the_same_exactly_when_python_says_so(left: str, right: str) -> None:
+    def value(text: str) -> int | None:
+        return int(text) if text.lstrip("+-").isdigit() and len(text) - len(text.lstrip("+-")) <= 1 else None
+
+    same = value(left) is not None and value(left) == value(right)
+    found = exact.canonical_integer(left)
+    assert (found is not None and found == exact.canonical_integer(right)) == same
+
+
+def test_minus_zero_is_zero() -> None:
+    assert exact.canonical_integer("-000") == exact.canonical_integer("0") == "0"
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [("a b", 1.0), (" a b\n", 1.0), ("a  b", 0.0), ("A b", 0.0), ("", 0.0)]
+)
+def test_exact_compares_text(response: str, reward: float) -> None:
+    assert exact.score_text("", response, {"answer": "a b"}) == reward
+
+
+def test_exact_takes_012_and_12_for_different_texts() -> None:
+    assert exact.score_text("", "012", {"answer": "12"}) == 0.0
+
+
+@pytest.mark.parametrize("data", [{}, {"answer": None}, {"answer": 1.5}, {"answer": True}, {"answer": ["1"]}])
+def test_an_answer_that_is_no_text_is_bad_data(data: dict) -> None:
+    for score in (exact.score_text, exact.score_integer):
+        with pytest.raises(BadDataError, match="data needs a text `answer`"):
+            score("", "1", data)
+
+
+def test_addition_needs_an_integer_answer() -> None:
+    with pytest.raises(BadDataError, match=r"'1\.5' is not an integer"):
+        exact.score_integer("", "1", {"answer": "1.5"})
+    assert exact.score_integer("", "7", {"answer": 7}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("the answer is 1,234.", "1234"),
+        ("#### 72", "72"),
+        ("$18.50 each", "18.5"),
+        ("first 3, then 4", "4"),
+        ("it is -5 degrees", "-5"),
+        ("x=-5", "-5"),
+        ("10-3", "3"),
+        ("(8)-3", "3"),
+        ("half: .5", "0.5"),
+        ("v1.2.3", "0.3"),
+        ("1 000", "0"),
+        ("7%", "7"),
+        ("**9**\n", "9"),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, number: str) -> None:
+    assert Fraction(str(gsm8k.last_number(text))) == Fraction(number)
+
+
+@pytest.mark.parametrize("text", ["", "none", "-", "...", ",,,", "\u0663"])
+def test_a_text_without_a_number_is_a_wrong_answer(text: str) -> None:
+    assert gsm8k.last_number(text) is None
+    assert gsm8k.score("", text, {"answer": "3"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("so 1,008", "1,008", 1.0),
+        ("so 1008.00", "1,008", 1.0),
+        ("1008 apples for 3", "1008", 0.0),
+        ("0.1", 0.1, 1.0),
+        ("5", 5, 1.0),
+        ("10000000000000000000000000000001", "10000000000000000000000000000000", 0.0),
+    ],
+)
+def test_gsm8k_compares_numbers_exactly(response: str, answer: object, reward: float) -> None:
+    assert gsm8k.score("", response, {"answer": answer}) == reward
+
+
+@pytest.mark.parametrize("data", [{}, {"answer": "six"}, {"answer": "1 2"}, {"answer": True}, {"answer": ""}])
+def test_gsm8k_needs_one_number(data: dict) -> None:
+    with pytest.raises(BadDataError, match="that is one number"):
+        gsm8k.score("", "6", data)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("8/(3-8/3)", 1.0),
+        (" 8 / ( 3 - 8 / 3 ) \n", 1.0),
+        ("3*8+3-3", 0.0),  # a third 3
+        ("3*8", 1.0),  # not all have to be used
+        ("4*6", 0.0),  # not among the numbers
+        ("24", 0.0),
+        ("(24)", 0.0),
+        ("8*3=24", 0.0),
+        ("8*3)", 0.0),
+        ("(8*3", 0.0),
+        ("8**3", 0.0),
+        ("8//3", 0.0),
+        ("-8*-3", 0.0),
+        ("8*3/(3-3)", 0.0),
+        ("8*3.0", 0.0),
+        ("8x3", 0.0),
+        ("", 0.0),
+        ("()", 0.0),
+        ("8 3 *", 0.0),
+        ("__import__('os')", 0.0),
+    ],
+)
+def test_make_n_with_numbers(response: str, reward: float) -> None:
+    assert make_n.score("", response, {"target": 24, "numbers": [3, 3, 8, 8]}) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [("4*6", 1.0), ("2*3*4", 1.0), ("24", 0.0), ("0+24", 1.0), ("2-5", 0.0)]
+)
+def test_make_n_without_numbers_takes_any_integers(response: str, reward: float) -> None:
+    assert make_n.score("", response, {"target": 24}) == reward
+
+
+def test_fractions_are_exact() -> None:
+    assert make_n.score("", "1/3+1/3+1/3", {"target": 1}) == 1.0
+    assert make_n.score("", "(1/3)*3*1000000000000-999999999999", {"target": 1}) == 0.0  # 13 digits
+    assert make_n.score("", "(1/3)*3*100000000000-99999999999", {"target": 1}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("expression", "within"),
+    [
+        ("+".join(["1"] * 128), True),  # 255 characters
+        ("+".join(["1"] * 129), False),
+        ("(" * 31 + "1+127" + ")" * 31, True),
+        ("(" * 32 + "1+127" + ")" * 32, False),
+        ("(" * 100_000, False),
+        ("1" * 300, False),
+    ],
+)
+def test_expressions_beyond_a_limit_are_wrong_answers(expression: str, within: bool) -> None:
+    assert make_n.score("", expression, {"target": 128}) == float(within)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"target": "24"},
+        {"target": True},
+        {"target": 2.0},
+        {"target": 1, "numbers": "12"},
+        {"target": 1, "numbers": [-1]},
+    ],
+)
+def test_make_n_refuses_bad_data(data: dict) -> None:
+    with pytest.raises(BadDataError):
+        make_n.score("", "1+1", data)
+
+
+@st.composite
+def expressions(draw: st.DrawFn, depth: int = 3) -> str:
+    if depth == 0 or draw(st.booleans()):
+        return str(draw(st.integers(0, 20)))
+    left, right = draw(expressions(depth=depth - 1)), draw(expressions(depth=depth - 1))
+    text = f"{left}{draw(st.sampled_from('+-*/'))}{right}"
+    return f"({text})" if draw(st.booleans()) else text
+
+
+def python_value(expression: str) -> Fraction | None:
+    parts = ["".join(group) for _, group in itertools.groupby(expression, key=str.isdigit)]
+    source = "".join(f"Fraction({part})" if part.isdigit() else part for part in parts)
+    try:
+        return eval(source, {"Fraction": Fraction})  # the expression was made by this test
+    except ZeroDivisionError:
+        return None
+
+
+@given(expressions(), st.integers(-3, 3))
+def test_the_parser_agrees_with_python_on_precedence_and_value(expression: str, off: int) -> None:
+    value = python_value(expression)
+    if value is not None and value.denominator == 1:
+        right = any(c in "+-*/" for c in expression) and off == 0
+        assert make_n.score("", expression, {"target": int(value) + off}) == float(right)
+    else:
+        assert make_n.score("", expression, {"target": 1}) == 0.0
+
+
+@given(st.text(alphabet="0123456789+-*/() .e_", max_size=40) | st.text(max_size=40))
+def test_no_text_makes_a_reward_raise_or_take_another_value(text: str) -> None:
+    assert make_n.score("", text, {"target": 24}) in (0.0, 1.0)
+    assert gsm8k.score("", text, {"answer": "24"}) in (0.0, 1.0)
+    assert exact.score_integer("", text, {"answer": "24"}) in (0.0, 1.0)

@@ -1,0 +1,233 @@
+"""Bytes from a stranger: anything but a valid document is a WireError that names the field."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tba.errors import LimitError, MalformedError, SchemaVersionError, WireError
+from tba.wire import (
+    MAX_ROLLOUTS_PER_PUSH,
+    decode_batch,
+    decode_heartbeat,
+    decode_manifest,
+    decode_push,
+    decode_rollout,
+    encode_heartbeat,
+    encode_manifest,
+    encode_push,
+    encode_rollout,
+    new_rollout_id,
+)
+from tba.wire.codec import pack
+from tests.support.wire_values import batch_bytes, heartbeat, manifest, payloads, scored_rollout
+
+DECODERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
+    "rollout": (decode_rollout, encode_rollout(scored_rollout(4))),
+    "push": (lambda data: decode_push(data, max_bytes=1 << 20), encode_push(payloads())),
+    "batch": (decode_batch, batch_bytes()),
+    "heartbeat": (decode_heartbeat, encode_heartbeat(heartbeat())),
+    "manifest": (decode_manifest, encode_manifest(manifest())),
+}
+ROLLOUT = msgpack.unpackb(DECODERS["rollout"][1])
+FIELDS = [
+    (name, field) for name in ("rollout", "push", "batch", "heartbeat") for field in msgpack.unpackb(DECODERS[name][1])
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 3), inner),
+    max_leaves=8,
+)
+
+
+def changed(**fields: Any) -> bytes:
+    return pack({**ROLLOUT, **fields})
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.binary(max_size=300))
+@example(data=b"")
+@example(data=b"\xc1")
+@example(data=b"\x80\x80")
+@example(data=b"\x91" * 2000)
+@example(data=b"\xdf\xff\xff\xff\xff")
+@example(data=b"[" * 100_000)
+def test_arbitrary_bytes_raise_nothing_but_a_wire_error(name: str, data: bytes) -> None:
+    with pytest.raises(WireError):
+        DECODERS[name][0](data)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.data())
+def test_a_flipped_byte_is_read_or_is_a_wire_error(name: str, data: st.DataObject) -> None:
+    decode, good = DECODERS[name]
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(WireError):
+        decode(bytes(raw))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.data())
+def test_a_truncated_document_is_a_wire_error(name: str, data: st.DataObject) -> None:
+    decode, good = DECODERS[name]
+    end = data.draw(st.integers(0, len(good) - 2))
+    with pytest.raises(WireError):
+        decode(good[:end])
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_every_missing_field_is_named(name: str, field: str) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    del document[field]
+    with pytest.raises(MalformedError, match=f"field '{field}' is missing"):
+        decode(pack(document))
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_every_field_of_a_wrong_type_is_named(name: str, field: str) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    right = (int, float) if isinstance(document[field], float) else type(document[field])
+    if field == "reward_reason":  # the only field that is nil in the good document
+        right = str
+    wrong = [value for value in ({"a": 1}, "x", b"xy", [], 7, 0.5) if not isinstance(value, right)]
+    for value in [*wrong, *([] if right is bool else [True])]:
+        with pytest.raises(WireError, match=f"'{field}' must be"):
+            decode(pack({**document, field: value}))
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+@settings(max_examples=25)
+@given(value=ANYTHING)
+def test_any_value_in_any_field_is_read_or_is_a_wire_error(name: str, field: str, value: object) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    document[field] = value
+    with contextlib.suppress(WireError):
+        decode(pack(document))
+
+
+@pytest.mark.parametrize("name", ["rollout", "push", "batch", "heartbeat"])
+def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    with pytest.raises(MalformedError, match=r"unknown field\(s\) surprise"):
+        decode(pack({**document, "surprise": 1}))
+    with pytest.raises(SchemaVersionError, match="schema 2 is not one this build reads"):
+        decode(pack({**document, "schema": 2}))
+    with pytest.raises(MalformedError, match="not one valid msgpack document"):
+        decode(good + b"\x00")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_id": b"short"}, "'rollout_id' must be 16 bytes, got 5"),
+        ({"response_tokens": b"", "sampler_logprobs": b"", "version_spans": [[1, 1, 0, 0]]}, "must not be empty"),
+        ({"prompt_tokens": b""}, "prompt_tokens .* must not be empty"),
+        ({"response_tokens": b"abc"}, "'response_tokens' has 3 bytes, not a multiple of 4"),
+        ({"sampler_logprobs": b"\0" * 12}, "3 sampler_logprobs for 4 response_tokens"),
+        ({"sampler_logprobs": b"\0\0\xc0\x7f" * 4}, "'sampler_logprobs' holds a value that is not finite"),
+        ({"sampler_logprobs": b"\0\0\x80\x3f" * 4}, "sampler log-prob is 1, above 0"),
+        ({"prompt_tokens": b"\xff" * 4}, "must not be negative"),
+        ({"version_spans": []}, "version_spans must not be empty"),
+        ({"version_spans": [[1, 1, 0, 3]]}, "version_spans end at 3, the response has 4"),
+        ({"version_spans": [[1, 1, 0, 2], [1, 2, 3, 4]]}, "without gaps"),
+        ({"version_spans": [[1, 1, 0]]}, r"\[lineage, step, start, end\]"),
+        ({"version_spans": [[True, 1, 0, 4]]}, r"\[lineage, step, start, end\]"),
+        ({"finish_reason": "bored"}, "'finish_reason' is 'bored', not one of stop, length, abort"),
+        ({"reward": None}, "reward is None but reward_status is 'scored'"),
+        ({"reward_status": "pending"}, r"reward is 1\.0 but reward_status is 'pending'"),
+        ({"reward_status": "failed", "reward": None}, "failed reward needs a reward_reason"),
+        ({"reward_version": None}, "scored reward needs a reward_version"),
+        ({"reward": math.nan}, "'reward' is nan, not a finite number"),
+        ({"reward": math.inf}, "'reward' is inf"),
+        ({"ref_logprob": [math.nan, 0, 0]}, r"ref_logprob is \[value, lineage, step\]"),
+        ({"ref_logprob": [-1.0, 0]}, r"ref_logprob is \[value, lineage, step\]"),
+        ({"ref_logprob": [-1.0, -1, 0]}, r"ref_logprob is \[value, lineage, step\]"),
+        ({"run": ""}, "'run' is empty"),
+        ({"sampling": {**ROLLOUT["sampling"], "top_p": 0.0}}, r"top_p in \(0, 1\]"),
+        ({"sampling": {**ROLLOUT["sampling"], "temperature": -1.0}}, "temperature must be >= 0"),
+        ({"sampling": {**ROLLOUT["sampling"], "stop": [1]}}, "stop must be a list of strings"),
+        ({"sampling": {"temperature": 1.0}}, "sampling: field 'seed' is missing"),
+        ({"started_at_s": math.nan}, "'started_at_s' is nan"),
+    ],
+)
+def test_a_rollout_whose_fields_disagree_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MalformedError, match=message):
+        decode_rollout(changed(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_text": "x" * 1_000_001}, "response_text has 1000001 characters"),
+        ({"searcher_id": "x" * 257}, "'searcher_id' has 257 characters, the limit is 256"),
+        ({"prompt_tokens": bytes(4 * 131_073)}, "'prompt_tokens' has 131073 items, the limit is 131072"),
+    ],
+)
+def test_a_rollout_beyond_a_limit_is_a_limit_error(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(LimitError, match=message):
+        decode_rollout(changed(**fields))
+
+
+def test_a_push_has_limits_on_bytes_and_on_items() -> None:
+    data = encode_push(payloads())
+    assert decode_push(data, max_bytes=len(data)) == payloads()
+    with pytest.raises(LimitError, match=f"{len(data)} bytes exceed the limit of {len(data) - 1}"):
+        decode_push(data, max_bytes=len(data) - 1)
+    assert len(decode_push(encode_push([b"x"] * MAX_ROLLOUTS_PER_PUSH), max_bytes=1 << 20)) == MAX_ROLLOUTS_PER_PUSH
+    for num_items in (0, MAX_ROLLOUTS_PER_PUSH + 1):
+        with pytest.raises(LimitError, match=f"{num_items} rollouts; a push holds 1 to"):
+            decode_push(encode_push([b"x"] * num_items), max_bytes=1 << 20)
+
+
+def test_a_bad_item_of_a_push_does_not_hide_the_others() -> None:
+    good = payloads()[0]
+    items = decode_push(encode_push([good, b"rubbish"]), max_bytes=1 << 20)
+    assert decode_rollout(items[0]).rollout_id == bytes(range(16))
+    with pytest.raises(WireError):
+        decode_rollout(items[1])
+
+
+def test_a_batch_needs_groups_and_groups_need_rollouts() -> None:
+    document = msgpack.unpackb(batch_bytes())
+    with pytest.raises(MalformedError, match="no groups"):
+        decode_batch(pack({**document, "groups": []}))
+    empty = {"prompt_id": "p", "source": "recent", "fallback": False, "rollouts": []}
+    with pytest.raises(MalformedError, match="at least one rollout"):
+        decode_batch(pack({**document, "groups": [empty]}))
+    with pytest.raises(MalformedError, match="a group must be a map"):
+        decode_batch(pack({**document, "groups": [1]}))
+
+
+def test_a_manifest_names_the_first_field_that_is_wrong() -> None:
+    good = DECODERS["manifest"][1]
+    for old, new, message in [
+        (b'"schema": 1', b'"schema": 2', "schema"),
+        (b'"version": "1-4"', b'"version": "four"', "version"),
+        (b'"size_bytes": 1234', b'"size_bytes": -1', r"tensors\.0\.size_bytes"),
+        (b'"name": "config.json"', b'"name": "../x"', r"files\.0\.name"),
+        (b'"dtype": "bfloat16"', b'"dtype": "int8"', "dtype"),
+        (b'"run": "demo"', b'"run": "demo", "extra": 1', "extra"),
+    ]:
+        assert old in good
+        with pytest.raises(MalformedError, match=f"weight manifest: {message}: "):
+            decode_manifest(good.replace(old, new, 1))
+
+
+def test_rollout_ids_are_unique_and_sort_by_time() -> None:
+    ids = [new_rollout_id() for _ in range(1000)]
+    assert len(set(ids)) == 1000
+    assert all(len(item) == 16 and item[6] >> 4 == 7 and item[8] >> 6 == 2 for item in ids)
+    assert [item[:6] for item in ids] == sorted(item[:6] for item in ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,13 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Paths of the recipe are relative to the current folder; a resume may happen in another one."""
+    """Paths of the recipe are relative to the current folder; a resume may happen in another one.
+
+    With a warm start, `{seed}` in model.path becomes the run's seed: every seed has its own starting model.
+    """
     document = recipe.model_dump(mode="json")
+    if recipe.model.warm_start is not None:
+        document["model"]["path"] = recipe.model.path.replace("{seed}", str(recipe.run.seed))
     _make_absolute(document, "model", "path")
     _make_absolute(document, "data", "path")
     _make_absolute(document, "auth", "tokens_file")
@@ -66,14 +72,30 @@ def check_model(recipe: Recipe) -> bool:
     Raises:
         ConfigError: the model folder is missing and the recipe does not say how to make one.
     """
-    if (Path(recipe.model.path) / "config.json").is_file():
-        return False
+    folder = Path(recipe.model.path)
+    if (folder / "config.json").is_file():
+        return recipe.model.warm_start is not None and not _was_made_so(folder / "warmstart.json", recipe)
     if recipe.model.warm_start is None:
         raise ConfigError(
             f"model.path {recipe.model.path} holds no config.json; give a folder in Hugging Face format, "
             "or add a [model.warm_start] section that says how to make one"
         )
     return True
+
+
+def warm_start_seed(recipe: Recipe) -> int:
+    """The seed of the starting model: its own, or the run's."""
+    section = recipe.model.warm_start
+    return recipe.run.seed if section is None or section.seed is None else section.seed
+
+
+def _was_made_so(report_path: Path, recipe: Recipe) -> bool:
+    """Whether the cached model was made with the recipe's settings; a folder without a report is somebody's model."""
+    if not report_path.is_file() or recipe.model.warm_start is None:
+        return True
+    report = json.loads(report_path.read_text())
+    settings = recipe.model.warm_start.model_dump(mode="json")
+    return report["settings"] == settings and report["seed"] == warm_start_seed(recipe)
 
 
 def child_environ(environ: Mapping[str, str], *, num_threads: int, searcher_id: str | None = None) -> dict[str, str]:

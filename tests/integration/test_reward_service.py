@@ -181,7 +181,7 @@ def test_metrics_show_tasks_and_results(service: Service) -> None:
 
 def test_a_client_that_hangs_up_frees_the_workers(tmp_path: Path) -> None:
     with running(tmp_path, "reward.item_timeout_s=300", "reward.num_workers=1") as service:
-        hang = {"items": [item(n, task="slow", response="hang") for n in range(8)]}
+        hang = {"items": [item(n, task="slow", response="hang") for n in range(3)]}
         with pytest.raises(httpx2.ReadTimeout):
             httpx2.post(f"{service.url}/v1/score", json=hang, timeout=1.0)
         answer = post(service, {"items": [item(0, task="slow", response="fine")]})
@@ -218,7 +218,7 @@ def test_a_scorer_that_is_broken_keeps_the_service_unready_and_is_named(tmp_path
 def test_tokens_are_checked_by_role(tmp_path: Path) -> None:
     tokens = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "viewer")}
     (tmp_path / "tokens.json").write_text(json.dumps(tokens))
-    with running(tmp_path, f"auth.tokens_file='{tmp_path}/tokens.json'") as service:
+    with running(tmp_path, f"auth.tokens_file='{tmp_path}/tokens.json'", "reward.plugins=[]") as service:
         body = {"items": [item(0)]}
         assert post(service, body).status_code == 401
         for role, status in [("searcher", 200), ("trainer", 403), ("viewer", 403)]:

@@ -1,11 +1,11 @@
-"""The trainer as a process over a real buffer, Redis and store: killed, stopped, fenced, resumed."""
+"""The trainer over a real buffer, Redis and store: killed, stopped, fenced, resumed."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tba_trainer.run import train
 
 from tba.api import LedgerEntry, LineageRequest, RunCommand
 from tba.clients import BufferClient
-from tba.store import FileStore
+from tba.config import load_recipe
+from tba.store import FileStore, open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import encode_rollout
@@ -46,6 +48,7 @@ class Run:
         self.recipe_path = write_recipe(folder / "trainer.json", type(stack.recipe).model_validate(document))
         self.versions = WeightVersions(FileStore(folder / "store"), stack.recipe.run.name)
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.stop = threading.Event()
 
     def fill(self) -> None:
         rng = np.random.default_rng(0)
@@ -70,15 +73,27 @@ class Run:
         self.processes.append(process)
         return process
 
+    def train_here(self, **trainer: Any) -> threading.Thread:
+        """The same in a thread of this process, where nothing has to be killed."""
+        recipe = load_recipe(self.recipe_path, environ={}, sets=[f"trainer.{k}={v}" for k, v in trainer.items()])
+        thread = threading.Thread(
+            target=train,
+            args=(recipe,),
+            kwargs={"buffer": self.stack.client, "store": open_store(recipe.store), "stop": self.stop},
+            daemon=True,
+        )
+        thread.start()
+        return thread
+
     def log(self, number: int) -> str:
         return (self.folder / f"trainer-{number}.log").read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not condition():
-            running = self.processes[-1].poll() is None
-            assert running, self.log(len(self.processes) - 1)
-            assert time.monotonic() < deadline, self.log(len(self.processes) - 1)
+            if self.processes:
+                assert self.processes[-1].poll() is None, self.log(len(self.processes) - 1)
+            assert time.monotonic() < deadline
             time.sleep(0.02)
 
     def ledger(self) -> list[LedgerEntry]:
@@ -148,10 +163,10 @@ def test_a_second_trainer_fences_the_first_which_exits_with_code_3(run: Run) -> 
 
 
 def test_a_stopped_run_ends_as_done_with_an_export(run: Run) -> None:
-    process = run.start("trainer.num_steps=100000")
+    thread = run.train_here(num_steps=100000)
     run.until(lambda: step_of(run.client) >= 3)
     run.client.command("stop", RunCommand(reason="enough"))
-    assert process.wait(timeout=30) == 0, run.log(0)
+    thread.join(timeout=60)
     info = run.client.run()
     assert info.state == "done"
     assert info.latest_version == info.checkpoint == f"1-{info.step}"
@@ -162,11 +177,12 @@ def test_a_stopped_run_ends_as_done_with_an_export(run: Run) -> None:
 
 
 def test_the_buffer_may_be_killed_and_restarted_under_a_training_run(run: Run) -> None:
-    process = run.start()
+    thread = run.train_here()
     run.until(lambda: step_of(run.client) >= 3)
     run.stack.buffer.kill()
     run.stack.buffer.start()
-    assert process.wait(timeout=60) == 0, run.log(0)
+    thread.join(timeout=60)
+    assert run.client.run().state == "done"
     assert [entry.step for entry in run.ledger() if not entry.abandoned] == list(range(1, NUM_STEPS + 1))
 
 
@@ -175,7 +191,8 @@ def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp
     path.write_text('[run]\nname = "x"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n[trainer]\nstep = 3\n')
     code = (
         "import sys; from tba.main import service_main; from tba_trainer.__main__ import run; "
-        f"code = service_main('trainer', run, ['--config', {str(path)!r}]); assert 'torch' not in sys.modules; sys.exit(code)"
+        f"code = service_main('trainer', run, ['--config', {str(path)!r}]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
@@ -184,10 +201,11 @@ def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp
     assert "Traceback" not in done.stderr
 
 
-def test_a_signal_ends_the_wait_for_the_first_batch(run: Run) -> None:
-    process = run.start("sampling.min_size_to_sample=64", "trainer.batch_wait_s=500", "run.name=test")
+def test_the_wait_of_a_paused_run_shows_in_the_run_and_ends_when_the_trainer_is_told_to_stop(run: Run) -> None:
     run.client.command("pause", RunCommand(reason="nobody works"))
+    thread = run.train_here(batch_wait_s=500)
     run.until(lambda: any(wait.name == "run-paused" for wait in run.client.run().waits))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0, run.log(0)
+    run.stop.set()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
     assert run.client.run().state == "paused"

@@ -58,19 +58,19 @@ def make_tiny_model(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tiny_tokenizer()
-    shared = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        pad_token_id=PAD_ID,
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-        initializer_range=0.2,
-    )
+    shared = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "pad_token_id": PAD_ID,
+        "eos_token_id": EOS_ID,
+        "bos_token_id": None,
+        "initializer_range": 0.2,
+    }
     if architecture != "gpt_neox":
         shared["num_key_value_heads"] = num_kv_heads
     config = AutoConfig.for_model(architecture, **shared)

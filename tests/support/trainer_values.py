@@ -26,7 +26,7 @@ from tba.api import (
 )
 from tba.config import Recipe, parse_recipe
 from tba.errors import FencedError, RunOverError
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Group, Heartbeat, RefLogprob, Rollout, Sampling, VersionSpan
 
 VOCAB_SIZE = 33
@@ -53,7 +53,7 @@ def make_rollout(
     run: str = "demo",
     num_prompt_tokens: int = 5,
     num_response_tokens: int = 7,
-    version: PolicyVersion = PolicyVersion(0, 0),
+    version: PolicyVersion = START,
     temperature: float = 1.0,
     reward: float | None = 1.0,
     sampler_logprobs: np.ndarray | None = None,
@@ -147,7 +147,7 @@ class RecordedBuffer:
             state_reason=self.reason,
             step=self.step,
             lineage=self.lineage,
-            parents={n: p for n, p in self.parents.items()},
+            parents=dict(self.parents),
             latest_version=self.marks[-1] if self.marks else None,
             checkpoint=self.checkpoint and self.checkpoint[0],
             checkpoint_key=self.checkpoint and self.checkpoint[1],
@@ -200,7 +200,9 @@ class RecordedBuffer:
 
     def command(self, name: str, command: RunCommand) -> RunInfo:
         self._enter(f"command:{name}", command.token)
-        self.state = {"done": "done", "fail": "failed", "stop": "stopping", "pause": "paused", "resume": "running"}[name]
+        self.state = {"done": "done", "fail": "failed", "stop": "stopping", "pause": "paused", "resume": "running"}[
+            name
+        ]
         self.reason = command.reason
         return self.run()
 

@@ -86,7 +86,7 @@ def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_p
             {**MINIMAL, "objective": {"beta": {"value": 1.0, "stepz": 3}}},
             r"unknown key 'objective\.beta\.stepz' .*did you mean 'steps'",
         ),
-        ({**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "max_step": 1}}}, "did you mean 'max_steps'"),
+        ({**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "seeed": 1}}}, "did you mean 'seed'"),
         ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
         ({**MINIMAL, "buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
         ({**MINIMAL, "buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),

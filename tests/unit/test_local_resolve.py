@@ -55,6 +55,13 @@ def test_paths_no_longer_depend_on_the_current_folder(tmp_path, monkeypatch):
     assert recipe.auth.tokens_file is None
 
 
+def test_every_seed_has_its_own_starting_model():
+    warm = {"path": "/m/quick-{seed}", "warm_start": {"task": "addition"}}
+    assert with_absolute_paths(make(run={"name": "r", "seed": 7}, model=warm)).model.path == "/m/quick-7"
+    given = with_absolute_paths(make(model={"path": "/m/quick-{seed}"}))
+    assert given.model.path == "/m/quick-{seed}"
+
+
 @pytest.mark.parametrize(
     ("url", "absolute"),
     [

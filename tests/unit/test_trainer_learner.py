@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from tba.errors import MalformedError, TbaError
-from tba.versions import START, PolicyVersion
-from tba.wire import Batch, RefLogprob, Rollout
 from tba_trainer.learner import Learner
 from tba_trainer.logprobs import LogprobModel
 from tba_trainer.metrics import ess_ratio
 from tba_trainer.microbatch import pad_sequences
 from tba_trainer.model import frozen_copy, load_policy
 from tba_trainer.optim import NonFiniteError
+
+from tba.errors import MalformedError, TbaError
+from tba.versions import START, PolicyVersion
+from tba.wire import Batch, RefLogprob, Rollout
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe, make_rollout
 
@@ -64,9 +64,7 @@ def test_the_gradient_does_not_depend_on_micro_batching(folder: Path, preset: st
     whole = gradient(moved(make_learner(folder, **sections)), batch, ages)
     assert whole.norm() > 0
     for micro_batch_tokens in (80, 20, 1):
-        learner = moved(
-            make_learner(folder, trainer={"micro_batch_tokens": micro_batch_tokens}, **sections)
-        )
+        learner = moved(make_learner(folder, trainer={"micro_batch_tokens": micro_batch_tokens}, **sections))
         torch.testing.assert_close(gradient(learner, batch, ages), whole, atol=2e-6, rtol=2e-4)
 
 
@@ -183,7 +181,7 @@ def test_an_infinite_gradient_is_refused_before_the_weights_are_touched(folder: 
     learner = make_learner(folder)
     learner.model.get_output_embeddings().weight.register_hook(lambda grad: grad * float("inf"))
     before = [p.detach().clone() for p in learner.model.parameters()]
-    with pytest.raises(NonFiniteError, match="gradient norm of step 7 is (nan|inf); the weights were not touched"):
+    with pytest.raises(NonFiniteError, match=r"gradient norm of step 7 is (nan|inf); the weights were not touched"):
         learner.gradients(make_batch(0), step=7, policy_ages=[0] * 12)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
-
 import tba_trainer.logprobs as logprobs_module
-from tba.config.sections import ModelSection
+import torch
 from tba_trainer.logprobs import LogprobModel
 from tba_trainer.microbatch import pad_sequences
 from tba_trainer.model import load_policy
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from tba.config.sections import ModelSection
 from tests.support.tiny_model import EOS_ID, PAD_ID, make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE
 
@@ -130,9 +130,7 @@ def test_gradient_checkpointing_changes_neither_values_nor_gradients(tmp_path: P
     batch = pad_sequences(*some_sequences(), "cpu")
     results = []
     for gradient_checkpointing in (False, True):
-        model = load_policy(
-            ModelSection(path=str(folder)), device="cpu", gradient_checkpointing=gradient_checkpointing
-        )
+        model = load_policy(ModelSection(path=str(folder)), device="cpu", gradient_checkpointing=gradient_checkpointing)
         assert model.is_gradient_checkpointing is gradient_checkpointing
         values = LogprobModel(model, temperature=1.0).token_logprobs(batch)
         values.sum().backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tba_trainer.microbatch import plan_micro_batches, plan_rows
 
 LENGTHS_AND_GROUPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=30)

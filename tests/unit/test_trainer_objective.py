@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tba_trainer.objective import ObjectiveInputs, Sequences, advantages, objective
 from torch import Tensor
 
 from tba.config import ObjectiveSection
-from tba_trainer.objective import ObjectiveInputs, Sequences, advantages, objective
 
 BETA = 0.07
 K, R, VOCAB = 6, 5, 9
@@ -179,7 +179,9 @@ def test_padded_places_take_no_part() -> None:
 def test_group_statistics_are_per_prompt() -> None:
     rng = np.random.default_rng(3)
     group = torch.tensor([4, 9, 4, 9, 9, 4])
-    values = {name: torch.tensor(rng.normal(size=6)) for name in ("logprob", "sampler_logprob", "ref_logprob", "reward")}
+    values = {
+        name: torch.tensor(rng.normal(size=6)) for name in ("logprob", "sampler_logprob", "ref_logprob", "reward")
+    }
     section = ObjectiveSection(preset="tba_prime_unweighted")
     together = advantages(
         Sequences(**values, policy_age=torch.zeros(6, dtype=torch.long), group=group), section, beta=BETA

@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from tba_trainer.objective import Sequences, advantages
 from torch import Tensor
 
 from tba.config import ObjectiveSection
-from tba_trainer.objective import Sequences, advantages
 
 VOCAB, LENGTH = 4, 3
 BETA = 0.25

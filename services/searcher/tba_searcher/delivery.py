@@ -1,11 +1,11 @@
 """From complete visits to the buffer: score, then push (training) or report (evaluation). Two tasks, two queues.
 
-    complete visits --scoring--> scored visits --pushing--> buffer
+complete visits --scoring--> scored visits --pushing--> buffer
 
-    scoring   waits for visits; while the reward service is away ("reward-unreachable", deadline score_retry_s; after
-              one such deadline further visits are tried once each, until the service answers again)
-    pushing   waits for scored visits; while the buffer is busy (the wait it names) or away ("buffer-unreachable",
-              deadline retry_s, then the searcher ends with an error)
+scoring   waits for visits; while the reward service is away ("reward-unreachable", deadline score_retry_s; after
+          one such deadline further visits are tried once each, until the service answers again)
+pushing   waits for scored visits; while the buffer is busy (the wait it names) or away ("buffer-unreachable",
+          deadline retry_s, then the searcher ends with an error)
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ class Delivery:
         at = 0
         for visit in visits:
             end = at + len(visit.completions)
-            payloads = [] if visit.pinned is not None else [
-                encode_rollout(self._rollout(visit, i - at, ids[i], texts[i], results[i])) for i in range(at, end)
-            ]
+            payloads = []
+            if visit.pinned is None:
+                rollouts = [self._rollout(visit, i - at, ids[i], texts[i], results[i]) for i in range(at, end)]
+                payloads = [encode_rollout(rollout) for rollout in rollouts]
             rewards = [result.reward if isinstance(result, ScoreResult) else None for result in results[at:end]]
             lengths = [len(completion.response_tokens) for completion in visit.completions]
             self._scored.put_nowait(_Scored(visit, payloads, rewards, lengths))

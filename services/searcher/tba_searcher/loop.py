@@ -134,8 +134,12 @@ class SearcherLoop:
             self._over.set()
 
     async def _lease_task(self) -> None:
-        """Keep three rounds of slots in sight: one being decoded, one in the engine's queue, one here."""
-        settings, waits = self._recipe.searcher, self._status.waits
+        """Keep three rounds of slots in sight: one being decoded, one in the engine's queue, one here.
+
+        After a reply with evaluations the next request asks for many at once, so that a version is pinned once and
+        not again for every few units; training visits that come along beyond what was wanted are returned.
+        """
+        settings, waits, found_evals = self._recipe.searcher, self._status.waits, False
         while not self._stop.is_set():
             in_sight = self._backlog.num_unsubmitted + self._engine.num_active + self._engine.num_waiting
             want = math.ceil((3 * settings.num_slots - in_sight) / self._recipe.sampling.rollouts_per_visit)
@@ -143,13 +147,14 @@ class SearcherLoop:
                 self._wait_on("unpushed-rollouts")
                 await asyncio.sleep(TICK_S)
                 continue
-            if want <= 0:
+            most = max(want, settings.num_slots if found_evals else 0)
+            if most <= 0:
                 waits.end("leases")
                 await self._pause(TICK_S)
                 continue
             request = LeaseRequest(
                 searcher_id=self._status.searcher_id,
-                max_leases=min(want, MAX_LEASES),
+                max_leases=min(most, MAX_LEASES),
                 version=str(self._engine.version),
             )
             reply = await patiently(
@@ -160,7 +165,8 @@ class SearcherLoop:
                 deadline_s=settings.retry_s,
             )
             self.heard(reply)
-            if await self._accept(reply):
+            found_evals = any(lease.kind != "train" for lease in reply.leases)
+            if await self._accept(reply, max_train=max(want, 0)):
                 waits.end("leases")
                 self._work.set()
             else:
@@ -174,10 +180,13 @@ class SearcherLoop:
             log.warning("wait renewed", wait=name, deadline_s=self._recipe.searcher.retry_s)
             self._status.waits.end("leases")
 
-    async def _accept(self, reply: LeaseReply) -> int:
-        """Queue the leases whose prompts fit; returns how many."""
-        longest, refused = self._recipe.searcher.max_prompt_tokens, []
+    async def _accept(self, reply: LeaseReply, *, max_train: int) -> int:
+        """Queue evaluations and at most `max_train` visits whose prompts fit, return the others; how many it kept."""
+        longest = self._recipe.searcher.max_prompt_tokens
+        refused = [lease.lease_id for lease in reply.leases if lease.kind == "train"][max_train:]
         for lease in reply.leases:
+            if lease.lease_id in refused:
+                continue
             temperatures = {"train": self._recipe.searcher.sampling_temperature, "greedy": 0.0}
             visit = Visit(
                 lease=lease,
@@ -287,7 +296,7 @@ class SearcherLoop:
         self._delivery.put(visit)
 
     async def _pull_task(self) -> None:
-        """Pull pinned versions first, then the newest; leases of evaluations whose version cannot be had are returned."""
+        """Pull pinned versions first, then the newest; return the leases of evaluations that cannot be done."""
         attempts: Counter[PolicyVersion] = Counter()
         while True:
             pinned = [v for v in self._backlog.pinned_versions() if self._pulled.get(v) is None]

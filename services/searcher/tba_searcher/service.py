@@ -104,12 +104,12 @@ class _Service:
         retry_s = self._recipe.searcher.retry_s
         while True:
             request = LeaseRequest(searcher_id=self._status.searcher_id, max_leases=1)
-            reply = await self._ask(lambda: self._buffer.lease(request))
+            reply = await self._ask(lambda request=request: self._buffer.lease(request))
             if reply.leases:
                 back = LeaseReturn(
                     searcher_id=self._status.searcher_id, lease_ids=[lease.lease_id for lease in reply.leases]
                 )
-                await self._ask(lambda: self._buffer.return_leases(back))
+                await self._ask(lambda back=back: self._buffer.return_leases(back))
             if reply.run_state in ("done", "failed"):
                 log.info("run is over", run_state=reply.run_state)
                 return None
@@ -149,9 +149,7 @@ class _Service:
         log.info("engine ready", version=str(pulled.version), eos_ids=eos_ids, num_slots=settings.num_slots)
         self._status.counts["weight_loads"] += 1
         self._status.version, self._status.state = pulled.version, "running"
-        delivery = Delivery(
-            recipe, buffer=self._buffer, reward=self._reward, codec=codec, status=self._status
-        )
+        delivery = Delivery(recipe, buffer=self._buffer, reward=self._reward, codec=codec, status=self._status)
         return SearcherLoop(
             recipe,
             engine=engine,

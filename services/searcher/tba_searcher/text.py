@@ -36,7 +36,8 @@ class TextCodec:
         probe, bare = self._tokenizer("1"), self._tokenizer("1", add_special_tokens=False)
         if self.eos_ids and probe["input_ids"][-1:] == [eos] and bare["input_ids"][-1:] != [eos]:
             raise ConfigError(
-                "the tokenizer ends every prompt with end-of-sequence; set add_eos_token to false in tokenizer_config.json"
+                "the tokenizer ends every prompt with end-of-sequence; "
+                "set add_eos_token to false in tokenizer_config.json"
             )
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:

@@ -69,11 +69,18 @@ def without_dropout(model: Any) -> None:
 
 
 def frozen_copy(model: Any, dtype: torch.dtype | None = None) -> Any:
-    """A copy without gradients, in eval mode, by default in the same dtype."""
+    """A copy without gradients, in eval mode, by default in the same dtype.
+
+    Only parameters take the dtype: buffers such as rotary frequencies stay in float32, as `from_pretrained` and every
+    engine keep them.
+    """
     twin = copy.deepcopy(model)
     twin.requires_grad_(False)
     twin.eval()
-    return twin if dtype is None else twin.to(dtype)
+    if dtype is not None:
+        for parameter in twin.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return twin
 
 
 def snapshot(model: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from tba.wire import VersionSpan
 
 
 class EngineError(TbaError, RuntimeError):
-    """The engine cannot do what was asked: unusable weights, a request that does not fit, logits that are not finite."""
+    """Unusable weights, a request that does not fit, or logits that are not finite."""
 
     slug = "engine"
 

@@ -157,7 +157,7 @@ class EmbeddedEngine:
             return []
         tokens, logprobs = self._decode()
         if not np.isfinite(logprobs).all():
-            raise EngineError(f"the model's logits are not finite under version {self._version}; its weights are broken")
+            raise EngineError(f"the logits are not finite under version {self._version}; its weights are broken")
         completions = []
         for index, reason in self._slots.append(tokens, logprobs):
             completion = self._slots.completion(index, reason)
@@ -257,7 +257,7 @@ def _load_model(folder: Path, settings: EmbeddedSettings, max_len: int) -> Any:
 
     disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, settings.dtype),
             attn_implementation="sdpa",
@@ -279,4 +279,5 @@ def _load_model(folder: Path, settings: EmbeddedSettings, max_len: int) -> Any:
         raise ConfigError(
             f"the embedded engine decodes full-attention models only; this one has layers of kind {sorted(odd_layers)}"
         )
-    return model.to(settings.device).eval().requires_grad_(False)
+    model.to(torch.device(settings.device))
+    return model.eval().requires_grad_(False)

@@ -51,4 +51,4 @@ def replace_params(model: nn.Module, tensors_path: Path) -> None:
 
 def _described(tensor: Tensor) -> tuple[str, tuple[int, ...], memoryview]:
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), memoryview(raw.numpy())
+    return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), raw.numpy().data

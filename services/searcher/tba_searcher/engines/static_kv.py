@@ -41,7 +41,8 @@ class _SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values [N, heads, Q, dim]; return those that the queries may attend to."""
         plan, length = self._plan, key_states.shape[2]
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         if plan.positions is None:  # prefill: rows start at 0 and attend to nothing but themselves
             self.keys[plan.rows, :, :length] = key_states
             self.values[plan.rows, :, :length] = value_states

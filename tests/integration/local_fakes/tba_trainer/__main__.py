@@ -14,18 +14,13 @@ import urllib.request
 from pathlib import Path
 from types import FrameType
 
-from tba.api import LineageRequest, RunCommand
-from tba.clients import BufferClient
-from tba.config import load_recipe
-from tba.store import open_store
-
 CONFIG = Path(sys.argv[sys.argv.index("--config") + 1])
-RECIPE = load_recipe(CONFIG)
+RECIPE = json.loads(CONFIG.read_text())
 BEHAVIOUR = os.environ.get("FAKE_TRAINER", "ok")
 
 
 def post(path: str, body: dict) -> dict:
-    request = urllib.request.Request(RECIPE.buffer_url + path, json.dumps(body).encode(), method="POST")
+    request = urllib.request.Request(RECIPE["buffer"]["url"] + path, json.dumps(body).encode(), method="POST")
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
         return json.loads(reply.read())
 
@@ -56,7 +51,10 @@ if BEHAVIOUR == "error":
     print("error: trainer: the learning rate is silly", file=sys.stderr)
     sys.exit(2)
 if BEHAVIOUR == "no-steps":
-    client = BufferClient(RECIPE.buffer_url)
+    from tba.api import LineageRequest, RunCommand
+    from tba.clients import BufferClient
+
+    client = BufferClient(RECIPE["buffer"]["url"])
     token = client.new_lineage(LineageRequest(trainer_id="fake", parent="0-0")).token
     while client.run().state != "stopping":
         time.sleep(0.05)
@@ -69,7 +67,7 @@ if BEHAVIOUR == "fail":
     sys.exit(2)
 if begun["step"] == 0:
     evaluate("0-0", 0.25)
-for step in range(begun["step"] + 1, RECIPE.trainer.num_steps + 1):
+for step in range(begun["step"] + 1, RECIPE["trainer"]["num_steps"] + 1):
     post("/fake/step", {"step": step})
     print(f"2026-01-01T00:00:00Z [warning  ] step {step}", flush=True)
     if step == 2 and BEHAVIOUR == "die-at-2":
@@ -78,6 +76,8 @@ for step in range(begun["step"] + 1, RECIPE.trainer.num_steps + 1):
     while step == 2 and BEHAVIOUR == "wait-at-2":
         time.sleep(0.05)
     time.sleep(0.02)
-evaluate(f"{begun['lineage']}-{RECIPE.trainer.num_steps}", 0.5)
-open_store(RECIPE.store).put(f"runs/{RECIPE.run.name}/export/config.json", b'{"exported": true}')
+evaluate(f"{begun['lineage']}-{RECIPE['trainer']['num_steps']}", 0.5)
+export = Path(RECIPE["store"]["url"].removeprefix("file://")) / "runs" / RECIPE["run"]["name"] / "export"
+export.mkdir(parents=True)
+(export / "config.json").write_text('{"exported": true}')
 post("/v1/run/done", {"reason": None, "token": "t"})

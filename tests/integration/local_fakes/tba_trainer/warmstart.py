@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
-from tba.config import load_recipe
-
-recipe = load_recipe(sys.argv[sys.argv.index("--config") + 1])
-Path(recipe.model.path).mkdir(parents=True, exist_ok=True)
-(Path(recipe.model.path) / "config.json").write_text("{}")
+model = Path(json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())["model"]["path"])
+model.mkdir(parents=True, exist_ok=True)
+(model / "config.json").write_text("{}")

@@ -1,0 +1,164 @@
+"""Everything around a searcher, real: Redis, buffer, reward service, a file store with published versions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tba.api import ComponentInfo, LineageReply, MarkRequest
+from tba.clients import BufferClient
+from tba.config import Recipe
+from tba.store import open_store
+from tba.versions import START, PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire import Canary
+from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_lineage, start_stack, write_recipe
+from tests.support.redis_process import free_port
+
+TIMEOUT_S = 60.0
+
+
+def publish_version(
+    versions: WeightVersions,
+    folder: Path,
+    version: PolicyVersion,
+    *,
+    parent: PolicyVersion | None = None,
+    canary_shift: float = 0.0,
+) -> None:
+    """Publish the model in `folder` (Hugging Face format) the way the trainer does; `canary_shift` spoils the canary."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tensors = folder / f"named-{version}.safetensors"
+    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, tensors, {"format": "pt"})
+    prompt, response = [4, 5, 6], [7, 8, 9, 10]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+    versions.publish(
+        version=version,
+        parent=parent,
+        dtype="float32",
+        tensors_path=tensors,
+        files={name: folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")},
+        canary=Canary(
+            prompt_tokens=prompt,
+            response_tokens=response,
+            logprobs=[value + canary_shift for value in logprobs.tolist()],
+            tolerance=1e-3,
+        ),
+        torch_version=torch.__version__,
+        transformers_version=transformers.__version__,
+    )
+
+
+@dataclass
+class World:
+    """A run with its services and as many searcher processes as a test starts."""
+
+    stack: Stack
+    recipe: Recipe
+    recipe_path: Path
+    versions: WeightVersions
+    lineage: LineageReply
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def client(self) -> BufferClient:
+        """A client of the buffer."""
+        return self.stack.client
+
+    def start_reward(self) -> subprocess.Popen[bytes]:
+        """Start the reward service."""
+        return self._start("tba_reward", {})
+
+    def start_searcher(self, searcher_id: str = "searcher-1") -> subprocess.Popen[bytes]:
+        """Start a searcher process."""
+        return self._start("tba_searcher", {"TBA_SEARCHER_ID": searcher_id})
+
+    def announce(self, version: PolicyVersion) -> None:
+        """Announce a published version."""
+        self.client.mark(MarkRequest(version=str(version), token=self.lineage.token))
+
+    def searcher(self, searcher_id: str = "searcher-1") -> ComponentInfo | None:
+        """The searcher as its last heartbeat showed it."""
+        found = [item for item in self.client.run().components if item.component_id == searcher_id]
+        return found[0] if found else None
+
+    def log(self) -> str:
+        """Everything the processes wrote."""
+        return self.recipe_path.with_suffix(".log").read_text()
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait for a condition; fails with the log after a minute."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what} did not happen within {TIMEOUT_S:g} s; log:\n{self.log()[-4000:]}")
+            time.sleep(0.05)
+        return value
+
+    def stop(self) -> None:
+        """End everything."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self.stack.stop()
+
+    def _start(self, module: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        paths = os.pathsep.join(str(path) for path in SERVICE_PATHS)
+        with self.recipe_path.with_suffix(".log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, "--config", str(self.recipe_path)],
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ},
+                stdout=log,
+                stderr=log,
+            )
+        self.processes.append(process)
+        return process
+
+
+def start_world(folder: Path, model: Path, *, num_train: int = 8, num_heldout: int = 4, **sections: Any) -> World:
+    """Redis, buffer, prompts, and version 0-0 published and announced; the caller starts the rest and stops it all."""
+    searcher = {
+        "num_slots": 8,
+        "max_prompt_tokens": 24,
+        "max_response_tokens": 12,
+        "score_retry_s": 1.0,
+        "retry_s": 20.0,
+        "drain_s": 10.0,
+    }
+    merged = {
+        "store": {"url": f"file://{folder / 'store'}"},
+        "reward": {"port": free_port()},
+        **sections,
+        "searcher": {**searcher, **sections.get("searcher", {})},
+    }
+    stack = start_stack(folder, **merged)
+    try:
+        recipe_path = write_recipe(folder / "searcher.json", stack.recipe)
+        versions = WeightVersions(open_store(stack.recipe.store), stack.recipe.run.name)
+        publish_version(versions, model, START)
+        stack.client.upload_prompts(make_prompts(num_train, num_heldout))
+        lineage = start_lineage(stack.client)
+    except BaseException:
+        stack.stop()
+        raise
+    return World(stack, stack.recipe, recipe_path, versions, lineage)
+
+
+def sigterm(process: subprocess.Popen[bytes]) -> int:
+    """SIGTERM; returns the exit code."""
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=TIMEOUT_S)

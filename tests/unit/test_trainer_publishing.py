@@ -1,0 +1,181 @@
+"""What a version consists of, which versions may go, when an evaluation is due, how far ahead batches are drawn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.collect import versions_to_delete
+from tba_trainer.evaluations import Evaluations
+from tba_trainer.logprobs import LogprobModel
+from tba_trainer.microbatch import pad_sequences
+from tba_trainer.model import load_policy, side_files
+from tba_trainer.prefetch import Prefetcher
+from tba_trainer.snapshots import Snapshots
+from tba_trainer.status import Status
+from transformers import AutoModelForCausalLM
+
+from tba.api import ComponentInfo, EvalInfo, RunInfo
+from tba.config.sections import EvalSection
+from tba.errors import RunOverError
+from tba.versions import START, PolicyVersion
+from tba.wire import Batch
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tmp_path: Path, dtype: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32, tied=True)
+    recipe = make_recipe(folder, model={"dtype": dtype, "policy_temperature": 0.5})
+    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    snapshots = Snapshots(theta, recipe)
+    with torch.no_grad():
+        for parameter in theta.parameters():
+            parameter += 0.01
+    taken = snapshots.take(PolicyVersion(1, 4), START)
+    assert "lm_head.weight" not in taken.tensors  # tied: named once
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    loaded.load_state_dict(taken.tensors, strict=False)
+    sequences = pad_sequences([np.array(taken.canary.prompt_tokens)], [np.array(taken.canary.response_tokens)], "cpu")
+    with torch.no_grad():
+        expected = LogprobModel(loaded, temperature=1.0).token_logprobs(sequences)[0]
+        trained = LogprobModel(theta, temperature=1.0).token_logprobs(sequences)[0]
+    found = torch.tensor(taken.canary.logprobs)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert torch.allclose(found, trained, atol=1e-6) == (dtype == "float32")
+
+
+def test_a_snapshot_does_not_follow_later_updates(tmp_path: Path) -> None:
+    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
+    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    taken = Snapshots(theta, recipe).take(START, None)
+    before = {name: tensor.clone() for name, tensor in taken.tensors.items()}
+    with torch.no_grad():
+        for parameter in theta.parameters():
+            parameter.zero_()
+    assert all(torch.equal(before[name], tensor) for name, tensor in taken.tensors.items())
+
+
+def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "modeling_custom.py").write_text("")
+    names = set(side_files(folder, trust_remote_code=False))
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert not names & {"pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "modeling_custom.py"}
+    assert "modeling_custom.py" in side_files(folder, trust_remote_code=True)
+
+
+def component(version: str, *, alive: bool) -> ComponentInfo:
+    return ComponentInfo(
+        component_id=f"searcher-{version}-{alive}",
+        kind="searcher",
+        state="generating",
+        version=version,
+        alive=alive,
+        heartbeat_age_s=1.0,
+        gauges={},
+    )
+
+
+def evaluation(version: str, state: str) -> EvalInfo:
+    return EvalInfo.model_validate(
+        {
+            "eval_id": f"eval-{version}",
+            "version": version,
+            "state": state,
+            "num_prompts": 4,
+            "num_done": 0,
+            "created_at_s": 1.0,
+        }
+    )
+
+
+def test_versions_that_something_holds_are_never_deleted() -> None:
+    info = RunInfo(
+        run="demo",
+        state="running",
+        state_reason=None,
+        step=60,
+        lineage=3,
+        parents={1: "0-0", 2: "1-8", 3: "2-20"},
+        latest_version="3-60",
+        checkpoint="3-48",
+        checkpoint_key="runs/demo/checkpoints/3-48",
+        components=[component("3-24", alive=True), component("3-28", alive=False)],
+        waits=[],
+        evals=[evaluation("3-32", "pending"), evaluation("3-36", "done")],
+    )
+    versions = [START, PolicyVersion(1, 4), PolicyVersion(1, 8), PolicyVersion(2, 8), PolicyVersion(2, 20)]
+    versions += [PolicyVersion(3, step) for step in range(20, 61, 4)]
+    checkpoints = [PolicyVersion(2, 20), PolicyVersion(3, 48)]
+    deleted = versions_to_delete(versions, info, checkpoints, keep=2)
+    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28", "3-36", "3-40", "3-44", "3-52"]
+    assert versions_to_delete(versions, info, checkpoints, keep=100) == []
+
+
+def test_an_evaluation_is_due_at_the_first_version_after_every_so_many_steps() -> None:
+    section = EvalSection(every_steps=10, num_prompts=7)
+    evaluations = Evaluations(RecordedBuffer(), section, start_step=20)  # pyright: ignore[reportArgumentType]
+    due = {step: evaluations.num_prompts_due(step) for step in (24, 28, 32, 36, 40, 64)}
+    assert due == {24: None, 28: None, 32: 7, 36: None, 40: 7, 64: 7}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_are_drawn_as_far_ahead_as_allowed_and_no_further(ahead: int) -> None:
+    drawn: list[int] = []
+
+    def draw(step: int, wait_s: float) -> Batch:
+        drawn.append(step)
+        return make_batch(step)
+
+    prefetcher = Prefetcher(
+        draw,
+        status=Status(trainer_id="trainer", run="demo"),
+        first_step=1,
+        last_step=5,
+        ahead=ahead,
+        batch_wait_s=5.0,
+        batch_deadline_s=60.0,
+        stop=threading.Event(),
+    )
+    prefetcher.start()
+    for step in range(1, 6):
+        batch = prefetcher.take(step)
+        assert batch is not None
+        assert batch.seed == step
+        time.sleep(0.1)  # a step runs; the thread draws what it may
+        assert drawn == list(range(1, min(step + ahead, 5) + 1))
+    prefetcher.close()
+
+
+def test_a_batch_that_has_outlived_its_deadline_is_drawn_again() -> None:
+    drawn: list[int] = []
+
+    def draw(step: int, wait_s: float) -> Batch:
+        drawn.append(step)
+        if len(drawn) > 4:
+            raise RunOverError("enough")
+        return make_batch(step)
+
+    prefetcher = Prefetcher(
+        draw,
+        status=Status(trainer_id="trainer", run="demo"),
+        first_step=1,
+        last_step=5,
+        ahead=0,
+        batch_wait_s=5.0,
+        batch_deadline_s=0.0,
+        stop=threading.Event(),
+    )
+    prefetcher.start()
+    with pytest.raises(RunOverError):
+        prefetcher.take(1)
+    assert drawn == [1] * 5
+    prefetcher.close()

@@ -97,6 +97,7 @@ def test_a_kill_loses_nothing_acknowledged_and_stores_nothing_twice(stack: Stack
     for _ in range(3):
         threading.Event().wait(0.4)
         process.kill()
+        threading.Event().wait(0.3)
         process.start()
     threading.Event().wait(0.4)
     for pusher in pushers:
@@ -175,7 +176,7 @@ def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
     client.push(make_payloads([f"train-{i}" for i in range(4)]))
     assert client.stats().num_prompts_seen == 4
     with Client.from_url(stack.redis.url) as admin:
-        admin.delete(*admin.keys("tba:test:[!p]*"), "tba:test:payloads")
+        admin.delete(*admin.keys("tba:test:[^p]*"), "tba:test:payloads")
     client.push(make_payloads(["train-0"]))
     stats = client.stats()
     assert (stats.num_prompts_seen, stats.num_rollouts) == (1, 4)

@@ -413,3 +413,10 @@ def test_a_missing_model_folder_is_one_sentence(world: World, tmp_path: Path) ->
 def test_an_unusable_device_is_one_sentence(world: World, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device 'nonsense' cannot be used"):
         world.train(make_recipe(model, trainer={"device": "nonsense"}))
+
+
+def test_a_damaged_model_file_is_one_sentence(world: World, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "damaged", hidden_size=32)
+    (folder / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ConfigError, match=r"model\.path .*damaged.* cannot be loaded: "):
+        world.train(make_recipe(folder))

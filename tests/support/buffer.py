@@ -60,6 +60,7 @@ class BufferProcess:
     url: str
     log_path: Path
     process: subprocess.Popen[bytes] = field(init=False)
+    clients: list[BufferClient] = field(default_factory=list)
 
     def start(self) -> None:
         """Start and wait until it is ready."""
@@ -83,13 +84,16 @@ class BufferProcess:
         self.process.wait()
 
     def stop(self) -> None:
-        """End it if it still runs."""
+        """End it if it still runs, and close the clients."""
+        for client in self.clients:
+            client.close()
         if self.process.poll() is None:
             self.kill()
 
     def client(self, *, token: str | None = None, retry_s: float = 20.0) -> BufferClient:
         """A client of it."""
-        return BufferClient(self.url, token=token, retry_s=retry_s)
+        self.clients.append(BufferClient(self.url, token=token, retry_s=retry_s))
+        return self.clients[-1]
 
 
 def start_buffer(recipe_path: Path) -> BufferProcess:

@@ -24,6 +24,7 @@ class BufferThread:
         from tba_buffer.app import build_app
 
         self.recipe = recipe
+        self._clients: list[BufferClient] = []
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
@@ -40,10 +41,13 @@ class BufferThread:
 
     def client(self, *, token: str | None = None, retry_s: float = 0.0) -> BufferClient:
         """A client that, by default, does not retry."""
-        return BufferClient(self.url, token=token, retry_s=retry_s)
+        self._clients.append(BufferClient(self.url, token=token, retry_s=retry_s))
+        return self._clients[-1]
 
     def stop(self) -> None:
-        """End the thread."""
+        """Close the clients and end the thread."""
+        for client in self._clients:
+            client.close()
         self._server.should_exit = True
         self._thread.join(timeout=20)
         self._socket.close()

@@ -37,7 +37,7 @@ def publish_version(
     parent: PolicyVersion | None = None,
     canary_shift: float = 0.0,
 ) -> None:
-    """Publish the model in `folder` (Hugging Face format) the way the trainer does; `canary_shift` spoils the canary."""
+    """Publish the model in `folder` the way the trainer does; `canary_shift` spoils the canary."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tensors = folder / f"named-{version}.safetensors"
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, tensors, {"format": "pt"})

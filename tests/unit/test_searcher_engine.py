@@ -169,9 +169,7 @@ def test_different_seeds_sample_different_responses_and_the_same_seed_the_same(f
 
 
 @pytest.mark.parametrize(("architecture", "tied"), MODELS)
-def test_weights_loaded_in_flight_begin_a_span_and_continue_as_a_fresh_engine_would(
-    folders, tmp_path, architecture, tied
-):
+def test_weights_loaded_in_flight_begin_a_span_and_decoding_goes_on_under_them(folders, tmp_path, architecture, tied):
     old, new = folders[architecture, tied, 0], folders[architecture, tied, 1]
     tensors = named_tensors(new, tmp_path / "new.safetensors")
     engine, requests = make_engine(old), make_requests(12, temperatures=(0.0, 1.0))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tba.config.sections import ModelSection
@@ -31,7 +32,7 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path {section.path!r} holds no model (no config.json); give a folder in Hugging Face format, "
-            "or make the model first (`tba warm-start`)"
+            "or name a task under [model.warm_start] and let `tba run` make the model"
         )
     disable_progress_bar()
     auto: Any = AutoModelForCausalLM
@@ -43,7 +44,7 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
             local_files_only=True,
             trust_remote_code=section.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.path {section.path!r} cannot be loaded: {first_line}") from None
     try:

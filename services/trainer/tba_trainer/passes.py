@@ -2,7 +2,7 @@
 
 A_j needs log pi_theta of the whole group at the current weights. A group inside one micro-batch gives it with the
 forward pass that the gradient needs anyway; only groups that span micro-batches cost a first pass without gradient.
-Both ways give the same gradient (tests/unit/test_trainer_passes.py).
+Both ways give the same gradient (tests/unit/test_trainer_learner.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,173 @@
+"""The searcher process against a real buffer, reward service and store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tba.api import BatchRequest, EvalRequest, Prompt, RunCommand
+from tba.versions import START, PolicyVersion
+from tba.wire import Rollout
+from tests.support.searcher_world import TIMEOUT_S, World, publish_version, sigterm, start_world
+from tests.support.tiny_model import make_tiny_model
+
+V1, V2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(root / str(seed), seed, tied=True) for seed in range(3)]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, models: list[Path]) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(**sections: Any) -> World:
+        worlds.append(start_world(tmp_path, models[0], **sections))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.stop()
+
+
+def draw(world: World, step: int = 1) -> list[Rollout]:
+    """The rollouts of one training batch."""
+    request = BatchRequest(
+        trainer_id="t", lineage=world.lineage.lineage, step=step, token=world.lineage.token, wait_s=20
+    )
+    return [rollout for group in world.client.draw_batch(request).groups for rollout in group.rollouts]
+
+
+def assert_trainer_agrees(rollouts: list[Rollout], folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt_tokens.tolist(), *rollout.response_tokens.tolist()]])
+        num_prompt = len(rollout.prompt_tokens)
+        with torch.inference_mode():
+            logits = model(ids).logits[0, num_prompt - 1 : -1].float() / rollout.sampling.temperature
+        logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, num_prompt:, None])[:, 0].numpy()
+        np.testing.assert_allclose(rollout.sampler_logprobs, logprobs, atol=1e-4)
+
+
+def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_nothing_behind(make_world, models):
+    world: World = make_world(searcher={"sampling_temperature": 0.8})
+    world.start_reward()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_scored >= 64, "64 scored rollouts")
+    rollouts = draw(world)
+    assert len(rollouts) == 16
+    assert {rollout.searcher_id for rollout in rollouts} == {"searcher-1"}
+    assert {rollout.sampling.temperature for rollout in rollouts} == {0.8}
+    assert_trainer_agrees(rollouts, models[0])
+
+    publish_version(world.versions, models[1], V1, parent=START)
+    world.announce(V1)
+    world.until(lambda: (s := world.searcher()) and s.version == str(V1), "the swap to 1-4")
+
+    request = EvalRequest(version="0-0", num_prompts=4, num_samples=2, success_reward=1.0, timeout_s=60)
+    eval_id = world.client.request_eval(request).eval_id
+    info = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
+    assert info.num_unknown == 0
+    assert info.accuracy is not None
+    world.until(lambda: (s := world.searcher()) and s.version == str(V1), "the way back to 1-4")
+
+    publish_version(world.versions, models[2], V2, parent=V1, canary_shift=0.1)
+    world.announce(V2)
+    info = world.until(lambda: (s := world.searcher()) and s.gauges["refused_versions"] == 1 and s, "the refusal")
+    assert info.version == str(V1)
+    assert "canary log-probs are off by 0.1" in world.log()
+    before = world.client.stats().num_rollouts
+    world.until(lambda: world.client.stats().num_rollouts > before + 32, "generation with the version it has")
+
+    assert sigterm(process) == 0
+    stats = world.client.stats()
+    assert stats.leases["open"] == 0
+    assert stats.pushed["refused"] == stats.pushed["duplicate"] == 0
+    assert (s := world.searcher()) is not None
+    assert s.state == "ended"
+    assert s.gauges["unpushed"] == 0
+    assert s.gauges["rollouts_pushed"] == stats.num_rollouts
+
+
+def test_rollouts_are_pushed_unscored_while_the_reward_service_is_away(make_world):
+    world: World = make_world()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
+    assert world.client.stats().num_scored == 0
+    assert (s := world.searcher()) is not None
+    assert s.gauges["scores_failed"] == 0
+    world.client.command("done", RunCommand(token=world.lineage.token))
+    assert process.wait(timeout=TIMEOUT_S) == 0
+
+
+def test_prompts_that_are_too_long_are_returned_counted_and_never_cut(make_world):
+    world: World = make_world(num_train=0, num_heldout=0)
+    world.client.upload_prompts(
+        [
+            Prompt(prompt_id=name, task="addition", text=text, data={"answer": 3}, split=split)
+            for name, text, split in (
+                ("short", "1+2=", "train"),
+                ("long", "1+2=" * 7, "train"),
+                ("long-heldout", "2+1=" * 7, "heldout"),
+            )
+        ]
+    )
+    world.start_reward()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_scored >= 16, "rollouts of the short prompt")
+    info = world.until(lambda: (s := world.searcher()) and s.gauges["refused_prompts"] >= 1 and s, "a refused prompt")
+    assert info.gauges["leases_returned"] >= 1
+    assert {rollout.prompt_id for rollout in draw_if_possible(world)} <= {"short"}
+    request = EvalRequest(version="0-0", num_prompts=1, num_samples=2, success_reward=1.0, timeout_s=60)
+    eval_id = world.client.request_eval(request).eval_id
+    done = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
+    assert done.num_unknown == 3
+    assert done.accuracy is None
+    assert sigterm(process) == 0
+
+
+def draw_if_possible(world: World) -> list[Rollout]:
+    return draw(world) if world.client.stats().num_prompts_seen >= 4 else []
+
+
+def test_a_buffer_that_stays_away_ends_the_searcher_with_one_sentence(make_world):
+    world: World = make_world(searcher={"retry_s": 2.0})
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_rollouts >= 1, "a rollout")
+    world.stack.buffer.kill()
+    assert process.wait(timeout=TIMEOUT_S) == 2
+    assert "error: searcher: wait buffer-unreachable: no answer for 2 s" in world.log()
+    assert "Traceback" not in world.log()
+
+
+def test_pushes_and_leases_wait_out_a_buffer_that_comes_back(make_world):
+    world: World = make_world()
+    world.start_reward()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_rollouts >= 16, "rollouts")
+    world.stack.buffer.kill()
+    world.stack.buffer.start()
+    before = world.client.stats().num_rollouts
+    world.until(lambda: world.client.stats().num_rollouts > before + 32, "rollouts after the restart")
+    assert sigterm(process) == 0
+    assert world.client.stats().pushed["refused"] == 0
+
+
+def test_sigterm_before_the_first_version_ends_at_once(make_world):
+    world: World = make_world(run="other")
+    document = json.loads(world.recipe_path.read_text())
+    document["store"]["url"] += "-empty"
+    world.recipe_path.write_text(json.dumps(document))
+    process = world.start_searcher()
+    world.until(lambda: "version not pulled" in world.log(), "the first attempt")
+    assert sigterm(process) == 0

@@ -62,6 +62,12 @@ class Recipe(StrictModel):
         return self
 
     @property
+    def warm_start_seed(self) -> int:
+        """The seed of a starting model made on this machine: its own, or the run's."""
+        section = self.model.warm_start
+        return self.run.seed if section is None or section.seed is None else section.seed
+
+    @property
     def buffer_url(self) -> str:
         """Base URL of the buffer service."""
         return (self.buffer.url or f"http://{self.buffer.host}:{self.buffer.port}").rstrip("/")
@@ -103,9 +109,14 @@ def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
         ConfigError: naming the first key that is wrong, its value and what to do.
     """
     try:
-        return Recipe.model_validate(document)
+        recipe = Recipe.model_validate(document)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_sentence(error)}") from None
+    if recipe.model.warm_start is None:
+        return recipe
+    # one cached starting model per seed
+    path = recipe.model.path.replace("{seed}", str(recipe.warm_start_seed))
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 110
-RATE_WINDOW_S = 15.0
+RATE_WINDOW_S = 5.0
 SUMMARY_KEYS_SHOWN = (
     "seed",
     "state",
@@ -111,11 +111,25 @@ def draw_learning(axes: Axes, history: History) -> None:
 
 
 def draw_policy_age(axes: Axes, history: History) -> None:
-    """How many trained rollouts had which policy age."""
+    """Share of the trained rollouts by policy age; bins double in width, since replay makes a long thin tail."""
     histogram = history.stats.policy_age_histogram
-    axes.bar(list(histogram.keys()), list(histogram.values()), width=1.0, color="tab:blue")
+    num_trained = sum(histogram.values())
+    bins = age_bins(max(histogram, default=0))
+    shares = [sum(histogram.get(age, 0) for age in ages) / max(num_trained, 1) for ages in bins]
+    labels = [str(ages[0]) if len(ages) == 1 else f"{ages[0]}-{ages[-1]}" for ages in bins]
+    bars = axes.bar(labels, shares, width=0.9, color="tab:blue")
+    axes.bar_label(bars, [f"{100 * share:.1f} %" for share in shares], fontsize="x-small")
+    axes.tick_params(axis="x", labelsize="small", labelrotation=30)
     axes.set_xlabel("policy age, optimizer steps")
-    axes.set_ylabel("rollouts trained")
+    axes.set_ylabel("share of rollouts trained")
+
+
+def age_bins(max_age_steps: int) -> list[range]:
+    """Ages in bins: 0, 1, 2-3, 4-7, ... up to the one that holds `max_age_steps`."""
+    bins = [range(0, 1)]
+    while bins[-1].stop <= max_age_steps:
+        bins.append(range(bins[-1].stop, 2 * bins[-1].stop))
+    return bins
 
 
 def draw_throughput(axes: Axes, history: History) -> None:
@@ -131,6 +145,7 @@ def draw_throughput(axes: Axes, history: History) -> None:
 def draw_trainer_wait(axes: Axes, history: History) -> None:
     """Seconds per optimizer step: waiting for the batch, and everything else."""
     living = living_entries(history.ledger, lineage_tree(history.parents), lineage=history.lineage, step=history.step)
+    living = living[1:]  # the first batch waits for the start of everything, and would hide the rest
     steps = [entry.step for entry in living]
     waits_s = [entry.metrics.get("wait_s") or 0.0 for entry in living]
     works_s = [entry.metrics.get("step_s") or 0.0 for entry in living]
@@ -165,7 +180,8 @@ PANELS = (
     ),
     Panel(
         "Policy age",
-        "How old the weights of a rollout were when it was trained on. Mass near 0 is on-policy; the tail is replay. "
+        "How old the weights of a rollout were when it was trained on, in bins that double. Mass near 0 is on-policy; the "
+        "tail is replay. "
         "A tail that grows without bound means that the searchers cannot keep up.",
         draw_policy_age,
     ),
@@ -177,7 +193,7 @@ PANELS = (
     ),
     Panel(
         "Trainer wait",
-        "Seconds of every optimizer step. Red is time without a batch: asynchronous training should show almost none "
+        "Seconds of every optimizer step after the first. Red is time without a batch: asynchronous training should show almost none "
         "after the first steps.",
         draw_trainer_wait,
     ),

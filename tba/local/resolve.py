@@ -19,13 +19,8 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Paths of the recipe are relative to the current folder; a resume may happen in another one.
-
-    With a warm start, `{seed}` in model.path becomes the run's seed: every seed has its own starting model.
-    """
+    """Paths of the recipe are relative to the current folder; a resume may happen in another one."""
     document = recipe.model_dump(mode="json")
-    if recipe.model.warm_start is not None:
-        document["model"]["path"] = recipe.model.path.replace("{seed}", str(recipe.run.seed))
     _make_absolute(document, "model", "path")
     _make_absolute(document, "data", "path")
     _make_absolute(document, "auth", "tokens_file")
@@ -83,19 +78,13 @@ def check_model(recipe: Recipe) -> bool:
     return True
 
 
-def warm_start_seed(recipe: Recipe) -> int:
-    """The seed of the starting model: its own, or the run's."""
-    section = recipe.model.warm_start
-    return recipe.run.seed if section is None or section.seed is None else section.seed
-
-
 def _was_made_so(report_path: Path, recipe: Recipe) -> bool:
     """Whether the cached model was made with the recipe's settings; a folder without a report is somebody's model."""
     if not report_path.is_file() or recipe.model.warm_start is None:
         return True
     report = json.loads(report_path.read_text())
     settings = recipe.model.warm_start.model_dump(mode="json")
-    return report["settings"] == settings and report["seed"] == warm_start_seed(recipe)
+    return report["settings"] == settings and report["seed"] == recipe.warm_start_seed
 
 
 def child_environ(environ: Mapping[str, str], *, num_threads: int, searcher_id: str | None = None) -> dict[str, str]:

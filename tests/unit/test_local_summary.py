@@ -11,7 +11,7 @@ from tba.cli.reports import markdown_table
 from tba.errors import ConfigError
 from tba.local.history import Poll, load_history, load_polls
 from tba.local.outputs import result_lines, write_outputs
-from tba.local.report import rate_course
+from tba.local.report import RATE_WINDOW_S, age_bins, rate_course
 from tba.local.run_folder import RunFolder
 from tba.local.summary import summarise
 from tests.support.history_values import STEP_S, WAIT_S, entry, evaluation, history, stats
@@ -73,7 +73,13 @@ def test_downtime_between_two_supervisors_is_in_no_rate():
     later = [Poll(at_s=p.at_s + 500.0, step=0, generated=p.generated + 30, trained=0, stored=0) for p in polls]
     _, rates = rate_course([*polls, *later], "generated")
     assert rates == pytest.approx([1.0] * len(rates))
-    assert len(rates) == 4
+    assert len(rates) == 2 * 30 // RATE_WINDOW_S
+
+
+def test_age_bins_double_and_hold_every_age():
+    bins = age_bins(9)
+    assert [(ages[0], ages[-1]) for ages in bins] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
+    assert age_bins(0) == [range(1)]
 
 
 def test_a_poll_cut_short_by_a_kill_is_left_out(tmp_path):

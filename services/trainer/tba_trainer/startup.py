@@ -120,8 +120,9 @@ def starting_snapshot(snapshots: Snapshots) -> Snapshot:
 
 
 def config_sha256(recipe: Recipe) -> str:
-    """Digest of the whole resolved config; a resume with another one is logged."""
-    return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
+    """Digest of what is trained and how; addresses and paths may differ between two starts. A change is logged."""
+    trained = {"run", "model", "sampling", "searcher", "objective", "trainer", "eval"}
+    return hashlib.sha256(recipe.model_dump_json(include=trained).encode()).hexdigest()
 
 
 def _check_same_run(checkpoint: Checkpoint, recipe: Recipe, model_config_sha256: str) -> None:

@@ -43,9 +43,7 @@ def make_requests(num: int, *, variable: bool) -> list[Request]:
             prompt = tuple(rng.integers(3, 33, rng.integers(10, 17)).tolist())
         length = int(rng.integers(1, 41)) if variable else 24
         requests.append(
-            Request(
-                request_id=str(i), prompt_tokens=prompt, temperature=1.0, max_response_tokens=length, eos_ids=()
-            )
+            Request(request_id=str(i), prompt_tokens=prompt, temperature=1.0, max_response_tokens=length, eos_ids=())
         )
     return requests
 

@@ -6,8 +6,18 @@ import time
 
 import pytest
 
-from tba.api import EvalInfo, EvalRequest, EvalResult, EvalResults, Lease, LeaseReply, LeaseRequest, LeaseReturn
-from tba.api import MarkRequest, RunCommand
+from tba.api import (
+    EvalInfo,
+    EvalRequest,
+    EvalResult,
+    EvalResults,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    MarkRequest,
+    RunCommand,
+)
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, NotFoundError
 from tba.wire import Heartbeat, Wait, encode_rollout

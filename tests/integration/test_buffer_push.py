@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tba.api import BatchRequest, PushReply
+from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, UnavailableError
 from tba.versions import PolicyVersion
 from tba.wire import encode_push, encode_rollout
@@ -175,20 +176,24 @@ def test_pushes_are_refused_while_redis_does_not_promise_durability(
     with Client.from_url(redis.url) as admin:
         try:
             admin.config_set("appendfsync", "everysec")
-            with pytest.raises(UnavailableError, match="appendfsync"):
-                for _ in range(200):
-                    client.push(make_payloads(["train-0"], per_prompt=1))
-                    threading.Event().wait(0.05)
+            assert "appendfsync everysec" in (wait_for_push(client, accepted=False) or "")
         finally:
             admin.config_set("appendfsync", "always")
+    assert wait_for_push(client, accepted=True) is None
+
+
+def wait_for_push(client: BufferClient, *, accepted: bool) -> str | None:
+    """Push until a push is accepted, or until one is refused; answers why it was refused."""
     for _ in range(200):
         try:
             client.push(make_payloads(["train-0"], per_prompt=1))
-            break
-        except UnavailableError:
-            threading.Event().wait(0.05)
-    else:
-        pytest.fail("pushes stayed refused after Redis kept its promise again")
+            if accepted:
+                return None
+        except UnavailableError as error:
+            if not accepted:
+                return str(error)
+        threading.Event().wait(0.05)
+    raise AssertionError(f"no push was {'accepted' if accepted else 'refused'} within 10 s")
 
 
 def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> None:  # noqa: F811

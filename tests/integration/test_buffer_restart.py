@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -29,7 +30,7 @@ from tests.support.buffer import (
     start_stack,
     write_recipe,
 )
-from tests.support.redis_process import start_redis
+from tests.support.redis_process import DURABLE, start_redis
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def stored(stack: Stack) -> dict[bytes, bytes]:
     from redis import Redis as Client
 
     with Client.from_url(stack.redis.url) as client:
-        return client.hgetall("tba:test:payloads")
+        replies: Any = client.hgetall("tba:test:payloads")
+        return replies
 
 
 class Pusher(threading.Thread):
@@ -140,7 +142,7 @@ def test_a_restarted_buffer_goes_on_exactly_where_it_was(stack: Stack) -> None:
 
 
 def test_a_batch_can_be_drawn_again_from_its_seed_and_log_position(stack: Stack) -> None:
-    from tba_buffer.batches import Batches  # noqa: PLC0415
+    from tba_buffer.batches import Batches
     from tba_buffer.log import Evicted, parse_entry
 
     client = stack.client
@@ -188,8 +190,7 @@ def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
         (("--appendonly", "no"), "appendonly no"),
         (("--appendonly", "yes", "--appendfsync", "everysec"), "appendfsync everysec"),
         (
-            ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory", "100mb")
-            + ("--maxmemory-policy", "allkeys-lru"),
+            (*DURABLE, "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"),
             "maxmemory-policy allkeys-lru",
         ),
         (None, "cannot be reached"),

@@ -329,11 +329,17 @@ def test_a_rollout_without_a_reward_is_never_trained_on(world: World, model: Pat
     assert world.buffer.state == "failed"
 
 
-def test_a_batch_that_expired_is_drawn_anew_for_the_same_step(world: World, model: Path) -> None:
-    world.buffer.before = failing(2, lambda: ConflictError("batch batch-1 is void"), "ack")
-    world.train(make_recipe(model))
-    assert [step for _, step, _ in world.buffer.acks] == [1, 2, 3, 4]
-    assert [step for _, step in world.buffer.drawn].count(1) == 3
+def test_a_batch_that_expired_touches_no_weight_and_is_drawn_anew_for_the_same_step(
+    tmp_path: Path, model: Path
+) -> None:
+    smooth, bumpy = World(tmp_path / "smooth"), World(tmp_path / "bumpy")
+    bumpy.buffer.before = failing(2, lambda: ConflictError("batch batch-1 is void"), "ack")
+    for world in (smooth, bumpy):
+        world.train(make_recipe(model))
+        assert [step for _, step, _ in world.buffer.acks] == [1, 2, 3, 4]
+    assert [step for _, step in bumpy.buffer.drawn].count(1) == 3
+    expected, found = smooth.tensors("1-4"), bumpy.tensors("1-4")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:

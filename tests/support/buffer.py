@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.api import LineageReply, LineageRequest, MarkRequest, Prompt
+from tba.api import LineageReply, LineageRequest, MarkRequest, Prompt, Split
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
@@ -140,9 +140,10 @@ def start_stack(folder: Path, **sections: dict[str, Any]) -> Stack:
 
 def make_prompts(num_train: int, num_heldout: int = 0) -> list[Prompt]:
     """Prompts `train-<i>` and `heldout-<i>`."""
+    splits: tuple[tuple[Split, int], ...] = (("train", num_train), ("heldout", num_heldout))
     return [
         Prompt(prompt_id=f"{split}-{i}", task="addition", text=f"{i}+{i}=", data={"answer": 2 * i}, split=split)
-        for split, num in (("train", num_train), ("heldout", num_heldout))
+        for split, num in splits
         for i in range(num)
     ]
 

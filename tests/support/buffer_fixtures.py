@@ -20,8 +20,9 @@ class BufferThread:
     """A buffer that serves from a thread of this process, on a port of its own."""
 
     def __init__(self, recipe: Recipe, tokens: dict[str, str] | None = None) -> None:
-        from tba.service.serve import bind
         from tba_buffer.app import build_app
+
+        from tba.service.serve import bind
 
         self.recipe = recipe
         self._clients: list[BufferClient] = []
@@ -73,7 +74,7 @@ def serve_buffer(redis: RedisProcess) -> Iterator[ServeBuffer]:
         client.flushall()
     started: list[BufferThread] = []
 
-    def serve(*, tokens: dict[str, str] | None = None, **sections: dict[str, Any]) -> BufferThread:
+    def serve(*, tokens: dict[str, str] | None = None, **sections: Any) -> BufferThread:
         sections["buffer"] = {"redis_url": redis.url, **sections.get("buffer", {})}
         started.append(BufferThread(make_recipe(**sections), tokens))
         return started[-1]

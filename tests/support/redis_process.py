@@ -49,12 +49,8 @@ class RedisProcess:
         """Start and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "redis.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [redis_server_path(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
-                + list(self.options),
-                stdout=log,
-                stderr=log,
-            )
+            place = ("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder))
+            self.process = subprocess.Popen([redis_server_path(), *place, *self.options], stdout=log, stderr=log)
         deadline = time.monotonic() + 30
         while not _answers(self.port):
             if self.process.poll() is not None or time.monotonic() > deadline:

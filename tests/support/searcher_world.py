@@ -150,7 +150,8 @@ def start_world(folder: Path, model: Path, *, num_train: int = 8, num_heldout: i
         recipe_path = write_recipe(folder / "searcher.json", stack.recipe)
         versions = WeightVersions(open_store(stack.recipe.store), stack.recipe.run.name)
         publish_version(versions, model, START)
-        stack.client.upload_prompts(make_prompts(num_train, num_heldout))
+        if num_train + num_heldout:
+            stack.client.upload_prompts(make_prompts(num_train, num_heldout))
         lineage = start_lineage(stack.client)
     except BaseException:
         stack.stop()

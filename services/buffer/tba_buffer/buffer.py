@@ -8,6 +8,7 @@ upkeep   every UPKEEP_S: check Redis' promise again (it may have been restarted 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
@@ -33,6 +34,7 @@ from tba_buffer.stats import read_stats
 from tba_buffer.view import IndexView
 
 UPKEEP_S = 1.0
+STOP_TIMEOUT_S = 5.0
 log = get_logger("buffer")
 
 
@@ -68,6 +70,7 @@ class Buffer:
             self.context, catalog=self.catalog, run=self.run, view=self.view, components=self.components
         )
         self._upkeep: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
         self._not_ready: str | None = "starting: reading the log from Redis"
 
     async def start(self) -> None:
@@ -86,9 +89,9 @@ class Buffer:
 
     async def stop(self) -> None:
         """End the upkeep and close the connections."""
+        self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
         if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+            await asyncio.wait([self._upkeep], timeout=STOP_TIMEOUT_S)
         await self.context.redis.aclose()
 
     async def ready(self) -> str | None:
@@ -133,7 +136,7 @@ class Buffer:
         )
 
     async def _keep_up(self) -> None:
-        while True:
+        while not self._ending.is_set():
             try:
                 problem = await promise_problem(self.context.redis)
                 if problem != self.rollouts.refuse_reason:
@@ -143,7 +146,8 @@ class Buffer:
                 self.metrics.level(await self.stats(), fields.latest_version)
             except (RedisError, UnavailableError) as error:
                 log.warning("redis_unavailable", error=str(error))
-            await asyncio.sleep(UPKEEP_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), UPKEEP_S)
 
 
 def check_redis(recipe: Recipe) -> None:

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from redis.asyncio import Redis
-
 from tba.config import Recipe
 from tba_buffer.keys import Keys
-from tba_buffer.redis_link import redis_errors
+from tba_buffer.redis_link import BytesRedis, redis_errors
 from tba_buffer.scripts import Scripts
 
 
@@ -49,7 +47,7 @@ class Context:
     """The recipe, the Redis of the run, and the clock (Unix seconds)."""
 
     recipe: Recipe
-    redis: Redis
+    redis: BytesRedis
     keys: Keys
     scripts: Scripts
     clock: Callable[[], float] = time.time

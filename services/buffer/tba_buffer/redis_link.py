@@ -24,7 +24,11 @@ LOADING_TIMEOUT_S = 300.0
 REQUIRED = {"appendonly": "yes", "appendfsync": "always"}
 
 
-def connect(redis_url: str) -> Redis:
+BytesRedis = Any
+"""A redis.asyncio.Redis whose replies are bytes: redis-py annotates each as bytes or str, whatever the client."""
+
+
+def connect(redis_url: str) -> BytesRedis:
     """A client that answers bytes.
 
     Raises:
@@ -54,7 +58,7 @@ def redis_errors(what: str) -> Iterator[None]:
         ) from None
 
 
-async def promise_problem(redis: Redis) -> str | None:
+async def promise_problem(redis: BytesRedis) -> str | None:
     """Why this Redis could lose what it acknowledges, or None.
 
     Raises:
@@ -80,7 +84,7 @@ async def promise_problem(redis: Redis) -> str | None:
     return None
 
 
-async def check_at_start(redis: Redis, redis_url: str) -> None:
+async def check_at_start(redis: BytesRedis, redis_url: str) -> None:
     """Wait while Redis loads its file, then check its promise.
 
     Raises:

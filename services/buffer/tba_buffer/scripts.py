@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from redis.asyncio import Redis
-
-from tba_buffer.redis_link import redis_errors
+from tba_buffer.redis_link import BytesRedis, redis_errors
 
 NAMES = (
     "push",
@@ -39,7 +37,7 @@ class Scripts:
         redis: the client they run on.
     """
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: BytesRedis) -> None:
         folder = files("tba_buffer") / "lua"
         self._scripts = {}
         for name in NAMES:

@@ -1,0 +1,205 @@
+"""Parts of the searcher without processes: slots, waits, visits, pulled versions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_searcher.engines.base import Completion, Request
+from tba_searcher.engines.slots import SlotTable
+from tba_searcher.seeds import engine_seed
+from tba_searcher.text import TextCodec
+from tba_searcher.visits import Backlog, Visit
+from tba_searcher.waits import Waits, patiently
+
+from tba.api import Lease, Prompt
+from tba.errors import BadRequestError, BusyError, ConfigError, UnavailableError, WaitTimeoutError
+from tba.versions import START, PolicyVersion
+from tests.support.tiny_model import make_tiny_tokenizer
+
+
+def make_request(name: str, **changes: object) -> Request:
+    values = {"prompt_tokens": (5, 6), "temperature": 1.0, "max_response_tokens": 4, "eos_ids": (1,)}
+    return Request(request_id=name, **{**values, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def make_visit(name: str, *, num_rollouts: int = 3, pinned: PolicyVersion | None = None) -> Visit:
+    lease = Lease(
+        lease_id=name,
+        kind="train" if pinned is None else "sample",
+        visit_id=f"visit-{name}",
+        prompt=Prompt(prompt_id="p", task="addition", text="1+1="),
+        num_rollouts=num_rollouts,
+        expires_in_s=60,
+    )
+    return Visit(lease=lease, prompt_tokens=(5, 6), temperature=1.0, pinned=pinned)
+
+
+def make_completion(request: Request) -> Completion:
+    tokens = np.array([1], np.int32)
+    return Completion(
+        request_id=request.request_id,
+        response_tokens=tokens,
+        sampler_logprobs=np.zeros(1, np.float32),
+        finish_reason="stop",
+        version_spans=(),
+        started_at_s=0.0,
+        finished_at_s=0.0,
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 7))), max_size=12))
+def test_closing_holes_keeps_every_live_row_and_leaves_no_gap(events):
+    """Whatever is put in and removed, rows 0..num_rows-1 are exactly the live requests, with their own tokens."""
+    table, live, count = SlotTable(8, 16), {}, 0
+    for num_new, removed in events:
+        for _ in range(min(num_new, 8 - table.num_active)):
+            name, count = str(count), count + 1
+            table.put(make_request(name, prompt_tokens=(count, count + 1)), START)
+            live[name] = (count, count + 1)
+        for index in removed:
+            if index < table.num_rows and (row := table.rows[index]) is not None:
+                del live[row.request.request_id]
+                table.remove(index)
+        assert table.num_active == len(live)
+        moves = table.tail_moves()
+        assert not set(dict(moves)) & set(dict(moves).values())
+        found = {row.request.request_id: tuple(table.tokens[i, :2].tolist()) for i, row in enumerate(table.rows) if row}
+        assert found == live
+        assert table.num_rows == len(live)
+        assert all(row is not None for row in table.rows[: table.num_rows])
+
+
+async def test_a_busy_service_is_waited_out_under_the_name_it_gives_and_renewed_at_the_deadline():
+    waits, seen = Waits(), []
+    answers = iter([BusyError("later", retry_after_s=0.02, wait="trainer-ahead")] * 6)
+
+    def call() -> str:
+        current = waits.current()
+        seen.append(current.name if current else None)
+        if (error := next(answers, None)) is not None:
+            raise error
+        return "pushed"
+
+    result = await patiently(call, waits=waits, owner="pushing", service="buffer", deadline_s=0.1)
+    assert result == "pushed"
+    assert seen[0] is None
+    assert set(seen[1:]) <= {"trainer-ahead", None}
+    assert "trainer-ahead" in seen
+    assert waits.current() is None
+
+
+async def test_a_busy_service_ends_the_wait_at_its_deadline_where_that_is_asked_for():
+    def call() -> None:
+        raise BusyError("later", retry_after_s=0.02, wait="scorers")
+
+    with pytest.raises(WaitTimeoutError, match="wait scorers"):
+        await patiently(call, waits=Waits(), owner="o", service="reward", deadline_s=0.1, renew_busy=False)
+
+
+async def test_a_service_that_stays_away_is_a_wait_timeout_that_names_it():
+    waits = Waits()
+
+    def call() -> None:
+        raise UnavailableError("no answer")
+
+    task = asyncio.create_task(patiently(call, waits=waits, owner="o", service="buffer", deadline_s=0.5))
+    await asyncio.sleep(0.2)
+    current = waits.current()
+    assert current is not None
+    assert current.name == "buffer-unreachable"
+    assert 0 < current.deadline_in_s < 0.5
+    with pytest.raises(WaitTimeoutError, match=r"wait buffer-unreachable: no answer for 0\.5 s"):
+        await task
+    assert waits.current() is None
+
+
+async def test_a_refusal_is_not_retried():
+    calls = []
+
+    def call() -> None:
+        calls.append(1)
+        raise BadRequestError("wrong")
+
+    with pytest.raises(BadRequestError):
+        await patiently(call, waits=Waits(), owner="o", service="buffer", deadline_s=5)
+    assert len(calls) == 1
+
+
+def test_the_oldest_wait_is_shown_and_the_same_name_goes_on():
+    waits = Waits()
+    waits.begin("leases", "run-paused", 10)
+    waits.begin("pulling", "object-store", 1)
+    left = waits.begin("leases", "run-paused", 99)
+    assert left < 10
+    assert (wait := waits.current()) is not None
+    assert wait.name == "run-paused"
+    waits.end("leases")
+    assert (wait := waits.current()) is not None
+    assert wait.name == "object-store"
+
+
+def test_a_visit_is_handed_out_once_and_completes_with_its_last_rollout():
+    backlog = Backlog(max_response_tokens=4, eos_ids=(1,))
+    backlog.add(make_visit("a"))
+    backlog.add(make_visit("b", num_rollouts=1))
+    first, second = backlog.take(2, pinned=None), backlog.take(9, pinned=None)
+    assert [request.request_id for request in first + second] == ["a/1", "a/2", "a/3", "b/1"]
+    assert backlog.num_unsubmitted == 0
+    assert [backlog.finish(make_completion(request)) is not None for request in (*first, *second)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert backlog.open_visits() == []
+
+
+def test_evaluations_wait_for_their_own_version_and_dropped_visits_are_ignored():
+    v1, v2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
+    backlog = Backlog(max_response_tokens=4, eos_ids=(1,))
+    train, old, new = make_visit("t"), make_visit("e", pinned=v1), make_visit("f", pinned=v2)
+    for visit in (train, old, new):
+        backlog.add(visit)
+    assert backlog.pinned_version == v1
+    assert [request.request_id for request in backlog.take(9, pinned=v2)] == ["f/1", "f/2", "f/3"]
+    backlog.drop([old])
+    assert backlog.pinned_version == v2
+    assert backlog.finish(make_completion(make_request("e/1"))) is None
+    assert backlog.take(9, pinned=v1) == []
+
+
+def test_two_engines_never_get_the_same_seed_even_under_the_same_name():
+    assert len({engine_seed(0, "searcher-1") for _ in range(20)}) == 20
+
+
+def test_text_goes_through_the_tokenizer_as_it_is(tmp_path: Path):
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    codec = TextCodec(tmp_path)
+    assert codec.eos_ids == (1,)
+    ids = codec.encode_prompt("12+3=")
+    assert len(ids) == 5
+    completion = make_completion(make_request("x"))
+    spelled = [
+        Completion(
+            **{
+                **{f: getattr(completion, f) for f in Completion.__slots__},
+                "response_tokens": np.array([*ids, 0, 1], np.int32),
+            }
+        )
+    ]
+    assert codec.decode_responses(spelled) == ["12+3="]
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="ends every prompt with end-of-sequence"):
+        TextCodec(tmp_path)

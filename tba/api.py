@@ -340,3 +340,18 @@ class ScoreReply(StrictModel):
     """One result per item, in order."""
 
     results: list[ScoreResult]
+
+
+class RewardInfo(StrictModel):
+    """One task that the reward service scores. `fast` rewards run inline, the others in killable workers."""
+
+    task: str
+    version: str
+    fast: bool
+    health: str
+
+
+class RewardsReply(StrictModel):
+    """GET /v1/rewards."""
+
+    rewards: list[RewardInfo]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba.errors import ConfigError
-from tba.local.tokens import read_token
+from tba.tokens import operator_token
 
 if TYPE_CHECKING:
     from tba.clients import BufferClient
@@ -27,7 +27,7 @@ def open_client(args: argparse.Namespace) -> BufferClient:
 
     url, tokens_file = (args.url, None) if args.url else _endpoints(args)
     token_file = args.token_file or tokens_file
-    return BufferClient(url, token=read_token(token_file) if token_file else None, retry_s=RETRY_S)
+    return BufferClient(url, token=operator_token(token_file) if token_file else None, retry_s=RETRY_S)
 
 
 def _endpoints(args: argparse.Namespace) -> tuple[str, str | None]:

@@ -126,7 +126,7 @@ def draw_policy_age(axes: Axes, history: History) -> None:
 
 def age_bins(max_age_steps: int) -> list[range]:
     """Ages in bins: 0, 1, 2-3, 4-7, ... up to the one that holds `max_age_steps`."""
-    bins = [range(0, 1)]
+    bins = [range(1)]
     while bins[-1].stop <= max_age_steps:
         bins.append(range(bins[-1].stop, 2 * bins[-1].stop))
     return bins
@@ -180,9 +180,8 @@ PANELS = (
     ),
     Panel(
         "Policy age",
-        "How old the weights of a rollout were when it was trained on, in bins that double. Mass near 0 is on-policy; the "
-        "tail is replay. "
-        "A tail that grows without bound means that the searchers cannot keep up.",
+        "How old the weights of a rollout were when it was trained on, in bins that double. Mass near 0 is "
+        "on-policy; the tail is replay. A tail that grows without bound means that the searchers cannot keep up.",
         draw_policy_age,
     ),
     Panel(
@@ -193,8 +192,8 @@ PANELS = (
     ),
     Panel(
         "Trainer wait",
-        "Seconds of every optimizer step after the first. Red is time without a batch: asynchronous training should show almost none "
-        "after the first steps.",
+        "Seconds of every optimizer step after the first. Red is time without a batch: asynchronous training should "
+        "show almost none after the first steps.",
         draw_trainer_wait,
     ),
 )

@@ -32,9 +32,9 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from tba.api import Prompt, RunCommand, RunInfo
-from tba.clients import BufferClient
+from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
-from tba.errors import ChildError, ServiceError, WaitTimeoutError
+from tba.errors import ChildError, ConfigError, ServiceError, WaitTimeoutError
 from tba.local.console import Console
 from tba.local.crew import Crew
 from tba.local.guard import Guard
@@ -46,9 +46,9 @@ from tba.local.prompts import upload_prompts
 from tba.local.redis_server import wait_for_redis
 from tba.local.run_folder import RunFolder
 from tba.local.services import Services
-from tba.local.tokens import read_token
 from tba.local.watch import RunWatcher
 from tba.store.base import ObjectStore
+from tba.tokens import operator_token
 
 CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 10.0
@@ -96,7 +96,7 @@ class Supervisor:
         tokens_file = recipe.auth.tokens_file
         self._client = BufferClient(
             recipe.buffer_url,
-            token=None if tokens_file is None else read_token(tokens_file),
+            token=None if tokens_file is None else operator_token(tokens_file),
             retry_s=CALL_RETRY_S,
             timeout_s=CALL_TIMEOUT_S,
         )
@@ -211,7 +211,8 @@ class Supervisor:
         await self._within("reward", _wait_until_ready(self._recipe.reward_url))
 
     async def _prepare_run(self) -> RunInfo:
-        """Upload the prompts, say where things are, wake a run that was paused; returns the run as it is now."""
+        """Check and upload prompts, say where things are, wake a run that was paused; returns the run as it is."""
+        await asyncio.to_thread(self._check_tasks)
         max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
         await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)
         endpoints = {
@@ -229,6 +230,19 @@ class Supervisor:
         if info.state == "paused":
             return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))
         return info  # a run that is stopping or failed goes on when the trainer takes a new lineage
+
+    def _check_tasks(self) -> None:
+        """A prompt that nothing can score would be generated for and never trained on."""
+        tokens_file = self._recipe.auth.tokens_file
+        token = None if tokens_file is None else operator_token(tokens_file)
+        rewards = RewardClient(self._recipe.reward_url, token=token, retry_s=CALL_RETRY_S, timeout_s=CALL_TIMEOUT_S)
+        known = [reward.task for reward in rewards.rewards()]
+        for prompt in self._prompts:
+            if prompt.task not in known:
+                raise ConfigError(
+                    f"prompt {prompt.prompt_id!r} has the task {prompt.task!r}, which no reward scores; the reward "
+                    f"service knows {', '.join(known)}: correct the prompt, or name its module in reward.plugins"
+                )
 
     async def _start_training(self) -> None:
         await self._crew.start(self._services.trainer())

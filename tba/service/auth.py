@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hmac
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from fastapi import Request
 
-from tba.errors import ConfigError, UnauthorizedError
-
-ROLES = ("searcher", "trainer", "operator", "viewer")
+from tba.errors import UnauthorizedError
 
 
 class ForbiddenError(UnauthorizedError):
@@ -19,30 +15,6 @@ class ForbiddenError(UnauthorizedError):
 
     slug = "forbidden"
     status = 403
-
-
-def load_tokens(path: str | None) -> dict[str, str] | None:
-    """Read {"role": "token"} from a JSON file; None means no authentication.
-
-    Raises:
-        ConfigError: the file is missing, not JSON, or names an unknown role or a short token.
-    """
-    if path is None:
-        return None
-    try:
-        tokens = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"auth.tokens_file {path} cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"auth.tokens_file {path} is not JSON: {error}") from None
-    if not isinstance(tokens, dict) or not tokens or set(tokens) - set(ROLES):
-        raise ConfigError(f"auth.tokens_file {path} must map roles ({', '.join(ROLES)}) to tokens")
-    for role, token in tokens.items():
-        if not isinstance(token, str) or len(token) < 16:
-            raise ConfigError(f"auth.tokens_file {path}: the token of {role} must be a text of 16 characters or more")
-    if len(set(tokens.values())) != len(tokens):
-        raise ConfigError(f"auth.tokens_file {path}: two roles share a token; give each its own")
-    return tokens
 
 
 class Authenticator:

@@ -18,7 +18,7 @@ from tba.errors import ConfigError
 TASK = "addition"
 NUM_DIGITS = 2
 SPLITS = MappingProxyType(
-    {"heldout": range(0, 10), "validation": range(10, 15), "warmstart": range(15, 50), "train": range(50, 100)}
+    {"heldout": range(10), "validation": range(10, 15), "warmstart": range(15, 50), "train": range(50, 100)}
 )
 """Split -> the hash buckets (of 100) that belong to it. `validation` only tells the warm start when to stop."""
 

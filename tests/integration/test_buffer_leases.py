@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -123,6 +124,17 @@ def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -
         fulfil(client, item)
     assert lease(client).wait == "trainer-ahead"
     assert client.push(make_payloads(["train-0"])).outcomes[0].outcome == "new"
+
+
+def test_searchers_that_ask_at_once_share_the_room(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer(sampling={"samples_per_insert": 1.0, "samples_per_insert_error": 16})
+    client = buffer.client()
+    client.upload_prompts(make_prompts(50))
+    start_lineage(client)
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda i: lease(buffer.client(), 3, f"s{i}"), range(8)))
+    visits = [item.visit_id for reply in replies for item in reply.leases]
+    assert len(visits) == len(set(visits)) == 4
 
 
 def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_buffer: ServeBuffer) -> None:  # noqa: F811

@@ -125,16 +125,17 @@ class History:
         request = BatchRequest(
             trainer_id="t", lineage=self.lineage.lineage, step=self.step + 1, token=self.lineage.token
         )
-        if self.open is None and not self.model.can_draw():
+        live = {r.rollout_id: r for r in self.model.live}
+        again = self.open is not None and all(r.rollout_id in live for r in self.open.rollouts)
+        if not again and not self.model.can_draw():
             with pytest.raises(BusyError, match="min_size_to_sample"):
                 await self.buffer.batches.draw(request)
+            self.open = None
             return
         batch = decode_batch((await self.buffer.batches.draw(request)).body)
-        live = {r.rollout_id: r for r in self.model.live}
         assert all(live[r.rollout_id].reward_status == "scored" for r in batch.rollouts)
         assert all(r.prompt_id == group.prompt_id for group in batch.groups for r in group.rollouts)
-        if self.open is not None and all(r.rollout_id in live for r in self.open.rollouts):
-            assert batch.batch_id == self.open.batch_id
+        assert self.open is None or (batch.batch_id == self.open.batch_id) == again
         self.open = batch
 
     async def ack(self) -> None:

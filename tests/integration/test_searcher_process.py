@@ -119,16 +119,10 @@ def test_a_missing_reward_service_and_a_restarting_buffer_are_waited_out(make_wo
 
 def test_prompts_that_are_too_long_are_returned_counted_and_never_cut(make_world):
     world: World = make_world(num_train=0, num_heldout=0)
-    world.client.upload_prompts(
-        [
-            Prompt(prompt_id=name, task="addition", text=text, data={"answer": 3}, split=split)
-            for name, text, split in (
-                ("short", "1+2=", "train"),
-                ("long", "1+2=" * 7, "train"),
-                ("long-heldout", "2+1=" * 7, "heldout"),
-            )
-        ]
-    )
+    short = Prompt(prompt_id="short", task="addition", text="1+2=", data={"answer": 3})
+    long = Prompt(prompt_id="long", task="addition", text="1+2=" * 7, data={"answer": 3})
+    heldout = Prompt(prompt_id="heldout", task="addition", text="2+1=" * 7, data={"answer": 3}, split="heldout")
+    world.client.upload_prompts([short, long, heldout])
     world.start_reward()
     process = world.start_searcher()
     world.until(lambda: world.client.stats().num_scored >= 16, "rollouts of the short prompt")

@@ -11,7 +11,7 @@ import pytest
 from tba.cli.parser import build_parser
 from tba.cli.target import open_client
 from tba.errors import ConfigError
-from tba.local.tokens import read_token
+from tba.tokens import operator_token
 
 
 def url_of(*words: str) -> str:
@@ -68,7 +68,7 @@ def test_a_run_that_ended_is_a_clear_error(two_runs):
 def test_a_token_file_holds_one_word_or_tokens_by_role(tmp_path, text, token):
     path = tmp_path / "token"
     path.write_text(text)
-    assert read_token(path) == token
+    assert operator_token(path) == token
 
 
 @pytest.mark.parametrize("text", ["", "two words", '{"searcher": "s"}', "{broken"])
@@ -76,4 +76,4 @@ def test_a_token_file_without_a_usable_token_is_refused(tmp_path, text):
     path = tmp_path / "token"
     path.write_text(text)
     with pytest.raises(ConfigError, match="token file"):
-        read_token(path)
+        operator_token(path)

@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tba_searcher.engines.base import Completion, EngineError, Request
 from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.pulling import Pulled, PulledVersions, check_loaded, swap
 from transformers import AutoModelForCausalLM
 
-from tba.errors import ConfigError
+from tba.errors import ConfigError, DigestError
+from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import params_sha256_of_file
+from tba.weights import WeightVersions, params_sha256_of_file
+from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model
 
 V1 = PolicyVersion(1, 4)
@@ -213,6 +216,46 @@ def test_weights_loaded_in_flight_begin_a_span_and_decoding_goes_on_under_them(f
 def named_tensors(folder: Path, path: Path) -> Path:
     save_file({name: p.detach().contiguous() for name, p in hf_model(folder).named_parameters()}, path)
     return path
+
+
+@pytest.mark.parametrize("damage", ["none", "params_sha256", "canary"])
+def test_a_version_that_fails_a_check_is_given_up_and_the_old_weights_are_back(folders, tmp_path, damage):
+    versions = WeightVersions(FileStore(tmp_path / "store"), "run")
+    publish_version(versions, folders["llama", True, 0], START)
+    publish_version(
+        versions, folders["llama", True, 1], V1, parent=START, canary_shift=0.01 if damage == "canary" else 0.0
+    )
+    pulled = PulledVersions(versions, tmp_path / "pulled")
+    old, new = pulled.fetch_all(START)[0], pulled.fetch(V1)
+    if damage == "params_sha256":
+        new = Pulled(V1, new.path, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
+    engine = make_engine(tmp_path / "pulled" / "model-0-0")
+    check_loaded(engine, old.manifest)
+    error = swap(engine, new, old)
+    if damage == "none":
+        assert error is None
+        assert (engine.version, engine.params_sha256()) == (V1, new.manifest.params_sha256)
+    else:
+        assert isinstance(error, DigestError)
+        assert "this version is not used" in str(error)
+        assert (engine.version, engine.params_sha256()) == (START, old.manifest.params_sha256)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_digests_are_those_of_the_file(folders, tmp_path, dtype):
+    settings = EmbeddedSettings(num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, dtype=dtype)
+    engine = EmbeddedEngine(folders["llama", True, 0], START, settings)
+    path = tmp_path / "half.safetensors"
+    tensors = load_file(named_tensors(folders["llama", True, 1], path))
+    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, path)
+    engine.load_weights(path, V1)
+    assert engine.params_sha256() == params_sha256_of_file(path)
+    engine.submit(Request(request_id="h", prompt_tokens=(4, 5), temperature=1.0, max_response_tokens=8, eos_ids=()))
+    done: list[Completion] = []
+    while not done:
+        done = engine.step()
+    assert done[0].sampler_logprobs.dtype == np.float32
+    assert len(done[0].response_tokens) == 8
 
 
 def test_a_second_load_before_any_token_leaves_no_empty_span(folders, tmp_path):

@@ -14,7 +14,8 @@ def run(recipe: Recipe) -> None:
     Raises:
         ConfigError: Redis cannot be reached or could lose data, or the address cannot be used.
     """
-    from tba.service import load_tokens, serve
+    from tba.service import serve
+    from tba.tokens import load_tokens
     from tba_buffer.app import build_app
     from tba_buffer.buffer import check_redis
 

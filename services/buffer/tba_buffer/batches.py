@@ -50,7 +50,7 @@ WAIT_SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """An encoded batch and how many slots of each kind it has."""
+    """An encoded batch and how many slots of each kind it has; none when it is answered again."""
 
     body: bytes
     slots: dict[str, int]

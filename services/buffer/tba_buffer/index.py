@@ -7,7 +7,6 @@ first live row forward. A prompt's rows are the scored ones, ascending.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +167,3 @@ class Index:
 def _last_versions(marks: list[Mark], num_versions: int) -> list[PolicyVersion]:
     newest_first = dict.fromkeys(mark.version for mark in reversed(marks))
     return list(newest_first)[:num_versions]
-
-
-IndexFactory = Callable[[], Index]

@@ -7,6 +7,7 @@ only. Evaluation units come before visits; returned and expired visits before ne
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 from tba.api import Lease, LeaseReply, LeaseRequest, LeaseReturn
@@ -41,6 +42,7 @@ class Leases:
         self._evals = evals
         self._run = run
         self._view = view
+        self._lock = asyncio.Lock()
         self._order = VisitOrder(catalog, context.recipe.run.seed)
         self._flow = FlowSettings.of(context.recipe)
         keys = context.keys
@@ -63,11 +65,12 @@ class Leases:
         Raises:
             UnavailableError: Redis did not answer.
         """
-        fields = await self._run.read()
-        room, wait = await self._room(fields)
         leases: list[Lease] = []
-        if fields.state in ("running", "stopping"):
-            leases = await self._claim(request, room if wait is None else 0)
+        async with self._lock:  # what one request takes is no longer room for the next
+            fields = await self._run.read()
+            room, wait = await self._room(fields)
+            if fields.state in ("running", "stopping"):
+                leases = await self._claim(request, room if wait is None else 0)
         return LeaseReply(
             leases=leases,
             latest_version=fields.latest_version,

@@ -50,10 +50,12 @@ class Metrics:
                 self._dropped.labels(reason=outcome.reason.split(":")[0]).inc()
 
     def drawn(self, slots: dict[str, int]) -> None:
-        """One drawn batch."""
+        """One drawn batch; a batch that is answered again has no slots and counts nothing."""
+        if not slots:
+            return
         self._batches.labels(event="drawn").inc()
         for kind in ("recent", "replay", "fallback"):
-            self._slots.labels(kind=kind).inc(slots.get(kind, 0))
+            self._slots.labels(kind=kind).inc(slots[kind])
 
     def acked(self, policy_ages: Sequence[int]) -> None:
         """One acked batch."""

@@ -10,7 +10,8 @@ from tba.main import service_main
 
 def run(recipe: Recipe) -> None:
     """Serve until SIGTERM."""
-    from tba.service import load_tokens, serve
+    from tba.service import serve
+    from tba.tokens import load_tokens
     from tba_reward.app import build_app
 
     tokens = load_tokens(recipe.auth.tokens_file)

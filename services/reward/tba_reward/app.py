@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from fastapi import Depends, FastAPI, Request
 from prometheus_client import CollectorRegistry
 
-from tba.api import ScoreReply, ScoreRequest
-from tba.config import Recipe, StrictModel
+from tba.api import RewardInfo, RewardsReply, ScoreReply, ScoreRequest
+from tba.config import Recipe
 from tba.errors import LimitError, UnavailableError
 from tba.service import Authenticator, create_app
 from tba_reward.metrics import Metrics
@@ -18,21 +18,6 @@ from tba_reward.registry import load_registry
 from tba_reward.scoring import Scorer
 
 _DISCONNECT_POLL_S = 0.5
-
-
-class RewardInfo(StrictModel):
-    """One task that this service scores."""
-
-    task: str
-    version: str
-    fast: bool
-    health: str
-
-
-class RewardsReply(StrictModel):
-    """GET /v1/rewards."""
-
-    rewards: list[RewardInfo]
 
 
 def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | None) -> FastAPI:

@@ -18,6 +18,7 @@ from tba.config import Recipe
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
 from tba.store import open_store
+from tba.tokens import role_token
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba_searcher.delivery import Delivery
@@ -51,7 +52,7 @@ class _Service:
     """The parts of one searcher process."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
-        token = _token(recipe)
+        token = role_token(recipe.auth.tokens_file, "searcher")
         self._recipe = recipe
         self._stop = asyncio.Event()
         self._waits = Waits()
@@ -172,11 +173,3 @@ class _Service:
             except TbaError as error:
                 log.debug("heartbeat lost", detail=str(error))
             await asyncio.sleep(BEAT_S)
-
-
-def _token(recipe: Recipe) -> str | None:
-    if recipe.auth.tokens_file is None:
-        return None
-    from tba.service import load_tokens
-
-    return (load_tokens(recipe.auth.tokens_file) or {}).get("searcher")

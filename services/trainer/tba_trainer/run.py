@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
+from tba.tokens import role_token
 from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
 from tba_trainer.checkpoint import Checkpoints
@@ -43,7 +43,8 @@ def run_trainer(recipe: Recipe) -> None:
     Raises:
         TbaError: one clear sentence.
     """
-    buffer = BufferClient(recipe.buffer_url, token=_token(recipe), retry_s=recipe.trainer.retry_s)
+    token = role_token(recipe.auth.tokens_file, "trainer")
+    buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s)
     with _stop_on_signals() as stop:
         try:
             train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop)
@@ -149,14 +150,6 @@ def _prefetcher(
         batch_deadline_s=recipe.buffer.batch_deadline_s,
         stop=stop,
     )
-
-
-def _token(recipe: Recipe) -> str | None:
-    if recipe.auth.tokens_file is None:
-        return None
-    from tba.service import load_tokens
-
-    return (load_tokens(str(Path(recipe.auth.tokens_file))) or {}).get("trainer")
 
 
 @contextmanager

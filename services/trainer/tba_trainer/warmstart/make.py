@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from tba.config.sections import WarmStartSection
 from tba.errors import ConfigError
 from tba.tasks import addition
-from tba_trainer.warmstart.tokenizer import build_tokenizer
+from tba_trainer.warmstart.tokenizer import BOS, EOS, PAD, build_tokenizer
 
 HIDDEN, LAYERS, HEADS, INTERMEDIATE = 64, 2, 4, 256
 INITIALIZER_RANGE = 0.1  # five times the usual: a model this small then learns to carry three times sooner
@@ -90,9 +90,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             max_position_embeddings=64,
             initializer_range=INITIALIZER_RANGE,
             tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=_token_id(tokenizer, PAD),
+            bos_token_id=_token_id(tokenizer, BOS),
+            eos_token_id=_token_id(tokenizer, EOS),
         )
     )
 
@@ -136,6 +136,12 @@ def train(
 def expected_accuracy(model: LlamaForCausalLM, prompts: Tensor, answers: Tensor) -> float:
     """Exact expected pass@1 at temperature 1: the mean probability of the right answer with its end of sequence."""
     return _answer_logprobs(model, prompts, answers).sum(dim=1).exp().mean().item()
+
+
+def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(found, int)
+    return found
 
 
 def _take(problems: Iterator[addition.Problem], count: int) -> list[addition.Problem]:

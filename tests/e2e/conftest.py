@@ -1,0 +1,41 @@
+"""One starting model for every run of this folder, and places to run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.e2e import Place, tiny_sections
+
+MakePlace = Callable[..., Place]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that adds right a few times in a hundred: rewards differ, so gradients are not zero."""
+    from tba_trainer.warmstart.make import make_starting_model
+
+    from tba.config.sections import WarmStartSection
+
+    folder = tmp_path_factory.mktemp("model") / "start"
+    section = WarmStartSection(task="addition", school_accuracy=0.05, careless_steps=0)
+    make_starting_model(folder, section, seed=0, num_threads=1)
+    (folder / "warmstart.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_place(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[MakePlace]:
+    """Call it with recipe sections; everything that still runs at the end of the module is killed."""
+    places: list[Place] = []
+
+    def make(*, environ: dict[str, str] | None = None, **sections: dict[str, Any]) -> Place:
+        places.append(Place(tmp_path_factory.mktemp("place"), tiny_sections(model, **sections), environ or {}))
+        return places[-1]
+
+    yield make
+    for place in places:
+        place.close()

@@ -1,0 +1,160 @@
+"""`tba run` from recipe to report: every process is real; only the recipe is tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba.store import FileStore
+from tba.versions import START, PolicyVersion
+from tba.weights import WeightVersions
+from tests.e2e.conftest import MakePlace
+from tests.support.e2e import RUN, Place, decode_all, stored_rollouts
+from tests.support.s3_server import CREDENTIALS, S3Server
+
+NUM_STEPS, BATCH_ROLLOUTS = 20, 16
+KEYS = {
+    *("start_accuracy", "final_accuracy", "start_greedy", "final_greedy", "train_s", "first_step_s"),
+    *("trainer_wait_share", "steps", "rollouts_generated", "rollouts_trained", "policy_age_histogram"),
+}
+
+
+def run_to_the_end(place: Place, *words: str) -> Place:
+    started = place.start(*words)
+    assert started.wait() == 0, started.err + started.out
+    assert started.err == ""
+    return place
+
+
+def check_summary(place: Place) -> dict[str, Any]:
+    """What holds for every finished run; returns the summary."""
+    summary = place.summary()
+    assert summary.keys() >= KEYS
+    assert summary["state"] == "done"
+    assert (summary["steps"], summary["lineages"], summary["ledger_violations"]) == (NUM_STEPS, 1, [])
+    assert summary["rollouts_trained"] == NUM_STEPS * BATCH_ROLLOUTS
+    assert sum(summary["policy_age_histogram"].values()) == summary["rollouts_trained"]
+    assert min(map(int, summary["policy_age_histogram"])) >= 0
+    assert max(map(int, summary["policy_age_histogram"])) < NUM_STEPS
+    for name in ("start_accuracy", "final_accuracy", "start_greedy", "final_greedy", "trainer_wait_share"):
+        assert 0 <= summary[name] <= 1, name
+    assert (summary["num_heldout_prompts"], summary["num_unknown_scores"]) == (16, 0)
+    assert summary["train_s"] > 0
+    assert summary["first_step_s"] > 0
+    assert place.pids() == []
+    for child in ("buffer", "reward", "trainer", "searcher-0"):
+        assert "Traceback" not in place.log(child)
+    return summary
+
+
+def published_tensors(place: Place, version: PolicyVersion, path: Path) -> dict[str, torch.Tensor]:
+    versions = WeightVersions(FileStore(place.folder / "store"), RUN)
+    versions.download_tensors(version, path / f"{version}.safetensors")
+    return load_file(path / f"{version}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(make_place: MakePlace) -> Place:
+    return run_to_the_end(make_place())
+
+
+def test_a_run_ends_with_a_summary_that_adds_up(finished: Place) -> None:
+    summary = check_summary(finished)
+    ledger = finished.ledger()
+    assert [(entry.lineage, entry.step, entry.abandoned) for entry in ledger] == [
+        (1, step, False) for step in range(1, NUM_STEPS + 1)
+    ]
+    assert {entry.num_rollouts for entry in ledger} == {BATCH_ROLLOUTS}
+    with finished.redis_of_ended_run() as redis:
+        rollouts = decode_all(stored_rollouts(redis.url))
+    assert len(rollouts) == summary["rollouts_generated"]
+    assert {(rollout.run, rollout.task, rollout.reward_status) for rollout in rollouts} == {(RUN, "addition", "scored")}
+    assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0}
+
+
+def test_a_run_leaves_a_report_that_can_be_made_again(finished: Place) -> None:
+    page = (finished.folder / "report.html").read_text()
+    assert "</html>" in page
+    assert (finished.folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    before = finished.summary()
+    again = finished.tba("report", str(finished.folder))
+    assert (again.returncode, again.stderr) == (0, "")
+    assert finished.summary() == before
+    table = finished.tba("table", str(finished.folder))
+    assert table.returncode == 0
+    assert RUN in table.stdout
+
+
+def test_the_exported_model_loads_and_is_the_last_published_version(
+    finished: Place, model: Path, tmp_path: Path
+) -> None:
+    exported: Any = AutoModelForCausalLM.from_pretrained(finished.folder / "model")
+    parameters = dict(exported.named_parameters())
+    last = published_tensors(finished, PolicyVersion(1, NUM_STEPS), tmp_path)
+    assert parameters.keys() == last.keys()
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in last.items())
+    first = published_tensors(finished, START, tmp_path)
+    assert any(not torch.equal(first[name], tensor) for name, tensor in last.items())
+    tokenizer = AutoTokenizer.from_pretrained(finished.folder / "model")
+    assert tokenizer("47+85=")["input_ids"] == AutoTokenizer.from_pretrained(model)("47+85=")["input_ids"]
+
+
+def test_a_finished_run_is_looked_at_but_neither_resumed_nor_overwritten(finished: Place) -> None:
+    resumed = finished.start("--resume")
+    assert resumed.wait() == 0
+    assert "nothing to resume" in resumed.out
+    again = finished.start()
+    assert again.wait() == 2
+    assert again.err.count("\n") == 1
+    assert "--fresh" in again.err
+
+
+@pytest.fixture
+def s3_server(tmp_path: Path) -> Iterator[S3Server]:
+    server = S3Server(tmp_path / "s3")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        try:
+            server.start()
+            server.create_bucket("weights")
+            yield server
+        finally:
+            server.kill()
+
+
+def test_a_run_goes_to_the_end_over_an_s3_server(make_place: MakePlace, s3_server: S3Server) -> None:
+    store = {"url": "s3://weights/some/prefix", "endpoint_url": s3_server.url}
+    place = run_to_the_end(make_place(store=store, searcher={"num_searchers": 2}))
+    check_summary(place)
+    AutoModelForCausalLM.from_pretrained(place.folder / "model")
+    assert not (place.folder / "store").exists()
+    again = make_place(store=store).start()
+    assert again.wait() == 2
+    assert "already holds" in again.err
+    assert again.err.count("\n") == 1
+
+
+def test_an_alternating_run_never_generates_while_it_trains(make_place: MakePlace) -> None:
+    place = run_to_the_end(make_place(sampling={"alternate": True}, searcher={"num_searchers": 2}))
+    check_summary(place)
+    with place.redis_of_ended_run() as redis:
+        rollouts = decode_all(stored_rollouts(redis.url))
+    training = [(entry.acked_at_s - (entry.metrics["step_s"] or 0.0), entry.acked_at_s) for entry in place.ledger()]
+    overlaps = [
+        (rollout.started_at_s, rollout.finished_at_s, begun_s, ended_s)
+        for rollout in rollouts
+        for begun_s, ended_s in training
+        if rollout.started_at_s < ended_s and rollout.finished_at_s > begun_s
+    ]
+    assert overlaps == []
+
+
+def test_a_run_with_shuffled_rewards_goes_to_the_end(make_place: MakePlace) -> None:
+    check_summary(run_to_the_end(make_place(trainer={"shuffle_rewards": True})))

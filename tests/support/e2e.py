@@ -1,0 +1,272 @@
+"""Whole runs in real processes: a tiny recipe, `tba run` as a person starts it, and looks behind the scenes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tba.api import LedgerEntry, RunInfo
+from tba.clients import BufferClient
+from tba.local.ledger import read_ledger
+from tba.wire import Rollout, decode_rollout
+from tests.support.buffer import SERVICE_PATHS
+from tests.support.redis_process import RedisProcess, free_port
+
+RUN = "tiny"
+DEADLINE_S = 180.0
+"""Of every single wait: long enough for a machine that does ten other things."""
+ENDLESS = 1_000_000
+"""`trainer.num_steps` of runs that a test ends itself."""
+T = TypeVar("T")
+
+
+def tiny_sections(model: Path, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sections of a recipe for a few seconds of training; `sections` override single values."""
+    document: dict[str, dict[str, Any]] = {
+        "run": {"name": RUN},
+        "model": {"path": str(model)},
+        "data": {"generator": "addition", "num_train": 64, "num_heldout": 16},
+        "buffer": {"port": 0},
+        "reward": {"port": 0},
+        "sampling": {
+            "prompts_per_batch": 4,
+            "group_size": 4,
+            "rollouts_per_visit": 4,
+            "min_size_to_sample": 16,
+            "samples_per_insert": 1.0,
+            "samples_per_insert_error": 64,
+        },
+        "searcher": {"num_searchers": 1, "num_slots": 8, "max_prompt_tokens": 8, "max_response_tokens": 5},
+        "trainer": {"num_steps": 20, "sync_interval": 2, "checkpoint_interval": 5, "keep_versions": 10_000},
+        "eval": {"every_steps": ENDLESS, "num_prompts": 8, "num_prompts_final": 16},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return document
+
+
+def until(what: str, condition: Callable[[], T], *, deadline_s: float = DEADLINE_S) -> T:
+    """Poll until `condition` holds, and return what it returned."""
+    deadline = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass
+class Started:
+    """One `tba run` that was started and may still go on."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    """stdout; stderr is beside it."""
+
+    @property
+    def out(self) -> str:
+        """stdout so far."""
+        return self.output.read_text()
+
+    @property
+    def err(self) -> str:
+        """stderr so far."""
+        return self.output.with_suffix(".err").read_text()
+
+    def wait(self) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"`tba run` did not end; it wrote:\n{self.out[-3000:]}\n{self.err[-3000:]}") from None
+
+
+@dataclass
+class Place:
+    """A folder with a recipe, in which `tba` is run."""
+
+    path: Path
+    recipe: dict[str, dict[str, Any]]
+    environ: dict[str, str] = field(default_factory=dict)
+    started: list[Started] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # the working tree, whatever is installed
+        self.environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), **self.environ}
+        (self.path / "recipe.json").write_text(json.dumps(self.recipe))
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.path / "runs" / self.recipe["run"]["name"]
+
+    def start(self, *words: str) -> Started:
+        """Start `tba run recipe.json ...`."""
+        output = self.path / f"start-{len(self.started)}.out"
+        with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
+            process = subprocess.Popen(
+                self._command("run", "recipe.json", *words),
+                cwd=self.path,
+                env=os.environ | self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.started.append(Started(process, output))
+        return self.started[-1]
+
+    def tba(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run another `tba` command to its end."""
+        return subprocess.run(
+            self._command(*words),
+            cwd=self.path,
+            env=os.environ | self.environ,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    def control(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command for the run in this folder."""
+        return self.tba(*words, "--run-dir", str(self.folder))
+
+    def client(self) -> BufferClient:
+        """A client of the run that is going."""
+        return BufferClient(self.endpoints()["buffer_url"], retry_s=20)
+
+    def endpoints(self) -> dict[str, str]:
+        """endpoints.json, waited for."""
+        path = self.folder / "endpoints.json"
+        until("endpoints.json", lambda: path.exists() or not self._is_going())
+        assert path.exists(), f"`tba run` ended: {self.started[-1].err}\n{self.started[-1].out}"
+        return json.loads(path.read_text())
+
+    def until(self, what: str, condition: Callable[[RunInfo], Any]) -> RunInfo:
+        """Poll the run until `condition` holds; fails as soon as `tba run` has ended."""
+        client = self.client()
+
+        def holds() -> RunInfo | None:
+            assert self._is_going(), f"`tba run` ended: {self.started[-1].err}\n{self.started[-1].out}"
+            info = client.run()
+            return info if condition(info) else None
+
+        try:
+            info = until(what, holds)
+        finally:
+            client.close()
+        assert info is not None
+        return info
+
+    def pid(self, child: str) -> int:
+        """The process of a child: `trainer`, `buffer`, `searcher-0`, ..."""
+        (found,) = until(f"one process {child}", lambda: self._pids(child))
+        return found
+
+    def pids(self) -> list[int]:
+        """Every process that names this run folder in its command line or, like Redis, works in it."""
+        found, name = [], str(self.folder)
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if name in (entry / "cmdline").read_text() or os.readlink(entry / "cwd").startswith(name):
+                    found.append(int(entry.name))
+        return found
+
+    def log(self, child: str) -> str:
+        """What a child has written."""
+        return (self.folder / "logs" / f"{child}.log").read_text()
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json."""
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def ledger(self) -> list[LedgerEntry]:
+        """The ledger of a finished run."""
+        document = json.loads((self.folder / "history.json").read_text())
+        return [LedgerEntry.model_validate(entry) for entry in document["ledger"]]
+
+    @contextmanager
+    def redis_of_ended_run(self) -> Iterator[RedisProcess]:
+        """Redis over the append-only file that the run left."""
+        redis = RedisProcess(folder=self.folder / "redis", port=free_port())
+        redis.start()
+        try:
+            yield redis
+        finally:
+            redis.stop()
+
+    def close(self) -> None:
+        """Kill what a failed test left behind; the guard ends the children."""
+        for started in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                started.process.kill()
+            started.process.wait()
+
+    def _is_going(self) -> bool:
+        return self.started[-1].process.poll() is None
+
+    def _pids(self, child: str) -> list[int]:
+        kind, _, number = child.partition("-")
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                if f"tba_{kind}" in words and (not number or f"TBA_SEARCHER_ID={child}" in environ):
+                    found.append(pid)
+        return found
+
+    @staticmethod
+    def _command(*words: str) -> list[str]:
+        return [sys.executable, "-m", "tba.cli.main", *words]
+
+
+def freeze_when(pid: int, what: str, condition: Callable[[], T]) -> T:
+    """SIGSTOP a process at a moment when `condition` holds, and leave it stopped."""
+
+    def stopped_in_time() -> T:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.3)  # what it has sent already takes effect
+        value = condition()
+        if not value:
+            os.kill(pid, signal.SIGCONT)
+        return value
+
+    return until(what, stopped_in_time)
+
+
+def stored_rollouts(redis_url: str, run: str = RUN) -> dict[bytes, bytes]:
+    """Rollout id -> payload, as Redis has them."""
+    from redis import Redis
+
+    with Redis.from_url(redis_url) as client:
+        return client.hgetall(f"tba:{run}:payloads")  # pyright: ignore[reportReturnType]
+
+
+def decode_all(payloads: dict[bytes, bytes]) -> list[Rollout]:
+    """The rollouts."""
+    return [decode_rollout(payload) for payload in payloads.values()]
+
+
+def open_leases(redis_url: str, searcher_id: str, run: str = RUN) -> dict[str, dict[str, Any]]:
+    """Lease id -> {k: kind, s: searcher, v: visit} of one searcher, as Redis has them."""
+    from redis import Redis
+
+    with Redis.from_url(redis_url) as client:
+        raw: Any = client.hgetall(f"tba:{run}:leases")
+    leases = {lease_id.decode(): json.loads(text) for lease_id, text in raw.items()}
+    return {lease_id: lease for lease_id, lease in leases.items() if lease["s"] == searcher_id}
+
+
+def whole_ledger(client: BufferClient) -> list[LedgerEntry]:
+    """The ledger of a run that is going."""
+    return read_ledger(client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import Request
 
@@ -32,7 +32,7 @@ class Authenticator:
         """Whether tokens are checked."""
         return self._tokens is not None
 
-    def require(self, *roles: str) -> Callable[[Request], None]:
+    def require(self, *roles: str) -> Callable[[Request], Awaitable[None]]:
         """A FastAPI dependency that lets these roles pass; the operator may do whatever a viewer may.
 
         Raises (in the request):
@@ -41,7 +41,7 @@ class Authenticator:
         """
         allowed = {*roles, *(("operator",) if "viewer" in roles else ())}
 
-        def check(request: Request) -> None:
+        async def check(request: Request) -> None:
             if self._tokens is None:
                 return
             scheme, _, given = request.headers.get("authorization", "").partition(" ")

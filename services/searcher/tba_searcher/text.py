@@ -2,7 +2,8 @@
 
 Prompt: exactly what the tokenizer of the policy version makes of `prompt.text`, i.e. special tokens only where the
 tokenizer's own template adds them (Llama's leading BOS, for example), no chat template.
-Response: all sampled tokens except special ones, decoded on their own, without cleaning up spaces.
+Response: all sampled tokens except the final end of sequence, decoded on their own, without cleaning up spaces. Other
+special tokens stay in the text: a reward must see them, or a policy learns to hide them in right answers.
 """
 
 from __future__ import annotations
@@ -46,5 +47,5 @@ class TextCodec:
 
     def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
         """The text of each response."""
-        ids = [completion.response_tokens.tolist() for completion in completions]
-        return self._tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ids = [c.response_tokens[: -1 if c.finish_reason == "stop" else None].tolist() for c in completions]
+        return self._tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

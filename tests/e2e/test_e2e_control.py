@@ -1,0 +1,106 @@
+"""One run that loses a searcher to kill -9, is paused, goes on, and is stopped early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tba.api import RunInfo
+from tests.e2e.conftest import MakePlace
+from tests.support.e2e import (
+    ENDLESS,
+    Place,
+    decode_all,
+    freeze_when,
+    open_leases,
+    stored_rollouts,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def place(make_place: MakePlace) -> Place:
+    """A run with two searchers that ends when it is told to; leases are short."""
+    place = make_place(
+        trainer={"num_steps": ENDLESS}, searcher={"num_searchers": 2}, buffer={"port": 0, "lease_s": 4.0}
+    )
+    place.start()
+    place.until("both searchers push", lambda info: info.step >= 3 and gauges(info, "rollouts_pushed") == 2)
+    return place
+
+
+def gauges(info: RunInfo, name: str) -> int:
+    """How many living searchers show this gauge above 0."""
+    return sum(item.kind == "searcher" and item.alive and item.gauges.get(name, 0) > 0 for item in info.components)
+
+
+def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(place: Place) -> None:
+    client, redis_url = place.client(), place.endpoints()["redis_url"]
+    pid = place.pid("searcher-0")
+    leases = freeze_when(pid, "open leases of searcher-0", lambda: open_leases(redis_url, "searcher-0"))
+    before = stored_rollouts(redis_url)
+    mine = {rollout.rollout_id for rollout in decode_all(before) if rollout.searcher_id == "searcher-0"}
+    assert mine
+    os.kill(pid, signal.SIGKILL)
+
+    step = client.run().step
+    place.until("training goes on", lambda info: info.step >= step + 10)
+    visits = {lease["v"] for lease in leases.values() if lease["k"] == "train"}
+    fulfilled = lambda: visits <= {rollout.visit_id for rollout in decode_all(stored_rollouts(redis_url))}  # noqa: E731
+    until("others fulfil the visits of the dead searcher", fulfilled)
+    assert leases.keys().isdisjoint(open_leases(redis_url, "searcher-0"))
+    assert client.stats().leases["expired"] >= len(leases)
+
+    after = stored_rollouts(redis_url)
+    assert {rollout_id: after.get(rollout_id) for rollout_id in before} == before
+    stats = client.stats()
+    assert stats.num_rollouts == stats.pushed["new"] >= len(after)
+    assert stats.pushed["refused"] == 0
+    assert "warning: searcher-0 died (killed by SIGKILL)" in place.started[-1].out
+    assert place.pid("searcher-0") != pid
+    client.close()
+
+
+def test_a_paused_run_makes_no_step_and_goes_on_when_told_to(place: Place) -> None:
+    client = place.client()
+    paused = place.control("pause", "--reason", "lunch")
+    assert (paused.returncode, paused.stderr) == (0, "")
+    assert "paused (lunch)" in paused.stdout
+    place.until("both sides wait", lambda info: "run-paused" in {wait.name for wait in info.waits})
+    seen: list[tuple[int, int]] = []
+
+    def is_still() -> bool:
+        seen.append((client.run().step, client.stats().rollouts_generated))
+        time.sleep(0.3)
+        return len(seen) > 5 and len(set(seen[-5:])) == 1
+
+    until("the last batch and the last visits are done", is_still)
+    still = seen[-1]
+    for _ in range(8):
+        time.sleep(0.25)
+        assert (client.run().step, client.stats().rollouts_generated) == still
+    assert place.control("resume").stdout.startswith("run 'tiny': running")
+    place.until("training goes on", lambda info: info.step >= still[0] + 5)
+    client.close()
+
+
+def test_a_stopped_run_ends_early_with_checkpoint_evaluation_and_model(place: Place) -> None:
+    stopped = place.control("stop", "--reason", "enough")
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    started = place.started[-1]
+    assert started.wait() == 0, started.err + started.out
+    assert started.err == ""
+    summary = place.summary()
+    assert summary["state"] == "done"
+    assert summary["steps"] < ENDLESS
+    assert summary["ledger_violations"] == []
+    assert summary["final_accuracy"] is not None
+    checkpoint = place.folder / "store" / "runs" / "tiny" / "checkpoints" / f"1-{summary['steps']}"
+    assert (checkpoint / "manifest.json").exists()
+    assert (place.folder / "model" / "model.safetensors").exists()
+    assert place.pids() == []
+    for child in ("buffer", "reward", "trainer", "searcher-0", "searcher-1"):
+        assert "Traceback" not in place.log(child)

@@ -1,0 +1,159 @@
+"""One run that loses its trainer to kill -9, is resumed, is stopped by Ctrl-C, is resumed again, and ends.
+
+The tests look at three starts of one run, in order; what they compare was noted while it went on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tba.api import LedgerEntry, RunInfo
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tests.e2e.conftest import MakePlace
+from tests.support.e2e import ENDLESS, RUN, Place, Started, freeze_when, whole_ledger
+
+CHECKPOINT_INTERVAL = 5
+NUM_MORE_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Story:
+    """What was seen on the way."""
+
+    place: Place
+    killed: Started
+    at_kill: RunInfo
+    left_after_kill: list[int]
+    resumed_ledger: list[LedgerEntry]
+    resumed_info: RunInfo
+    ledger_check: str
+    interrupted: Started
+    left_after_interrupt: list[int]
+    finished: Started
+    num_steps: int
+
+
+def step_of(version: str | None) -> int:
+    assert version is not None
+    return PolicyVersion.parse(version).step
+
+
+def is_past_a_checkpoint(info: RunInfo) -> RunInfo | None:
+    return info if info.checkpoint is not None and info.step > step_of(info.checkpoint) else None
+
+
+@pytest.fixture(scope="module")
+def story(make_place: MakePlace) -> Story:
+    trainer = {"num_steps": ENDLESS, "checkpoint_interval": CHECKPOINT_INTERVAL, "keep_checkpoints": 10_000}
+    place = make_place(trainer=trainer)
+    killed = place.start()
+    place.until("a checkpoint and a step", is_past_a_checkpoint)
+    client, pid = place.client(), place.pid("trainer")
+    at_kill = freeze_when(pid, "a step after the checkpoint", lambda: is_past_a_checkpoint(client.run()))
+    client.close()
+    assert at_kill is not None
+    os.kill(pid, signal.SIGKILL)
+    killed.wait()
+    left_after_kill = place.pids()
+
+    interrupted = place.start("--resume")
+    resumed_info = place.until("steps of lineage 2", lambda info: info.lineage == 2 and info.step >= at_kill.step + 3)
+    check = place.control("ledger", "check")
+    assert check.returncode == 0, check.stdout + check.stderr
+    client = place.client()
+    resumed_ledger = whole_ledger(client)
+    client.close()
+    os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does it
+    interrupted.wait()
+    left_after_interrupt = place.pids()
+
+    steps = [entry.step for entry in resumed_ledger if entry.lineage == 2]
+    num_steps = max(steps) + 10 * CHECKPOINT_INTERVAL + NUM_MORE_STEPS
+    finished = place.start("--resume", "--set", f"trainer.num_steps={num_steps}")
+    finished.wait()
+    return Story(
+        place=place,
+        killed=killed,
+        at_kill=at_kill,
+        left_after_kill=left_after_kill,
+        resumed_ledger=resumed_ledger,
+        resumed_info=resumed_info,
+        ledger_check=check.stdout,
+        interrupted=interrupted,
+        left_after_interrupt=left_after_interrupt,
+        finished=finished,
+        num_steps=num_steps,
+    )
+
+
+def test_a_killed_trainer_ends_the_run_with_one_sentence_that_says_how_to_go_on(story: Story) -> None:
+    assert story.killed.process.returncode == 1
+    assert story.killed.err.count("\n") == 1
+    assert story.killed.err.startswith("error: trainer died (killed by SIGKILL)")
+    assert story.killed.err.endswith("resume with: tba run recipe.json --resume\n")
+    assert story.left_after_kill == []
+
+
+def test_a_resume_goes_on_in_a_new_lineage_right_after_the_checkpoint(story: Story) -> None:
+    parent = story.at_kill.checkpoint
+    assert story.resumed_info.parents == {1: "0-0", 2: parent}
+    steps = [entry.step for entry in story.resumed_ledger if entry.lineage == 2]
+    assert steps[:3] == [step_of(parent) + 1, step_of(parent) + 2, step_of(parent) + 3]
+    assert "every step of the living lineage exactly once" in story.ledger_check
+
+
+def test_what_the_dead_lineage_did_after_its_checkpoint_is_marked_abandoned_and_nothing_else(story: Story) -> None:
+    abandoned = [(entry.lineage, entry.step) for entry in story.resumed_ledger if entry.abandoned]
+    after = range(step_of(story.at_kill.checkpoint) + 1, story.at_kill.step + 1)
+    assert len(after) > 0
+    assert abandoned == [(1, step) for step in after]
+
+
+def test_weights_and_optimizer_go_on_from_the_checkpoint(story: Story, tmp_path: Path) -> None:
+    store = story.place.folder / "store"
+    parent = step_of(story.at_kill.checkpoint)
+    checkpoints = store / "runs" / RUN / "checkpoints"
+    weights = load_file(checkpoints / f"1-{parent}" / "model.safetensors")
+    versions = WeightVersions(FileStore(store), RUN)
+    versions.download_tensors(PolicyVersion(2, parent), tmp_path / "first")
+    first = load_file(tmp_path / "first")
+    assert first.keys() == weights.keys()
+    assert all(torch.equal(first[name], tensor) for name, tensor in weights.items())
+    # AdamW counts its updates: a fresh one would start from 0 again. Its moments are compared in tests/integration.
+    for name, steps in ((f"1-{parent}", parent), (f"3-{story.num_steps}", story.num_steps)):
+        optimizer = load_file(checkpoints / name / "optimizer.safetensors")
+        assert {int(tensor) for key, tensor in optimizer.items() if key.startswith("step.")} == {steps}
+
+
+def test_ctrl_c_exits_130_leaves_no_process_and_loses_no_step(story: Story) -> None:
+    assert story.interrupted.process.returncode == 130
+    assert story.interrupted.err == ""
+    assert "resume with: tba run recipe.json --resume" in story.interrupted.out
+    assert story.left_after_interrupt == []
+    stopped_at = max(entry.step for entry in story.place.ledger() if entry.lineage == 2)
+    folder = story.place.folder / "store" / "runs" / RUN / "checkpoints" / f"2-{stopped_at}"
+    assert (folder / "manifest.json").exists()
+    assert not any(entry.abandoned for entry in story.place.ledger() if entry.lineage == 2)
+
+
+def test_the_run_ends_with_every_step_exactly_once(story: Story) -> None:
+    assert story.finished.process.returncode == 0, story.finished.err + story.finished.out
+    summary = story.place.summary()
+    assert (summary["state"], summary["steps"], summary["lineages"]) == ("done", story.num_steps, 3)
+    assert (summary["num_starts"], summary["ledger_violations"]) == (3, [])
+    living = [entry.step for entry in story.place.ledger() if not entry.abandoned]
+    assert living == list(range(1, story.num_steps + 1))
+    assert summary["rollouts_trained"] == 16 * len(story.place.ledger())
+    assert sum(summary["policy_age_histogram"].values()) == summary["rollouts_trained"]
+    assert story.place.pids() == []
+    for child in ("buffer", "reward", "trainer", "searcher-0"):
+        assert "Traceback" not in story.place.log(child)

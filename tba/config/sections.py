@@ -37,7 +37,7 @@ class WarmStartSection(StrictModel):
     """Supervised steps of the second phase."""
     drop_carry: float = Field(default=0.45, ge=0, le=1)
     """Probability that a careless answer forgets a carry."""
-    wrong_digit: float = Field(default=0.18, ge=0, le=1)
+    wrong_digit: float = Field(default=0.13, ge=0, le=1)
     """Probability that a careless answer writes a random digit."""
     seed: int | None = Field(default=None, ge=0)
     """Seed of the starting model; default: the run's seed."""

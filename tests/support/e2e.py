@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 from tba.api import LedgerEntry, RunInfo
 from tba.clients import BufferClient
+from tba.config import Recipe, parse_recipe
 from tba.local.ledger import read_ledger
+from tba.local.prompts import prompts_of, upload_prompts
 from tba.wire import Rollout, decode_rollout
-from tests.support.buffer import SERVICE_PATHS
-from tests.support.redis_process import RedisProcess, free_port
+from tests.support.buffer import SERVICE_PATHS, Stack, start_buffer, write_recipe
+from tests.support.redis_process import RedisProcess, free_port, start_redis
 
 RUN = "tiny"
 DEADLINE_S = 180.0
@@ -270,3 +272,76 @@ def open_leases(redis_url: str, searcher_id: str, run: str = RUN) -> dict[str, d
 def whole_ledger(client: BufferClient) -> list[LedgerEntry]:
     """The ledger of a run that is going."""
     return read_ledger(client)
+
+
+@dataclass
+class Services:
+    """The same run with every process started by hand, so that one can be killed without ending the others."""
+
+    folder: Path
+    stack: Stack
+    recipe_path: Path
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe."""
+        return self.stack.recipe
+
+    @property
+    def redis_url(self) -> str:
+        """For `stored_rollouts`."""
+        return self.stack.redis.url
+
+    def start(self, kind: str, name: str | None = None) -> subprocess.Popen[bytes]:
+        """Start `python -m tba_<kind>`; `name` is that of its log, and the id of a searcher."""
+        name = name or kind
+        environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", f"tba_{kind}", "--config", str(self.recipe_path)],
+                env={**os.environ, **environ, "TBA_SEARCHER_ID": name},
+                stdout=log,
+                stderr=log,
+            )
+        return self.processes[name]
+
+    def log(self, name: str) -> str:
+        """What a process has written."""
+        return (self.folder / f"{name}.log").read_text()
+
+    def logs(self) -> dict[str, str]:
+        """What every process has written."""
+        return {name: self.log(name) for name in self.processes} | {"buffer": self.stack.buffer.log_path.read_text()}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def stop(self) -> None:
+        """End everything."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        self.stack.stop()
+
+
+def start_services(folder: Path, model: Path, **sections: dict[str, Any]) -> Services:
+    """Redis, the buffer and its prompts, the reward service; the caller starts the rest and stops it all."""
+    redis = start_redis(folder / "redis")
+    try:
+        document = tiny_sections(model, store={"url": f"file://{folder / 'store'}"}, **sections)
+        document["buffer"] |= {"port": free_port(), "redis_url": redis.url}
+        document["reward"] |= {"port": free_port()}
+        recipe = parse_recipe(document, where="tiny recipe")
+        recipe_path = write_recipe(folder / "recipe.json", recipe)
+        buffer = start_buffer(recipe_path)
+    except BaseException:
+        redis.stop()
+        raise
+    services = Services(folder, Stack(redis=redis, buffer=buffer, recipe=recipe), recipe_path)
+    client = buffer.client()
+    upload_prompts(client, prompts_of(recipe), max_chunk_bytes=1_000_000)
+    services.start("reward")
+    return services

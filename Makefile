@@ -31,10 +31,10 @@ table: $(VENV)/.run  ## the table of the README: the quickstart with seeds 0, 1,
 	for seed in 0 1 2; do $(MAKE) --no-print-directory demo SEED=$$seed || exit 1; done
 	$(BIN)/tba table runs/quickstart-seed0 runs/quickstart-seed1 runs/quickstart-seed2
 
-control: $(VENV)/.run  ## the control: the same run with rewards shuffled within each batch
-	$(BIN)/tba run recipes/quickstart.toml --seed $(SEED) --run-name control-seed$(SEED) --fresh \
-		--set trainer.shuffle_rewards=true
-	$(BIN)/tba table runs/control-seed$(SEED)
+control: $(VENV)/.run  ## the control: the same runs with rewards shuffled within each batch
+	for seed in 0 1 2; do $(BIN)/tba run recipes/quickstart.toml --seed $$seed --run-name control-seed$$seed --fresh \
+		--set trainer.shuffle_rewards=true || exit 1; done
+	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
 overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlapped and alternating
 	$(BIN)/python benchmarks/bench_overlap.py --seed $(SEED)

@@ -16,6 +16,7 @@ from tba.api import Prompt
 from tba.errors import ConfigError
 
 TASK = "addition"
+REWARD = "exact"  # written backwards, a leading zero is a digit like any other
 NUM_DIGITS = 2
 SPLITS = MappingProxyType(
     {"heldout": range(10), "validation": range(10, 15), "warmstart": range(15, 50), "train": range(50, 100)}
@@ -78,7 +79,7 @@ def generate(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
         prompts += [
             Prompt(
                 prompt_id=f"{TASK}-{problem.left}-{problem.right}",
-                task=TASK,
+                task=REWARD,
                 text=problem.text,
                 data={"answer": problem.answer},
                 split="heldout" if split == "heldout" else "train",

@@ -1,4 +1,4 @@
-# Twelve verbs; `make demo` and `make test` do all their own set-up on a fresh machine.
+# `make demo` and `make test` do all their own set-up on a fresh machine.
 PYTHON ?= python3
 SEED ?= 0
 VENV := .venv
@@ -14,9 +14,11 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproject.toml)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $$($(PYTHON) --version) is too old: tba needs Python 3.11; make demo PYTHON=python3.11"; exit 1; }
 	@echo "installing tba into $(VENV) (a few minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt $(EDITABLE)
 	touch $@
 

@@ -25,10 +25,17 @@ def run_once(mode: str, pair: int, steps: int, seed: int) -> dict[str, float]:
     """One whole run; returns its summary.json."""
     name = f"bench-overlap-{mode}-{pair}"
     command = [
-        *(sys.executable, "-m", "tba.cli", "run", str(ROOT / "recipes/quickstart.toml")),
+        *(sys.executable, "-m", "tba.cli.main", "run", str(ROOT / "recipes/quickstart.toml")),
         *("--run-name", name, "--seed", str(seed), "--fresh", "--quiet"),
         *("--set", f"trainer.num_steps={steps}", "--set", f"sampling.alternate={MODES[mode]}"),
-        *("--set", "eval.num_prompts_final=256", "--set", f"eval.every_steps={10 * steps}"),
+        *(
+            "--set",
+            "trainer.max_train_s=100000",
+            "--set",
+            "eval.num_prompts_final=256",
+            "--set",
+            f"eval.every_steps={10 * steps}",
+        ),
     ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return json.loads((ROOT / "runs" / name / "summary.json").read_text())
@@ -54,6 +61,7 @@ def main() -> None:
                 f"pass@1 {summary['start_accuracy']:.3f} -> {summary['final_accuracy']:.3f}",
                 flush=True,
             )
+        assert summary["steps"] == args.steps, "both modes must make the same number of steps"
         gains.append(seconds["alternating"] / seconds["overlapped"])
         print(f"pair {pair} wall-clock gain (alternating / overlapped): {gains[-1]:.2f}", flush=True)
     print(f"median wall-clock gain over {len(gains)} pair(s): {statistics.median(gains):.2f}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tba.config.base import StrictModel
 
@@ -331,9 +331,15 @@ class ScoreResult(StrictModel):
     """Exactly one of `reward` and `error`."""
 
     item_id: str
-    reward: float | None = None
+    reward: float | None = Field(default=None, allow_inf_nan=False)
     reward_version: str | None = None
     error: ScoreError | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> ScoreResult:
+        if (self.reward is None) == (self.error is None):
+            raise ValueError("a score result holds a reward or an error, never both and never neither")
+        return self
 
 
 class ScoreReply(StrictModel):

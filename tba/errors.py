@@ -12,6 +12,7 @@
     |  |- StoreUnavailableError              the store cannot be reached, or answers with errors
     |  `- DigestError                        the bytes read are not the bytes that were written
     |- ServiceError           (RuntimeError) another service answered with a problem, or not at all
+    |  |- BadReplyError                      the answer is not what it should be; it is not used
     |  |- BadRequestError                    400, 413, 422: the request is wrong; a retry cannot help
     |  |- UnauthorizedError                  401, 403: no token, or one without the role
     |  |- NotFoundError                      404
@@ -106,6 +107,13 @@ class ServiceError(TbaError, RuntimeError):
 
     slug = "service"
     status = 500
+
+
+class BadReplyError(ServiceError):
+    """The answer is not what it should be; it is not used."""
+
+    slug = "bad-reply"
+    status = 502
 
 
 class BadRequestError(ServiceError):

@@ -28,7 +28,7 @@ from tba.api import (
     RunInfo,
     Stats,
 )
-from tba.clients.http import ServiceClient
+from tba.clients.http import ServiceClient, parse_reply
 from tba.config.base import StrictModel
 from tba.wire import Batch, Heartbeat, decode_batch, encode_heartbeat, encode_push
 
@@ -40,7 +40,7 @@ class BufferClient(ServiceClient):
     """One method per endpoint; docs/api.md describes them. Every method raises ServiceError subclasses."""
 
     def _post(self, path: str, body: StrictModel, reply: type[M]) -> M:
-        return reply.model_validate_json(self._call("POST", path, json=body.model_dump_json().encode()).content)
+        return parse_reply(self._call("POST", path, json=body.model_dump_json().encode()), reply)
 
     def upload_prompts(self, prompts: Sequence[Prompt]) -> PromptUploadReply:
         """Upload prompts; the same id with the same content is accepted again."""
@@ -60,7 +60,7 @@ class BufferClient(ServiceClient):
         Raises:
             BusyError: flow control; try again after `retry_after_s`.
         """
-        return PushReply.model_validate_json(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)).content)
+        return parse_reply(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)), PushReply)
 
     def heartbeat(self, beat: Heartbeat) -> None:
         """Send a sign of life."""
@@ -72,7 +72,7 @@ class BufferClient(ServiceClient):
 
     def get_eval(self, eval_id: str) -> EvalInfo:
         """One evaluation."""
-        return EvalInfo.model_validate_json(self._call("GET", f"/v1/evals/{eval_id}").content)
+        return parse_reply(self._call("GET", f"/v1/evals/{eval_id}"), EvalInfo)
 
     def eval_results(self, eval_id: str, results: EvalResults) -> None:
         """Report the rewards of evaluation leases."""
@@ -121,16 +121,16 @@ class BufferClient(ServiceClient):
 
     def run(self) -> RunInfo:
         """State of the run, components, waits, evaluations."""
-        return RunInfo.model_validate_json(self._call("GET", "/v1/run").content)
+        return parse_reply(self._call("GET", "/v1/run"), RunInfo)
 
     def stats(self) -> Stats:
         """Counts of the buffer."""
-        return Stats.model_validate_json(self._call("GET", "/v1/stats").content)
+        return parse_reply(self._call("GET", "/v1/stats"), Stats)
 
     def ledger(self, *, after: int = 0, limit: int = 1000) -> LedgerReply:
         """Acked batches in order, from position `after`."""
         reply = self._call("GET", "/v1/ledger", params={"after": after, "limit": limit})
-        return LedgerReply.model_validate_json(reply.content)
+        return parse_reply(reply, LedgerReply)
 
     def command(self, name: Command, command: RunCommand) -> RunInfo:
         """Change the state of the run."""

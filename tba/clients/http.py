@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import stamina
+from pydantic import ValidationError
 
+from tba.config.base import StrictModel
 from tba.errors import (
+    BadReplyError,
     BadRequestError,
     BusyError,
     ConflictError,
@@ -19,6 +22,7 @@ from tba.errors import (
     UnavailableError,
 )
 
+M = TypeVar("M", bound=StrictModel)
 _BY_SLUG: dict[str, type[ServiceError]] = {FencedError.slug: FencedError, RunOverError.slug: RunOverError}
 
 
@@ -28,7 +32,9 @@ class ServiceClient:
     Args:
         base_url: for example http://127.0.0.1:8700.
         token: bearer token of this client's role, if the service wants one.
-        retry_s: no connection and 5xx are retried with jitter for this long (every call is idempotent).
+        retry_s: no connection and 5xx are retried with jitter for this long. Every call is safe to repeat: pushes,
+            acks, marks and uploads are idempotent by id; a repeated lease or lineage request costs a lease that
+            expires, or a lineage number that nobody uses.
         timeout_s: deadline of one attempt.
     """
 
@@ -82,6 +88,23 @@ class ServiceClient:
                     return response
                 raise _error_of(response)
         raise AssertionError("retry_context either returns or raises")
+
+
+def parse_reply(response: httpx2.Response, reply: type[M]) -> M:
+    """The body of a reply.
+
+    Raises:
+        BadReplyError: it is not what this client expects; the two sides may run different releases.
+    """
+    try:
+        return reply.model_validate_json(response.content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise BadReplyError(
+            f"{response.request.url} answered something that is not a {reply.__name__}: {where}: {first['msg']}; "
+            "run the same tba release on every service"
+        ) from None
 
 
 def _error_of(response: httpx2.Response) -> ServiceError:

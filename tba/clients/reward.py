@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tba.api import RewardInfo, RewardsReply, ScoreItem, ScoreReply, ScoreRequest
-from tba.clients.http import ServiceClient
+from tba.clients.http import ServiceClient, parse_reply
+from tba.errors import BadReplyError
 
 
 class RewardClient(ServiceClient):
@@ -15,11 +16,18 @@ class RewardClient(ServiceClient):
         """Score completions; each item of the reply holds a reward or an error, never both.
 
         Raises:
+            BadReplyError: the results are not those of the items.
             ServiceError: the request as a whole failed.
         """
         body = ScoreRequest(items=list(items)).model_dump_json().encode()
-        return ScoreReply.model_validate_json(self._call("POST", "/v1/score", json=body).content)
+        reply = parse_reply(self._call("POST", "/v1/score", json=body), ScoreReply)
+        if [result.item_id for result in reply.results] != [item.item_id for item in items]:
+            raise BadReplyError(
+                f"{self.base_url}/v1/score answered {len(reply.results)} results for {len(items)} items, or in another "
+                "order; the scores are not used"
+            )
+        return reply
 
     def rewards(self) -> list[RewardInfo]:
         """The tasks that the service scores."""
-        return RewardsReply.model_validate_json(self._call("GET", "/v1/rewards").content).rewards
+        return parse_reply(self._call("GET", "/v1/rewards"), RewardsReply).rewards

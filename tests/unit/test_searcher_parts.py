@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tba_searcher.delivery import push_parts
 from tba_searcher.engines.base import Completion, Request
 from tba_searcher.engines.slots import SlotTable
 from tba_searcher.seeds import engine_seed
@@ -203,3 +204,13 @@ def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="ends every prompt with end-of-sequence"):
         TextCodec(tmp_path)
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 5), st.integers(20, 60))
+def test_pushes_stay_within_both_limits_and_lose_nothing(sizes: list[int], max_rollouts: int, max_bytes: int):
+    payloads = [bytes([n % 256]) * size for n, size in enumerate(sizes)]
+    parts = push_parts(payloads, max_rollouts=max_rollouts, max_bytes=max_bytes)
+    assert [payload for part in parts for payload in part] == payloads
+    for part in parts:
+        assert 1 <= len(part) <= max_rollouts
+        assert len(part) == 1 or sum(map(len, part)) <= max_bytes

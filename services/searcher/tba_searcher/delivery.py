@@ -20,7 +20,7 @@ import numpy as np
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreResult
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
-from tba.errors import BadRequestError, NotFoundError, RunOverError, WaitTimeoutError
+from tba.errors import BadReplyError, BadRequestError, NotFoundError, WaitTimeoutError
 from tba.logs import get_logger
 from tba.wire import Rollout, Sampling, encode_rollout, new_rollout_id
 from tba_searcher.status import Status
@@ -30,6 +30,20 @@ from tba_searcher.waits import patiently
 
 T = TypeVar("T")
 log = get_logger("delivery")
+_PUSH_OVERHEAD_BYTES, _ITEM_OVERHEAD_BYTES = 64, 5
+
+
+def push_parts(payloads: list[bytes], *, max_rollouts: int, max_bytes: int) -> list[list[bytes]]:
+    """Cut encoded rollouts into pushes within both limits; a rollout that is too large alone gets a push of its own."""
+    parts: list[list[bytes]] = []
+    num_bytes = 0
+    for payload in payloads:
+        if not parts or len(parts[-1]) == max_rollouts or num_bytes + len(payload) > max_bytes:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(payload)
+        num_bytes += len(payload) + _ITEM_OVERHEAD_BYTES
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +162,7 @@ class Delivery:
                 log.warning("reward service is away; rollouts are pushed unscored", detail=str(error))
             self._reward_is_away = True
             reason = f"the reward service did not answer for {self._recipe.searcher.score_retry_s:g} s"
-        except BadRequestError as error:
+        except (BadRequestError, BadReplyError) as error:
             log.warning("scoring refused", detail=str(error), num_items=len(items))
             reason = f"the reward service refused the request: {error}"
         else:
@@ -191,17 +205,24 @@ class Delivery:
         )
 
     async def _push(self, payloads: list[bytes]) -> None:
-        most = self._recipe.searcher.push_max_rollouts
-        for start in range(0, len(payloads), most):
-            part = payloads[start : start + most]
+        parts = push_parts(
+            payloads,
+            max_rollouts=self._recipe.searcher.push_max_rollouts,
+            max_bytes=self._recipe.buffer.max_body_bytes - _PUSH_OVERHEAD_BYTES,
+        )
+        while parts:
+            part = parts.pop(0)
             try:
                 reply = await self._to_buffer(lambda part=part: self._buffer.push(part))
-            except RunOverError as error:
-                log.warning("run is over; rollouts are dropped", num_rollouts=len(part), detail=str(error))
-                self._status.counts["rollouts_refused"] += len(part)
+            except BadRequestError as error:
+                if len(part) > 1:  # one item must not take the others with it
+                    parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
+                    continue
+                log.error("rollout refused", num_bytes=len(part[0]), reason=str(error))
+                self._status.counts["rollouts_refused"] += 1
+                self._status.num_unpushed -= 1
                 continue
-            finally:
-                self._status.num_unpushed -= len(part)
+            self._status.num_unpushed -= len(part)
             for outcome in reply.outcomes:
                 counter = {"new": "rollouts_pushed", "duplicate": "rollouts_duplicate"}.get(outcome.outcome)
                 self._status.counts[counter or "rollouts_refused"] += 1

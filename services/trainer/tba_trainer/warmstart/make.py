@@ -10,6 +10,7 @@ carefully pays; no demonstration of the second phase shows that consistently.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import time
@@ -67,7 +68,7 @@ def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: in
         "cpu_s": time.process_time() - begun_cpu_s,
     }
     target = Path(path)
-    half_made = target.with_name(f".{target.name}.tmp")
+    half_made = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(half_made, ignore_errors=True)
     model.save_pretrained(half_made)
     tokenizer.save_pretrained(half_made)

@@ -10,11 +10,12 @@ completes it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -161,6 +162,15 @@ class WeightVersions:
         self._store.delete(self._key(version, "manifest.json"))
         for key in self._store.list(self._key(version, "")):
             self._store.delete(key)
+
+    def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
+        """Delete versions of older lineages that have no manifest, except `keep`; returns what was deleted."""
+        prefix = f"runs/{self._run}/weights/"
+        found = incomplete_versions(self._store.list(prefix), prefix)
+        deleted = {v: keys for v, keys in found.items() if v.lineage < before_lineage and v not in keep}
+        for key in itertools.chain.from_iterable(deleted.values()):
+            self._store.delete(key)
+        return sorted(deleted)
 
     def _key(self, version: PolicyVersion, name: str) -> str:
         return f"runs/{self._run}/weights/{version}/{name}"

@@ -14,9 +14,10 @@ Until the manifest exists, the checkpoint does not. The buffer names the one tha
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
-from tba.weights import sha256_of_file
+from tba.weights import incomplete_versions, sha256_of_file
 from tba.wire import StoredObject
 from tba_trainer.learner import Learner
 from tba_trainer.model import load_tensors, snapshot
@@ -189,6 +190,14 @@ class Checkpoints:
                 self._store.delete(f"{self._prefix}{version}/{MANIFEST}")
                 for key in self._store.list(f"{self._prefix}{version}/"):
                     self._store.delete(key)
+
+    def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
+        """Delete checkpoints of older lineages that have no manifest, except `keep`; returns what was deleted."""
+        found = incomplete_versions(self._store.list(self._prefix), self._prefix)
+        deleted = {v: keys for v, keys in found.items() if v.lineage < before_lineage and v not in keep}
+        for key in itertools.chain.from_iterable(deleted.values()):
+            self._store.delete(key)
+        return sorted(deleted)
 
     def _put(self, key: str, path: Path) -> StoredObject:
         stored = StoredObject(

@@ -1,4 +1,4 @@
-"""Deleting old weight versions: what nobody can need any more, newest first to stay."""
+"""Deleting what nobody can need any more: old weight versions, and what a crash left without a manifest."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from tba.api import RunInfo
 from tba.clients import BufferClient
+from tba.errors import StoreError
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
@@ -35,6 +36,35 @@ def versions_to_delete(
     held = {START, *checkpoints, *(PolicyVersion.parse(text) for text in named if text is not None)}
     oldest_first = sorted(versions)
     return [version for version in oldest_first[: max(0, len(oldest_first) - keep)] if version not in held]
+
+
+def delete_incomplete(
+    versions: WeightVersions, checkpoints: Checkpoints, *, before_lineage: int, registered: PolicyVersion
+) -> None:
+    """Delete versions and checkpoints of older lineages that have no manifest: half written, or half deleted.
+
+    To be called once the lineage is taken: what an older trainer still writes can then be neither announced nor
+    registered. 0-0 stays: every lineage may publish it, and publishing it again completes it. A store that is away is
+    logged; the next start tries again.
+
+    Args:
+        before_lineage: the lineage of this trainer; nothing of it is touched.
+        registered: the checkpoint that a resume starts from; never touched.
+    """
+    try:
+        deleted = versions.delete_incomplete(before_lineage=before_lineage, keep={START})
+        deleted_checkpoints = checkpoints.delete_incomplete(before_lineage=before_lineage, keep={registered})
+    except StoreError as error:
+        log.warning("incomplete_not_deleted", error=str(error))
+        return
+    if deleted or deleted_checkpoints:
+        log.info(
+            "incomplete_deleted",
+            num_versions=len(deleted),
+            num_checkpoints=len(deleted_checkpoints),
+            versions=[str(version) for version in deleted],
+            checkpoints=[str(version) for version in deleted_checkpoints],
+        )
 
 
 class Collector:

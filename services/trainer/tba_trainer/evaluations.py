@@ -62,12 +62,18 @@ class Evaluations:
             return None
 
     def wait(self, evaluation: EvalInfo, status: Status, stop: threading.Event) -> EvalInfo | None:
-        """Wait for one evaluation, `eval.timeout_s` at most; what did not finish is logged, never invented."""
+        """Wait for one evaluation, `eval.timeout_s` at most; what did not finish is logged, never invented.
+
+        Returns:
+            The finished evaluation; None when its time is over, or when `stop` is set.
+        """
         deadline = time.monotonic() + self._section.timeout_s
         with status.waiting("final-evaluation", self._section.timeout_s):
             while evaluation.state == "pending" and time.monotonic() < deadline and not stop.wait(_POLL_S):
                 evaluation = self._buffer.get_eval(evaluation.eval_id)
         if evaluation.state != "done":
+            if stop.is_set():
+                return None
             log.warning(
                 "final_evaluation_missing",
                 version=evaluation.version,

@@ -16,12 +16,13 @@
     publisher      a snapshot; store; buffer        -                       none: the loop's wait bounds it
 
 Step N: gradients from the batch at the weights after step N - 1, then the ack, then the update. An ack that is
-refused (the batch has expired) costs one gradient; the ledger never names a step whose weights do not follow from it,
-because a crash between ack and update is undone by the resume, which abandons entries after the checkpoint.
+refused because the batch is void costs one gradient; the ledger never names a step whose weights do not follow from
+it, because a crash between ack and update is undone by the resume, which abandons entries after the checkpoint.
 
 How it ends: `num_steps` or `max_train_s` reached, or the run is stopping -> publish, checkpoint, evaluate, export,
-`done`. SIGTERM -> finish the step, checkpoint, exit 0; the run stays as it is and can be resumed. A newer lineage
-(FencedError) -> exit 3, nothing more is written. A loss or gradient that is not finite -> the run is marked failed.
+`done`. SIGTERM at any moment before `done` -> finish the step, checkpoint, exit 0; the run stays as it is and can be
+resumed. A newer lineage (FencedError) -> exit 3, nothing more is written. A loss or gradient that is not finite -> the
+run is marked failed; it can be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from tba.api import AckRequest, CheckpointRequest, RunCommand
 from tba.clients import BufferClient
@@ -40,10 +40,10 @@ from tba.errors import (
     ConflictError,
     FencedError,
     MalformedError,
-    NotFoundError,
     RunOverError,
     StoreUnavailableError,
     TbaError,
+    VoidBatchError,
     WaitTimeoutError,
 )
 from tba.logs import get_logger
@@ -62,12 +62,10 @@ from tba_trainer.startup import Session, config_sha256
 from tba_trainer.status import Status
 
 MAX_REFUSED_ACKS = 5
-"""Batches in a row that may expire before their ack; more means that a step is slower than `batch_deadline_s`."""
+"""Batches in a row that may be void at their ack; more means that a step is slower than `batch_deadline_s`."""
 MAX_ON_POLICY_GAP = 0.05
 """Nats per token between trainer and sampler log-probs at policy age 0; more is logged: two models are in play."""
-WARM_UP_STEPS = 2
 _RETRY_PAUSE_S = 1.0
-T = TypeVar("T")
 log = get_logger("loop")
 
 
@@ -103,7 +101,6 @@ class TrainingLoop:
         self._checkpoint_due = False
         self._num_rollouts_trained = session.num_rollouts_trained
         self._num_refused_acks = 0
-        self._num_steps_here = 0
         self._started = time.monotonic()
         self._train_s: float | None = None
 
@@ -161,7 +158,12 @@ class TrainingLoop:
         # ages are taken when the batch is consumed, not when it was drawn
         ages = [self._session.lineages.policy_age(r.version, self._own(self.step)) for r in batch.rollouts]
         metrics = self._learner.gradients(batch, step=step, policy_ages=ages)
-        metrics |= {"step_s": time.monotonic() - started, "wait_s": waited_s, "train_s": self.train_s}
+        metrics |= {
+            "step_s": time.monotonic() - started,
+            "wait_s": waited_s,
+            "waited_s_total": self._status.waited_s,  # with the waits of refused acks and for places of snapshots
+            "train_s": self.train_s,
+        }
         if not self._ack(batch, step, metrics, ages):
             return False
         self._learner.apply(step=step, lineage=self._session.lineage)
@@ -183,26 +185,28 @@ class TrainingLoop:
             self._buffer.ack(batch.batch_id, request)
         except (FencedError, RunOverError):
             raise
-        except (ConflictError, NotFoundError) as error:
+        except VoidBatchError as error:
             self._num_refused_acks += 1
-            log.warning("batch_expired", step=step, batch_id=batch.batch_id, error=str(error))
+            log.warning("batch_void", step=step, batch_id=batch.batch_id, error=str(error))
             if self._num_refused_acks >= MAX_REFUSED_ACKS:
                 raise TbaError(
-                    f"{self._num_refused_acks} batches in a row expired before step {step} could use them ({error}); "
+                    f"{self._num_refused_acks} batches in a row were void before step {step} could use them ({error}); "
                     f"raise buffer.batch_deadline_s (now {self._recipe.buffer.batch_deadline_s:g} s) above the "
                     "duration of a step"
                 ) from None
             self._learner.optimizer.discard()
             self._prefetcher.discard(step)
             return False
+        except ConflictError as error:
+            raise TbaError(
+                f"the ledger and this trainer disagree about step {step}: {error}; nothing was trained with this "
+                "batch: start the trainer again, it goes on from the last checkpoint"
+            ) from None
         self._num_refused_acks = 0
         return True
 
     def _after_step(self) -> None:
         section = self._recipe.trainer
-        self._num_steps_here += 1
-        if self._num_steps_here == WARM_UP_STEPS:
-            self._status.warm_up_ends()
         self._publisher.check()
         at_sync = self.step % section.sync_interval == 0
         if at_sync and self.step < section.num_steps:
@@ -243,14 +247,24 @@ class TrainingLoop:
         log.info("checkpoint", version=str(version), key=key)
 
     def _leave(self) -> None:
-        """SIGTERM: keep what was trained; the run can be resumed."""
+        """SIGTERM: keep what was trained; the run can be resumed.
+
+        Raises:
+            StoreUnavailableError: the last checkpoint cannot be written; a resume goes on from an older one.
+        """
         self._status.set_state("stopping")
         self._prefetcher.close()
-        self._save()
+        try:
+            self._save()
+        except StoreUnavailableError as error:
+            raise StoreUnavailableError(
+                f"stopped at step {self.step} without a checkpoint of it ({error}); a resume repeats the steps after "
+                f"{self._saved_step}"
+            ) from None
         log.info("stopped", version=str(self.version))
 
     def _finish(self) -> None:
-        """The run is over: publish, checkpoint, evaluate, export, done."""
+        """The run is over: publish, checkpoint, evaluate, export, done. Told to stop before that, it stays resumable."""
         self._train_s = self.train_s
         self._status.set_state("finishing")
         self._prefetcher.close()
@@ -258,15 +272,16 @@ class TrainingLoop:
         if self._submitted != self.version:
             self._submit(None)
         self._publisher.drain()
+        if not self._stop.is_set():
+            evaluation = self._evaluations.request(self.version, num_prompts)
+            self._until_stored("the last checkpoint", self._save)
+            if self._recipe.trainer.export:
+                self._until_stored("the export", self._export)
+            if evaluation is not None:
+                self._evaluations.wait(evaluation, self._status, self._stop)
         if self._stop.is_set():
             self._leave()
             return
-        evaluation = self._evaluations.request(self.version, num_prompts)
-        self._until_stored("the last checkpoint", self._save)
-        if self._recipe.trainer.export:
-            self._until_stored("the export", self._export)
-        if evaluation is not None:
-            self._evaluations.wait(evaluation, self._status, self._stop)
         self._buffer.command("done", RunCommand(reason=f"trained to version {self.version}", token=self._session.token))
         self._status.set_state("done")
         log.info("done", version=str(self.version), train_s=round(self.train_s, 1))
@@ -275,15 +290,16 @@ class TrainingLoop:
         prefix = upload_export(self._snapshots, self._files, self._store, self._recipe.run.name)
         log.info("exported", prefix=prefix, store=self._store.url)
 
-    def _until_stored(self, what: str, action: Callable[[], T]) -> T:
+    def _until_stored(self, what: str, action: Callable[[], None]) -> None:
+        """Do it, again while the store is away; left undone only when the process is told to stop."""
         wait_s = self._recipe.trainer.retry_s
         deadline = time.monotonic() + wait_s
         with self._status.waiting("object-store", wait_s):
-            while True:
+            while not self._stop.is_set():
                 try:
                     return action()
                 except StoreUnavailableError as error:
-                    if time.monotonic() > deadline or self._stop.is_set():
+                    if time.monotonic() > deadline:
                         raise WaitTimeoutError(f"{what} could not be stored within {wait_s:g} s: {error}") from None
                     log.warning("store_away", what=what, error=str(error))
                     self._stop.wait(_RETRY_PAUSE_S)

@@ -21,7 +21,7 @@ from tba.tokens import role_token
 from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
 from tba_trainer.checkpoint import Checkpoints
-from tba_trainer.collect import Collector
+from tba_trainer.collect import Collector, delete_incomplete
 from tba_trainer.evaluations import Evaluations
 from tba_trainer.learner import Learner
 from tba_trainer.loop import TrainingLoop
@@ -81,6 +81,7 @@ def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: thr
         learner=learner,
         model_config_sha256=model_config_sha256,
     )
+    delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
     evaluations = Evaluations(buffer, recipe.eval, start_step=session.parent.step)
     collector = Collector(buffer, versions, checkpoints, keep_versions=recipe.trainer.keep_versions)
     publisher = Publisher(

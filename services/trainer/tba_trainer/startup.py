@@ -62,14 +62,14 @@ def begin(
     """Take a lineage, and put the learner where its parent was.
 
     Raises:
-        ConflictError: the run is over.
+        ConflictError: the run is done. One that failed goes on from its last checkpoint.
         ConfigError: the checkpoint belongs to another model or policy temperature.
         StoreError: the checkpoint is missing or damaged.
     """
     info = buffer.run()
-    if info.state in ("done", "failed"):
+    if info.state == "done":
         raise ConflictError(
-            f"run {info.run!r} is {info.state} ({info.state_reason or 'no reason given'}); nothing is left to train: "
+            f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
             "choose another run.name"
         )
     checkpoint = None if info.checkpoint_key is None else checkpoints.load(info.checkpoint_key)
@@ -99,15 +99,21 @@ def check_starting_model(start: Snapshot, versions: WeightVersions) -> None:
     """If (0, 0) exists, it must be the model at `model.path`: it is the reference, and every policy age counts from it.
 
     Raises:
-        ConfigError: it is another model.
+        ConfigError: it is another model, or the same one in another dtype.
     """
     if not versions.exists(START):
         return
+    manifest = versions.manifest(START)
+    if manifest.dtype != start.dtype:
+        raise ConfigError(
+            f"model.dtype is {start.dtype}, but this run began with {manifest.dtype}; it is constant within a run: set "
+            "it back, or choose another run.name"
+        )
     with tempfile.TemporaryDirectory(prefix="tba-start-") as folder:
         path = Path(folder) / "model.safetensors"
         save_file(start.tensors, path)
         found = params_sha256_of_file(path)
-    if versions.manifest(START).params_sha256 != found:
+    if manifest.params_sha256 != found:
         raise ConfigError(
             "model.path holds another model than the one this run started from (version 0-0 has other parameters); "
             "restore that folder, or choose another run.name"

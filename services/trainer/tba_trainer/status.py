@@ -34,7 +34,6 @@ class Status:
         self._gauges: dict[str, float] = {}
         self._wait: tuple[str, float, float] | None = None  # name, since, deadline
         self._waited_s = 0.0
-        self._warm: tuple[float, float] | None = None  # since, seconds waited until then
 
     def set_state(self, state: str) -> None:
         """Name what the trainer does, for people."""
@@ -52,11 +51,6 @@ class Status:
         """Record the weights that the trainer holds."""
         with self._lock:
             self._version = version
-
-    def warm_up_ends(self) -> None:
-        """From now on `trainer_wait_share` is measured: the first steps wait for a buffer that is still empty."""
-        with self._lock:
-            self._warm = (self._now(), self._waited_s)
 
     @contextmanager
     def waiting(self, name: str, deadline_s: float) -> Iterator[None]:
@@ -76,30 +70,18 @@ class Status:
 
     @property
     def waited_s(self) -> float:
-        """Seconds spent in named waits."""
+        """Seconds spent in named waits since the start."""
         with self._lock:
             return self._waited_s + (self._now() - self._wait[1] if self._wait else 0.0)
 
-    @property
-    def wait_share(self) -> float | None:
-        """Share of the time since the warm-up that was spent in named waits."""
-        waited_s, now = self.waited_s, self._now()
-        with self._lock:
-            if self._warm is None or now <= self._warm[0]:
-                return None
-            return (waited_s - self._warm[1]) / (now - self._warm[0])
-
     def beat(self, extra: Mapping[str, float]) -> Heartbeat:
         """The heartbeat as of now, with more gauges."""
-        share, now = self.wait_share, self._now()
+        now = self._now()
         with self._lock:
             wait = None
             if self._wait is not None:
                 name, since, deadline = self._wait
                 wait = Wait(name=name, for_s=now - since, deadline_in_s=max(0.0, deadline - now))
-            gauges = {**self._gauges, **extra}
-            if share is not None:
-                gauges["trainer_wait_share"] = share
             return Heartbeat(
                 component_id=self.trainer_id,
                 kind="trainer",
@@ -107,7 +89,7 @@ class Status:
                 state=self._state,
                 version=self._version,
                 wait=wait,
-                gauges=gauges,
+                gauges={**self._gauges, **extra},
             )
 
     def _end_wait(self) -> None:

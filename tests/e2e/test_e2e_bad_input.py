@@ -1,0 +1,219 @@
+"""Bad input as a user or a broken client meets it: one sentence, and nothing has changed.
+
+What `tba run` refuses before it starts a child is in tests/integration/test_local_run.py; here are the errors that
+only real services find, and bytes on the wire of real services.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgpack
+import pytest
+
+from tba.clients import BufferClient
+from tba.errors import NotFoundError
+from tba.wire import encode_heartbeat, encode_push, encode_rollout
+from tba.wire.heartbeat import Heartbeat
+from tests.e2e.conftest import MakePlace
+from tests.support.buffer import make_rollout, start_lineage
+from tests.support.e2e import Services, start_services, until
+
+MAX_BODY_BYTES = 64 * 1024
+MSGPACK = {"content-type": "application/msgpack"}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"data": {"generator": None, "path": "prompts.jsonl"}}, "nonsense"),
+        ({"trainer": {"device": "quantum"}}, "trainer.device 'quantum' cannot be used"),
+        ({"buffer": {"port": 0, "max_rollouts": 3}}, "no batch could ever be drawn"),
+        ({"reward": {"port": 0, "plugins": ["no_such_module"]}}, "module 'no_such_module' cannot be imported"),
+    ],
+)
+def test_what_only_a_service_can_refuse_ends_the_run_with_its_sentence(
+    make_place: MakePlace, sections: dict[str, Any], sentence: str
+) -> None:
+    place = make_place(**sections)
+    prompt = {"task": "nonsense", "text": "1+1=", "data": {}}
+    lines = [prompt | {"prompt_id": split, "split": split} for split in ("train", "heldout")]
+    (place.path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    started = place.start()
+    assert started.wait() in (1, 2)
+    assert started.err.startswith("error: ")
+    assert started.err.count("\n") == 1
+    assert sentence in started.err
+    assert "Traceback" not in started.out + started.err
+    assert place.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--set", "data.num_heldout=100000"], "task 'addition' has"),
+        (["--set", "data.generator=nonsense"], "unknown task generator 'nonsense'"),
+        (["--set", "auth.tokens_file=nowhere.json"], "nowhere.json cannot be read"),
+        (["--set", "store.url=ftp://x"], "store.url 'ftp://x' is not a store"),
+        (["--set", "store.url=file:///proc/x"], "correct store.url"),
+        (["--set", "local.runs_dir=recipe.json"], "recipe.json"),
+        (["--run-name", "../x"], "key 'run.name' has the value '../x'"),
+        (["--seed", "-1"], "key 'run.seed' has the value -1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_sentence(make_place: MakePlace, words: list[str], sentence: str) -> None:
+    place = make_place()
+    started = place.start(*words)
+    assert started.wait() == 2
+    assert started.err.startswith("error: ")
+    assert started.err.count("\n") == 1
+    assert sentence in started.err
+    assert not place.folder.exists()
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Services]:
+    """Buffer and reward service in which nothing moves by itself."""
+    limits = {"max_body_bytes": MAX_BODY_BYTES}
+    services = start_services(tmp_path_factory.mktemp("services"), model, buffer=limits, reward=limits)
+    try:
+        client = BufferClient(services.recipe.buffer_url)
+        start_lineage(client)
+        client.close()
+        until("the reward service answers", lambda: is_ready(services.recipe.reward_url))
+        yield services
+    finally:
+        services.stop()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/readyz").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def everything(services: Services) -> tuple[object, ...]:
+    """Counts, run and ledger of the buffer."""
+    client = BufferClient(services.recipe.buffer_url)
+    try:
+        return client.stats(), client.run(), client.ledger()
+    finally:
+        client.close()
+
+
+BAD_BODIES: dict[str, tuple[bytes, dict[str, str]]] = {
+    "nothing": (b"", JSON),
+    "not JSON": (b'{"a":', JSON),
+    "JSON of another kind": (b"[]", JSON),
+    "an unknown field": (b'{"nobody_knows_this": 1}', JSON),
+    "deeply nested JSON": (b"[" * 30_000, JSON),
+    "not UTF-8": (b"\xff\xfe\xfd", JSON),
+    "not msgpack": (b"\xc1\xc1\xc1", MSGPACK),
+    "a msgpack array that promises too much": (b"\xdd\xff\xff\xff\xff", MSGPACK),
+    "msgpack binary that promises too much": (b"\xc6\xff\xff\xff\xff", MSGPACK),
+    "deeply nested msgpack": (b"\x91" * 30_000, MSGPACK),
+    "msgpack of another kind": (msgpack.packb([1, 2, 3]), MSGPACK),
+    "too many bytes": (b" " * (MAX_BODY_BYTES + 1), JSON),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_no_endpoint_takes_a_bad_body_or_changes_anything(services: Services, name: str) -> None:
+    body, headers = BAD_BODIES[name]
+    before = everything(services)
+    num_endpoints = 0
+    for base in (services.recipe.buffer_url, services.recipe.reward_url):
+        paths: dict[str, Any] = httpx2.get(f"{base}/openapi.json").json()["paths"]
+        for path in (path for path, methods in paths.items() if "post" in methods):
+            url = base + path.replace("{command}", "pause").replace("{eval_id}", "e").replace("{batch_id}", "b")
+            check_refused(httpx2.post(url, content=body, headers=headers), max_status=422)
+            num_endpoints += 1
+    assert num_endpoints >= 15
+    assert everything(services) == before
+
+
+def check_refused(response: Any, *, max_status: int) -> None:
+    what = f"{response.request.method} {response.request.url}: {response.status_code} {response.text[:300]}"
+    assert 400 <= response.status_code <= max_status, what
+    assert response.headers["content-type"] == "application/problem+json", what
+    problem = response.json()
+    assert problem["status"] == response.status_code, what
+    assert problem["type"].startswith("urn:tba:problem:"), what
+    assert problem["detail"], what
+    assert "\n" not in problem["detail"], what
+
+
+def test_paths_methods_and_ids_that_do_not_exist_are_problems_too(services: Services) -> None:
+    before, base = everything(services), services.recipe.buffer_url
+    for method, path in (
+        ("GET", "/nope"),
+        ("POST", "/v1/run/explode"),
+        ("DELETE", "/v1/rollouts"),
+        ("GET", "/v1/evals/unknown"),
+        ("GET", "/v1/ledger?after=-1"),
+        ("GET", "/v1/ledger?limit=all"),
+    ):
+        check_refused(httpx2.request(method, base + path, content=b"{}" if method == "POST" else b""), max_status=422)
+    assert everything(services) == before
+
+
+def test_a_rollout_that_is_wrong_is_refused_by_name_and_stored_nowhere(services: Services) -> None:
+    prompt_id = "addition-x"
+    good = msgpack.unpackb(encode_rollout(make_rollout(prompt_id, run="tiny")))
+    arrays = [key for key, value in good.items() if isinstance(value, bytes) and len(value) == 12]
+    assert len(arrays) >= 2  # tokens and log-probs of three tokens
+    spoiled = [msgpack.packb({**good, key: good[key][:-4]}) for key in arrays]
+    spoiled += [msgpack.packb({**good, key: good[key] + b"\0"}) for key in arrays]
+    spoiled += [msgpack.packb({key: value for key, value in good.items() if key != "reward"})]
+    spoiled += [msgpack.packb({**good, "surprise": 1}), msgpack.packb({**good, "run": "another"}), b"\xc1"]
+    spoiled += [msgpack.packb(good)]  # its prompt was never uploaded
+    client = BufferClient(services.recipe.buffer_url)
+    before = client.stats()
+    reply = client.push(spoiled)
+    assert [outcome.outcome for outcome in reply.outcomes] == ["refused"] * len(spoiled)
+    assert all(outcome.reason for outcome in reply.outcomes)
+    after = client.stats()
+    assert after.pushed["refused"] == before.pushed["refused"] + len(spoiled)
+    assert sum(after.refused.values()) == sum(before.refused.values()) + len(spoiled)
+    same = {"pushed": before.pushed, "refused": before.refused}
+    assert after.model_copy(update=same) == before
+    with pytest.raises(NotFoundError):
+        client.get_eval("unknown")
+    client.close()
+
+
+def test_a_heartbeat_of_another_run_is_refused(services: Services) -> None:
+    before = everything(services)
+    beat = Heartbeat(
+        component_id="s", kind="searcher", run="another", state="running", version=None, wait=None, gauges={}
+    )
+    url = f"{services.recipe.buffer_url}/v1/heartbeats"
+    check_refused(httpx2.post(url, content=encode_heartbeat(beat), headers=MSGPACK), max_status=409)
+    assert everything(services) == before
+
+
+def test_a_task_that_nobody_scores_gets_a_reason_and_never_a_number(services: Services) -> None:
+    item = {"item_id": "a", "task": "nonsense", "prompt": "1+1=", "response": "2", "data": {}}
+    right = item | {"item_id": "b", "task": "addition", "data": {"answer": "2"}}
+    reply = httpx2.post(f"{services.recipe.reward_url}/v1/score", json={"items": [item, right]})
+    assert reply.status_code == 200
+    unknown, scored = reply.json()["results"]
+    assert (unknown["reward"], unknown["error"]["reason"]) == (None, "unknown_task")
+    assert (scored["reward"], scored["error"]) == (1.0, None)
+
+
+def test_a_push_that_is_too_large_as_a_whole_stores_nothing(services: Services) -> None:
+    before = everything(services)
+    payload = encode_rollout(make_rollout("addition-x", run="tiny", num_tokens=1000))
+    body = encode_push([payload] * 10)
+    assert len(body) > MAX_BODY_BYTES
+    response = httpx2.post(f"{services.recipe.buffer_url}/v1/rollouts", content=body, headers=MSGPACK)
+    assert response.status_code == 413
+    check_refused(response, max_status=413)
+    assert everything(services) == before

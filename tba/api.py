@@ -6,9 +6,10 @@ Bulk data is msgpack (`tba.wire`): POST /v1/rollouts takes a push, POST /v1/batc
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from tba.config.base import StrictModel
 
@@ -16,6 +17,9 @@ RunState = Literal["running", "paused", "stopping", "done", "failed"]
 Split = Literal["train", "heldout"]
 VersionText = Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_LEASE_IDS = 4096
+"""Most leases in one return or renewal."""
+MAX_REFUSED_VERSIONS = 64
 
 
 class Problem(StrictModel):
@@ -38,6 +42,12 @@ class Prompt(StrictModel):
     data: dict[str, Any] = Field(default_factory=dict)
     split: Split = "train"
 
+    @field_validator("data")
+    @classmethod
+    def _is_plain_json(cls, data: dict[str, Any]) -> dict[str, Any]:
+        json.dumps(data, allow_nan=False, ensure_ascii=False).encode()  # NaN and lone surrogates raise ValueError
+        return data
+
 
 class PromptUpload(StrictModel):
     """POST /v1/prompts: idempotent by prompt id; the same id with other content is refused."""
@@ -55,11 +65,12 @@ class PromptUploadReply(StrictModel):
 
 
 class LeaseRequest(StrictModel):
-    """POST /v1/leases: claim up to `max_leases` visits."""
+    """POST /v1/leases: claim up to `max_leases` visits; no evaluations of `refused_versions`, which it cannot use."""
 
     searcher_id: Name
     max_leases: int = Field(ge=1, le=1024)
     version: VersionText | None = None
+    refused_versions: list[VersionText] = Field(default_factory=list, max_length=MAX_REFUSED_VERSIONS)
 
 
 class Lease(StrictModel):
@@ -90,10 +101,24 @@ class LeaseReply(StrictModel):
 
 
 class LeaseReturn(StrictModel):
-    """POST /v1/leases/return: give unfinished leases back (drain)."""
+    """POST /v1/leases/return: give unfinished leases back (drain). Refused: the visit cannot be sampled, and ends."""
 
     searcher_id: Name
-    lease_ids: list[str] = Field(max_length=4096)
+    lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)
+    refused_lease_ids: list[Name] = Field(default_factory=list, max_length=MAX_LEASE_IDS)
+
+
+class LeaseRenewal(StrictModel):
+    """POST /v1/leases/renew: these leases are still worked on; their deadline moves to `lease_s` from now."""
+
+    searcher_id: Name
+    lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)
+
+
+class LeaseRenewalReply(StrictModel):
+    """The leases that this searcher holds no more: fulfilled, ended, or another searcher's by now."""
+
+    lost_lease_ids: list[str]
 
 
 class PushOutcome(StrictModel):
@@ -115,7 +140,7 @@ class PushReply(StrictModel):
 class EvalResult(StrictModel):
     """The rewards of one evaluation lease; None is an unknown score (counted, never 0)."""
 
-    lease_id: str
+    lease_id: Name
     rewards: list[float | None]
     num_response_tokens: list[int]
 
@@ -129,13 +154,14 @@ class EvalResults(StrictModel):
 
 
 class EvalRequest(StrictModel):
-    """POST /v1/evals: evaluate a published version on held-out prompts. Idempotent by version and kind."""
+    """POST /v1/evals: evaluate an announced version on held-out prompts. Idempotent by version and kind."""
 
     version: VersionText
-    num_prompts: int = Field(ge=1)
-    num_samples: int = Field(ge=1)
-    success_reward: float
-    timeout_s: float = Field(gt=0)
+    token: Name
+    num_prompts: int = Field(ge=1, le=10_000)
+    num_samples: int = Field(ge=1, le=4096)
+    success_reward: FiniteFloat
+    timeout_s: float = Field(gt=0, allow_inf_nan=False)
 
 
 class EvalInfo(StrictModel):
@@ -173,7 +199,7 @@ class MarkRequest(StrictModel):
     """POST /v1/marks: announce a published version and set the sync mark."""
 
     version: VersionText
-    token: str
+    token: Name
 
 
 class MarkReply(StrictModel):
@@ -186,8 +212,8 @@ class CheckpointRequest(StrictModel):
     """POST /v1/checkpoints: a checkpoint is complete in the store; resume starts from the last one registered."""
 
     version: VersionText
-    token: str
-    key: str
+    token: Name
+    key: Name
 
 
 class BatchRequest(StrictModel):
@@ -196,7 +222,7 @@ class BatchRequest(StrictModel):
     trainer_id: Name
     lineage: int
     step: int = Field(ge=1)
-    token: str
+    token: Name
     wait_s: float = Field(default=0.0, ge=0, le=60)
 
 
@@ -205,8 +231,8 @@ class AckRequest(StrictModel):
 
     lineage: int
     step: int = Field(ge=1)
-    token: str
-    metrics: dict[str, float | None] = Field(default_factory=dict)
+    token: Name
+    metrics: dict[Name, float | None] = Field(default_factory=dict)
     policy_ages: list[int] = Field(default_factory=list)
 
 
@@ -271,8 +297,8 @@ class RunInfo(StrictModel):
 class RunCommand(StrictModel):
     """POST /v1/run/{pause,resume,stop,done,fail}; reason is shown to people. `token`: done and fail only."""
 
-    reason: str | None = None
-    token: str | None = None
+    reason: str | None = Field(default=None, max_length=10_000)
+    token: Name | None = None
 
 
 class Stats(StrictModel):

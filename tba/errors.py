@@ -18,6 +18,7 @@
     |  |- NotFoundError                      404
     |  |- ConflictError                      409: the state of the run forbids it
     |  |  |- FencedError                     a newer lineage owns the run; this trainer must stop
+    |  |  |- VoidBatchError                  the batch is past its deadline or unknown; draw a new one
     |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
     |  |- BusyError                          429: come back after `retry_after_s`
     |  `- UnavailableError                   5xx, or no connection
@@ -148,6 +149,13 @@ class FencedError(ConflictError):
     """A newer lineage owns the run; the caller must stop writing."""
 
     slug = "fenced"
+    status = 409
+
+
+class VoidBatchError(ConflictError):
+    """The batch is past its deadline or unknown: draw a new one for the same step."""
+
+    slug = "void-batch"
     status = 409
 
 

@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `tba`; default: those of this process.
     """
     args = build_parser().parse_args(argv)
+    from tba.logs import silence_retries  # after the flags: --help stays quick
+
+    silence_retries()
     module_name, _, function_name = args.command.partition(":")
     try:
         command = getattr(importlib.import_module(module_name), function_name)

@@ -12,6 +12,8 @@ from tba.api import (
     EvalInfo,
     EvalRequest,
     EvalResults,
+    LeaseRenewal,
+    LeaseRenewalReply,
     LeaseReply,
     LeaseRequest,
     LeaseReturn,
@@ -51,8 +53,12 @@ class BufferClient(ServiceClient):
         return self._post("/v1/leases", request, LeaseReply)
 
     def return_leases(self, request: LeaseReturn) -> None:
-        """Give unfinished leases back."""
+        """Give unfinished leases back; visits of refused leases end."""
         self._call("POST", "/v1/leases/return", json=request.model_dump_json().encode())
+
+    def renew_leases(self, request: LeaseRenewal) -> LeaseRenewalReply:
+        """Move the deadline of leases that are still worked on."""
+        return self._post("/v1/leases/renew", request, LeaseRenewalReply)
 
     def push(self, payloads: Sequence[bytes]) -> PushReply:
         """Store encoded rollouts; an outcome per item. Acknowledged means durable.
@@ -115,7 +121,8 @@ class BufferClient(ServiceClient):
         """State that step (lineage, step) consumed the batch.
 
         Raises:
-            ConflictError: the batch is void. FencedError: a newer lineage owns the run.
+            VoidBatchError: draw a new batch for this step. FencedError: a newer lineage owns the run.
+            ConflictError: the step has acked another batch, or a step was left out.
         """
         self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode())
 

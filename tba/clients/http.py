@@ -20,10 +20,11 @@ from tba.errors import (
     ServiceError,
     UnauthorizedError,
     UnavailableError,
+    VoidBatchError,
 )
 
 M = TypeVar("M", bound=StrictModel)
-_BY_SLUG: dict[str, type[ServiceError]] = {FencedError.slug: FencedError, RunOverError.slug: RunOverError}
+_BY_SLUG: dict[str, type[ServiceError]] = {kind.slug: kind for kind in (FencedError, RunOverError, VoidBatchError)}
 
 
 class ServiceClient:

@@ -201,11 +201,11 @@ class EvalSection(StrictModel):
 
     every_steps: int = Field(default=50, ge=1)
     """Evaluate at every so many optimizer steps (at the published version that is next)."""
-    num_prompts: int = Field(default=128, ge=1)
+    num_prompts: int = Field(default=128, ge=1, le=10_000)
     """Held-out prompts of an evaluation during training; always the same ones."""
-    num_prompts_final: int = Field(default=512, ge=1)
+    num_prompts_final: int = Field(default=512, ge=1, le=10_000)
     """Held-out prompts of the first and the last evaluation."""
-    num_samples: int = Field(default=1, ge=1)
+    num_samples: int = Field(default=1, ge=1, le=4096)
     """Samples per prompt at the policy temperature (pass@1 is their mean); greedy is one more."""
     success_reward: float = 1.0
     """A completion succeeds when its reward is at least this."""

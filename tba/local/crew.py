@@ -133,6 +133,8 @@ class Crew:
         if reason is not None:
             sentence = reason.removeprefix("error: ").removeprefix(f"{child.name}: ")
             return f"{child.name} ended ({describe_exit(code)}): {sentence} [{log_path}]"
+        if not child.tail:
+            return f"{child.name} died ({describe_exit(code)}) and wrote nothing to {log_path}"
         for line in child.tail:
             self._console.result(f"{child.name} | {line}")
         return f"{child.name} died ({describe_exit(code)}); its last log lines are above, all of them in {log_path}"

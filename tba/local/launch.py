@@ -17,8 +17,11 @@ from tba.local.run_folder import RunFolder
 from tba.local.services import Services
 from tba.local.supervisor import StopRequestedError, Supervisor
 from tba.store import open_store
+from tba.tokens import role_token
 
 EXIT_INTERRUPTED = 130
+LOCAL_ROLES = ("searcher", "trainer", "operator")
+"""Roles whose tokens a local run needs, where it has tokens at all."""
 
 
 def run_folder_of(recipe: Recipe) -> RunFolder:
@@ -40,6 +43,8 @@ def run_local(
     redis_binary = find_redis_server(recipe.local.redis_server)
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)
+    for role in LOCAL_ROLES:
+        role_token(original.auth.tokens_file, role)
     with folder.acquire(resume=resume, fresh=fresh) as lock_fd:
         config, redis_port = with_real_addresses(original, folder)
         store = open_store(config.store)

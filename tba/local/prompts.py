@@ -43,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         ConfigError: the file cannot be read, a line is not a prompt, or an id appears twice; names the line.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"prompt file {path} cannot be read: {reason}") from None

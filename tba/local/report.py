@@ -13,7 +13,7 @@ from tba.api import EvalInfo
 from tba.local.history import History, Poll
 from tba.local.ledger import lineage_tree, living_entries, living_steps
 from tba.local.summary import gapless_pairs
-from tba.versions import START, PolicyVersion
+from tba.versions import PolicyVersion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,7 +203,9 @@ def _living_evals(history: History) -> list[tuple[int, EvalInfo]]:
     """(step, evaluation) of the versions on the way to the last one; what a dead lineage reached does not count."""
     steps = living_steps(lineage_tree(history.parents), lineage=history.lineage, step=history.step)
     pairs = [(PolicyVersion.parse(item.version), item) for item in history.evals if item.state == "done"]
-    return [(v.step, item) for v, item in pairs if v == START or v.step in steps.get(v.lineage, ())]
+    # a lineage announces its parent's weights first, under its own name: one step before its first
+    firsts = {lineage: range(own.start - 1, own.stop) for lineage, own in steps.items()}
+    return [(v.step, item) for v, item in pairs if v.step in firsts.get(v.lineage, ())]
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -13,6 +13,7 @@ from tba.errors import ConfigError
 from tba.local.ports import PortRequest, choose_ports
 from tba.local.redis_server import HOST, redis_url
 from tba.local.run_folder import RunFolder
+from tba.model_folder import check_tokenizer
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -65,10 +66,11 @@ def check_model(recipe: Recipe) -> bool:
     """Whether the starting model still has to be made by a warm start.
 
     Raises:
-        ConfigError: the model folder is missing and the recipe does not say how to make one.
+        ConfigError: the model folder is missing and the recipe does not say how to make one, or has no tokenizer.
     """
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
+        check_tokenizer(folder)
         return recipe.model.warm_start is not None and not _was_made_so(folder / "warmstart.json", recipe)
     if recipe.model.warm_start is None:
         raise ConfigError(

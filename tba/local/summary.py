@@ -4,9 +4,11 @@ What is measured how:
     train_s             per lineage from the first batch request to the last ack, added up; evaluations after the last
                         step are outside
     first_step_s        from the first start of the services to the first ack
-    trainer_wait_share  seconds that the trainer waited for batches / seconds of training, after the first two sync
-                        intervals of each lineage
-    start, final        the evaluations of exactly the starting model and exactly the last version; None if unfinished
+    trainer_wait_share  seconds that the trainer spent in named waits / seconds of training, after the first two sync
+                        intervals of each lineage; both are differences of counters in the ledger (`waited_s_total`,
+                        `train_s`), so that waits before refused acks and for the store are in it
+    start, final        the evaluations of exactly the starting model and exactly the last version, under the name that
+                        the last lineage gave it or, if it made no step, its parent's; None if unfinished
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def summarise(history: History) -> dict[str, Any]:
     tree = lineage_tree(history.parents)
     living = living_entries(history.ledger, tree, lineage=history.lineage, step=history.step)
     starts = eval_of(history, START)
-    final = eval_of(history, _last_version(history, living))
+    final = _final_eval(history, living)
     stats = history.stats
     return {
         "run": history.run,
@@ -63,7 +65,7 @@ def summarise(history: History) -> dict[str, Any]:
     }
 
 
-def eval_of(history: History, version: PolicyVersion | None) -> EvalInfo | None:
+def eval_of(history: History, version: PolicyVersion) -> EvalInfo | None:
     """The finished evaluation of a version, the one on most prompts if there are several."""
     found = [item for item in history.evals if item.state == "done" and item.version == str(version)]
     return max(found, key=lambda item: item.num_prompts, default=None)
@@ -80,14 +82,20 @@ def train_s(entries: Sequence[LedgerEntry]) -> float | None:
 
 
 def trainer_wait_share(entries: Sequence[LedgerEntry], sync_interval_steps: int) -> float | None:
-    """Share of the time that the trainer waited for batches, once warm; None when it never got warm."""
+    """Share of the time that the trainer waited for anything, once warm; None when it never got warm."""
     waited_s = passed_s = 0.0
     for mine in _by_lineage(entries):
-        num_warm_up_steps = WARM_UP_SYNC_INTERVALS * sync_interval_steps
-        for previous, entry in list(pairwise(mine))[max(0, num_warm_up_steps - 1) :]:
-            passed_s += entry.acked_at_s - previous.acked_at_s
-            waited_s += entry.metrics.get("wait_s") or 0.0
-    return min(1.0, waited_s / passed_s) if passed_s > 0 else None
+        warm = mine[WARM_UP_SYNC_INTERVALS * sync_interval_steps - 1 :]
+        if warm:
+            waited_s += _grown(warm, "waited_s_total")
+            passed_s += _grown(warm, "train_s")
+    return waited_s / passed_s if passed_s > 0 else None
+
+
+def _grown(entries: Sequence[LedgerEntry], counter: str) -> float:
+    """How much a counter among the metrics grew from the first entry to the last; 0 where it is unknown."""
+    first, last = entries[0].metrics.get(counter), entries[-1].metrics.get(counter)
+    return 0.0 if first is None or last is None else last - first
 
 
 def rate_per_s(history: History, counter: str) -> float | None:
@@ -129,10 +137,15 @@ def _first_step_s(history: History) -> float | None:
     return min(entry.acked_at_s for entry in history.ledger) - history.timing.starts[0].started_at_s
 
 
-def _last_version(history: History, living: Sequence[LedgerEntry]) -> PolicyVersion | None:
+def _final_eval(history: History, living: Sequence[LedgerEntry]) -> EvalInfo | None:
+    """The evaluation of the last version. A lineage that resumed at the last step announced its parent's weights under
+    its own name, and evaluated them so."""
+    own = eval_of(history, PolicyVersion(history.lineage, history.step))
+    if own is not None:
+        return own
     if not living:
-        return START if history.step == 0 else None
-    return PolicyVersion(living[-1].lineage, living[-1].step)
+        return eval_of(history, START) if history.step == 0 else None
+    return eval_of(history, PolicyVersion(living[-1].lineage, living[-1].step))
 
 
 def _difference(start: float | None, final: float | None) -> float | None:

@@ -8,11 +8,12 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tba
 from tba.config import Recipe
-from tba.errors import LimitError
+from tba.errors import BadRequestError, LimitError
 from tba.service.auth import Authenticator
 from tba.service.problems import error_response, install_problem_handlers, problem_response
 
@@ -61,8 +62,15 @@ class BodyLimit:
 
 
 async def raw_body(request: Request) -> bytes:
-    """The whole body; BodyLimit has bounded it."""
-    return await request.body()
+    """The whole body; BodyLimit has bounded it.
+
+    Raises:
+        BadRequestError: the client hung up.
+    """
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise BadRequestError("the client hung up before its body was complete") from None
 
 
 def create_app(

@@ -52,6 +52,11 @@ def install_problem_handlers(app: FastAPI) -> None:
         value = f" (value {str(first.get('input'))[:80]!r})" if first["type"] != "missing" else ""
         return problem_response(status=422, slug="invalid-body", detail=f"{where}: {first['msg']}{value}{more}")
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def _text(_: Request, error: UnicodeEncodeError) -> JSONResponse:
+        detail = f"a text of the request cannot be written as UTF-8: {error.reason}"
+        return problem_response(status=422, slug="invalid-body", detail=detail)
+
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         phrase = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")

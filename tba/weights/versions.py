@@ -10,12 +10,11 @@ completes it.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,6 +23,7 @@ from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNot
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights.digest import params_sha256_of_file, sha256_of_file
+from tba.weights.incomplete import delete_incomplete
 from tba.wire.manifest import Canary, Manifest, StoredObject, decode_manifest, encode_manifest, sha256_hex
 
 TENSORS_NAME = "model.safetensors"
@@ -166,11 +166,7 @@ class WeightVersions:
     def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
         """Delete versions of older lineages that have no manifest, except `keep`; returns what was deleted."""
         prefix = f"runs/{self._run}/weights/"
-        found = incomplete_versions(self._store.list(prefix), prefix)
-        deleted = {v: keys for v, keys in found.items() if v.lineage < before_lineage and v not in keep}
-        for key in itertools.chain.from_iterable(deleted.values()):
-            self._store.delete(key)
-        return sorted(deleted)
+        return delete_incomplete(self._store, prefix, before_lineage=before_lineage, keep=keep)
 
     def _key(self, version: PolicyVersion, name: str) -> str:
         return f"runs/{self._run}/weights/{version}/{name}"

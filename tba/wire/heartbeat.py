@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -53,7 +54,8 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
                 "for_s": float(beat.wait.for_s),
                 "deadline_in_s": float(beat.wait.deadline_in_s),
             },
-            "gauges": {name: float(value) for name, value in beat.gauges.items()},
+            # a gauge that is not finite is unknown
+            "gauges": {name: float(value) for name, value in beat.gauges.items() if math.isfinite(value)},
         }
     )
 
@@ -68,8 +70,8 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     fields.schema(SCHEMA)
     version, wait = fields.optional("version", str), fields.optional("wait", dict)
     gauges = fields.take("gauges", dict)
-    if len(gauges) > MAX_GAUGES or not all(isinstance(value, float) for value in gauges.values()):
-        raise MalformedError(f"heartbeat: gauges must be at most {MAX_GAUGES} names with float values")
+    if len(gauges) > MAX_GAUGES or not all(isinstance(v, float) and math.isfinite(v) for v in gauges.values()):
+        raise MalformedError(f"heartbeat: gauges must be at most {MAX_GAUGES} names with finite float values")
     beat = Heartbeat(
         component_id=fields.name("component_id"),
         kind=fields.choice("kind", KINDS),

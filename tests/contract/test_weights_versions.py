@@ -270,3 +270,15 @@ def test_what_cannot_be_a_version_is_refused_before_anything_is_written(
     with pytest.raises(MalformedError, match=message):
         model.publish(WeightVersions(store, "demo"), V1, **changes)
     assert store.list("") == []
+
+
+def test_only_what_has_no_manifest_and_is_of_an_older_lineage_is_deleted(store: ObjectStore, model: Model) -> None:
+    versions = WeightVersions(store, "demo")
+    model.publish(versions, V1)
+    halves = [f"runs/demo/weights/{name}/model.safetensors" for name in ("0-0", "1-8", "2-8", "3-8", "notes")]
+    for key in halves:
+        store.put(key, b"half")
+    before = set(store.list(""))
+    assert versions.delete_incomplete(before_lineage=3, keep={START}) == [PolicyVersion(1, 8), PolicyVersion(2, 8)]
+    assert before - set(store.list("")) == set(halves[1:3])
+    assert versions.versions() == [V1]

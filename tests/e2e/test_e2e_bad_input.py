@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import msgpack
@@ -26,6 +26,11 @@ from tests.support.e2e import Services, start_services, until
 MAX_BODY_BYTES = 64 * 1024
 MSGPACK = {"content-type": "application/msgpack"}
 JSON = {"content-type": "application/json"}
+
+
+def packed(value: object) -> bytes:
+    """msgpack."""
+    return cast(bytes, msgpack.packb(value))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_a_value_that_cannot_be_is_one_sentence(make_place: MakePlace, words: li
     assert started.err.startswith("error: ")
     assert started.err.count("\n") == 1
     assert sentence in started.err
-    assert not place.folder.exists()
+    assert not (place.folder / "logs").exists()
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +118,13 @@ BAD_BODIES: dict[str, tuple[bytes, dict[str, str]]] = {
     "JSON of another kind": (b"[]", JSON),
     "an unknown field": (b'{"nobody_knows_this": 1}', JSON),
     "deeply nested JSON": (b"[" * 30_000, JSON),
+    "a text that UTF-8 cannot hold": (b'{"reason": "\\ud800", "token": "\\ud800"}', JSON),
     "not UTF-8": (b"\xff\xfe\xfd", JSON),
     "not msgpack": (b"\xc1\xc1\xc1", MSGPACK),
     "a msgpack array that promises too much": (b"\xdd\xff\xff\xff\xff", MSGPACK),
     "msgpack binary that promises too much": (b"\xc6\xff\xff\xff\xff", MSGPACK),
     "deeply nested msgpack": (b"\x91" * 30_000, MSGPACK),
-    "msgpack of another kind": (msgpack.packb([1, 2, 3]), MSGPACK),
+    "msgpack of another kind": (packed([1, 2, 3]), MSGPACK),
     "too many bytes": (b" " * (MAX_BODY_BYTES + 1), JSON),
 }
 
@@ -168,11 +174,11 @@ def test_a_rollout_that_is_wrong_is_refused_by_name_and_stored_nowhere(services:
     good = msgpack.unpackb(encode_rollout(make_rollout(prompt_id, run="tiny")))
     arrays = [key for key, value in good.items() if isinstance(value, bytes) and len(value) == 12]
     assert len(arrays) >= 2  # tokens and log-probs of three tokens
-    spoiled = [msgpack.packb({**good, key: good[key][:-4]}) for key in arrays]
-    spoiled += [msgpack.packb({**good, key: good[key] + b"\0"}) for key in arrays]
-    spoiled += [msgpack.packb({key: value for key, value in good.items() if key != "reward"})]
-    spoiled += [msgpack.packb({**good, "surprise": 1}), msgpack.packb({**good, "run": "another"}), b"\xc1"]
-    spoiled += [msgpack.packb(good)]  # its prompt was never uploaded
+    spoiled = [packed({**good, key: good[key][:-4]}) for key in arrays]
+    spoiled += [packed({**good, key: good[key] + b"\0"}) for key in arrays]
+    spoiled += [packed({key: value for key, value in good.items() if key != "reward"})]
+    spoiled += [packed({**good, "surprise": 1}), packed({**good, "run": "another"}), b"\xc1"]
+    spoiled += [packed(good)]  # its prompt was never uploaded
     client = BufferClient(services.recipe.buffer_url)
     before = client.stats()
     reply = client.push(spoiled)

@@ -9,7 +9,7 @@ import pytest
 
 from tba.api import AckRequest, BatchRequest, CheckpointRequest, LineageReply, LineageRequest, MarkRequest, RunCommand
 from tba.clients import BufferClient
-from tba.errors import BadRequestError, BusyError, ConflictError, FencedError, RunOverError
+from tba.errors import BadRequestError, BusyError, ConflictError, FencedError, RunOverError, VoidBatchError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
@@ -89,7 +89,7 @@ def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuf
     client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 0.3})
     batch = draw(client, lineage, 1)
     time.sleep(0.4)
-    with pytest.raises(ConflictError, match="deadline"):
+    with pytest.raises(VoidBatchError, match="deadline"):
         ack(client, lineage, 1, batch)
     new = draw(client, lineage, 1)
     assert new.batch_id != batch.batch_id
@@ -100,12 +100,13 @@ def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuf
 def test_an_ack_that_does_not_fit_its_batch_is_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client, lineage = filled(serve_buffer)
     batch, ahead = draw(client, lineage, 1), draw(client, lineage, 2)
-    with pytest.raises(ConflictError, match="unknown"):
+    with pytest.raises(VoidBatchError, match="unknown"):
         client.ack("batch-of-nobody", AckRequest(lineage=1, step=1, token=lineage.token))
-    with pytest.raises(ConflictError, match="another step"):
+    with pytest.raises(VoidBatchError, match="another step"):
         ack(client, lineage, 2, batch)
-    with pytest.raises(ConflictError, match="in order"):
+    with pytest.raises(ConflictError, match="in order") as caught:
         ack(client, lineage, 2, ahead)
+    assert not isinstance(caught.value, VoidBatchError)
     with pytest.raises(BadRequestError, match="16 rollouts"):
         ack(client, lineage, 1, batch, ages=[0])
     ack(client, lineage, 1, batch)
@@ -263,3 +264,45 @@ def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: Ser
         draw(client, lineage, 3)
     client.push(make_payloads([f"train-{i}" for i in range(8)], version=PolicyVersion(1, 2)))
     draw(client, lineage, 3)
+
+
+@pytest.mark.parametrize("how", ["deadline", "lineage"])
+def test_a_batch_of_an_earlier_interval_that_becomes_void_gives_this_interval_no_more_batches(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    how: str,
+) -> None:
+    client, lineage = filled(
+        serve_buffer,
+        sampling={"alternate": True},
+        trainer={"sync_interval": 2},
+        buffer={"batch_deadline_s": 0.5 if how == "deadline" else 120.0},
+    )
+    draw(client, lineage, 1)
+    draw(client, lineage, 2)
+    client.mark(MarkRequest(version=f"{lineage.lineage}-1", token=lineage.token))
+    client.push(make_payloads([f"train-{i}" for i in range(8)]))
+    if how == "deadline":
+        time.sleep(0.6)
+    else:
+        lineage = start_lineage(client, mark=False)
+    draw(client, lineage, 3)
+    draw(client, lineage, 4)
+    with pytest.raises(BusyError) as caught:
+        draw(client, lineage, 5)
+    assert caught.value.wait == "alternate-generate"
+
+
+def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(
+        serve_buffer,
+        sampling={"alternate": True},
+        trainer={"sync_interval": 1},
+        buffer={"batch_deadline_s": 0.4},
+    )
+    draw(client, lineage, 1)
+    with pytest.raises(BusyError, match="generating phase"):
+        draw(client, lineage, 2)
+    time.sleep(0.5)
+    assert draw(client, lineage, 1).batch_id
+    lineage = start_lineage(client, mark=False)
+    assert draw(client, lineage, 1).batch_id

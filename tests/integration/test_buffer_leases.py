@@ -13,14 +13,17 @@ from tba.api import (
     EvalResult,
     EvalResults,
     Lease,
+    LeaseRenewal,
     LeaseReply,
     LeaseRequest,
     LeaseReturn,
+    LineageReply,
     MarkRequest,
     RunCommand,
 )
 from tba.clients import BufferClient
-from tba.errors import BadRequestError, ConflictError, NotFoundError
+from tba.errors import BadRequestError, ConflictError, FencedError, NotFoundError
+from tba.versions import PolicyVersion
 from tba.wire import Heartbeat, Wait, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
@@ -110,6 +113,49 @@ def test_only_the_owner_returns_a_lease_and_it_is_given_out_at_once(serve_buffer
     assert again.lease_id != mine.lease_id
 
 
+def test_visits_that_cannot_be_sampled_end_and_make_room_for_those_that_can(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
+    client = serve_buffer(sampling=sampling).client()
+    client.upload_prompts(make_prompts(10))
+    start_lineage(client)
+    seen: list[str] = []
+    while len(seen) < 10:
+        leases = lease(client, 2).leases
+        assert len(leases) == 2, "refused visits no longer count as leased, nor are they leased again"
+        seen += [item.visit_id for item in leases]
+        client.return_leases(
+            LeaseReturn(searcher_id="s1", lease_ids=[], refused_lease_ids=[item.lease_id for item in leases])
+        )
+    assert len(set(seen)) == 10
+    stats = client.stats()
+    assert (stats.leases["refused"], stats.leases["returned"], stats.leases["open"]) == (10, 0, 0)
+    (mine,) = lease(client, 1).leases
+    client.return_leases(LeaseReturn(searcher_id="thief", lease_ids=[], refused_lease_ids=[mine.lease_id]))
+    assert client.stats().leases["refused"] == 10
+
+
+def test_a_renewed_lease_outlives_its_deadline_and_a_lost_one_is_named(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(buffer={"lease_s": 0.6}).client()
+    client.upload_prompts(make_prompts(10, 3))
+    lineage = start_lineage(client)
+    request_eval(client, lineage)
+    renewed, *_, lost = lease(client, 9).leases  # an evaluation unit and a visit
+    assert (renewed.kind, lost.kind) == ("sample", "train")
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        reply = client.renew_leases(LeaseRenewal(searcher_id="s1", lease_ids=[renewed.lease_id]))
+        assert reply.lost_lease_ids == []
+        time.sleep(0.1)
+    again = lease(client, 30, "s2").leases
+    assert lost.visit_id in {item.visit_id for item in again}
+    assert renewed.visit_id not in {item.visit_id for item in again}
+    ids = [lost.lease_id, renewed.lease_id, "lease-of-nobody"]
+    reply = client.renew_leases(LeaseRenewal(searcher_id="s1", lease_ids=ids))
+    assert reply.lost_lease_ids == [lost.lease_id, "lease-of-nobody"]
+    reply = client.renew_leases(LeaseRenewal(searcher_id="s2", lease_ids=[renewed.lease_id]))
+    assert reply.lost_lease_ids == [renewed.lease_id]
+
+
 def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
     client = serve_buffer(sampling=sampling).client()
@@ -153,9 +199,18 @@ def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_bu
 # ---- evaluations ----------------------------------------------------------------------------------------------------
 
 
-def request_eval(client: BufferClient, timeout_s: float = 60.0) -> EvalInfo:
+def request_eval(
+    client: BufferClient, lineage: LineageReply, version: str = "0-0", timeout_s: float = 60.0
+) -> EvalInfo:
     return client.request_eval(
-        EvalRequest(version="0-0", num_prompts=3, num_samples=2, success_reward=1.0, timeout_s=timeout_s)
+        EvalRequest(
+            version=version,
+            token=lineage.token,
+            num_prompts=3,
+            num_samples=2,
+            success_reward=1.0,
+            timeout_s=timeout_s,
+        )
     )
 
 
@@ -169,8 +224,8 @@ def report(client: BufferClient, item: Lease, rewards: list[float | None]) -> No
 def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(5, 6))
-    start_lineage(client)
-    assert request_eval(client).eval_id == request_eval(client).eval_id
+    lineage = start_lineage(client)
+    assert request_eval(client, lineage).eval_id == request_eval(client, lineage).eval_id
     leases = lease(client, 8).leases
     evals = [item for item in leases if item.kind != "train"]
     assert [(item.kind, item.prompt.prompt_id, item.num_rollouts) for item in evals] == [
@@ -184,8 +239,43 @@ def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve
     assert (info.state, info.num_done, info.accuracy, info.greedy_accuracy) == ("done", 3, 1.0, 0.0)
     assert (info.num_unknown, info.mean_reward, info.mean_response_tokens) == (3, 1.0, 5.0)
     assert client.run().evals == [info]
-    assert request_eval(client).state == "done"
+    assert request_eval(client, lineage).state == "done"
     assert client.stats().num_rollouts == 0
+
+
+def test_only_the_living_trainer_evaluates_and_only_versions_that_were_announced(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1, 3))
+    old = start_lineage(client)
+    client.mark(MarkRequest(version="1-4", token=old.token))
+    with pytest.raises(ConflictError, match="1-5 was never announced"):
+        request_eval(client, old, "1-5")
+    with pytest.raises(ConflictError, match="999999999-1 was never announced"):
+        request_eval(client, old, "999999999-1")
+    new = start_lineage(client, PolicyVersion(1, 4))
+    with pytest.raises(FencedError):
+        request_eval(client, old, "1-4")
+    assert client.run().evals == []
+    assert request_eval(client, new, "1-4").state == "pending"
+    assert request_eval(client, new, "0-0").state == "pending"
+
+
+def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(20, 3))
+    lineage = start_lineage(client)
+    client.mark(MarkRequest(version="1-4", token=lineage.token))
+    refused, usable = request_eval(client, lineage, "1-4"), request_eval(client, lineage, "0-0")
+
+    def kinds(searcher_id: str, **changes: list[str]) -> list[str | None]:
+        request = LeaseRequest(searcher_id=searcher_id, max_leases=8, **changes)  # pyright: ignore[reportArgumentType]
+        return [item.eval_id for item in client.lease(request).leases]
+
+    assert kinds("s1", refused_versions=["1-4"]) == [usable.eval_id] * 6 + [None] * 2
+    assert kinds("s1", refused_versions=["1-4", "9-9"]) == [None] * 8
+    leases = lease(client, 8, "s2").leases
+    assert [item.eval_id for item in leases] == [refused.eval_id] * 6 + [None] * 2
+    assert [item.prompt.prompt_id for item in leases[:6:2]] == ["heldout-0", "heldout-1", "heldout-2"]
 
 
 def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_counts_once(
@@ -193,8 +283,8 @@ def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_
 ) -> None:
     client = serve_buffer(buffer={"lease_s": 0.3}).client()
     client.upload_prompts(make_prompts(1, 3))
-    start_lineage(client)
-    info = request_eval(client)
+    lineage = start_lineage(client)
+    info = request_eval(client, lineage)
     old = lease(client, 6).leases
     time.sleep(0.4)
     new = lease(client, 6, "s2").leases
@@ -210,14 +300,14 @@ def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_
 def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1, 3))
-    start_lineage(client)
-    info = request_eval(client, timeout_s=0.2)
+    lineage = start_lineage(client)
+    info = request_eval(client, lineage, timeout_s=0.2)
     report(client, lease(client, 1).leases[0], [1.0, 1.0])
     time.sleep(0.3)
     expired = client.get_eval(info.eval_id)
     assert (expired.state, expired.accuracy, expired.num_done) == ("expired", None, 0)
     assert all(item.kind == "train" for item in lease(client, 2).leases)
-    assert request_eval(client).state == "pending"
+    assert request_eval(client, lineage).state == "pending"
     leases = [item for item in lease(client, 9, "s2").leases if item.kind != "train"]
     assert len(leases) == 5
     for item in leases:
@@ -227,11 +317,11 @@ def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve
 
 def test_results_that_fit_no_lease_are_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client = serve_buffer().client()
+    lineage = start_lineage(client)
     with pytest.raises(ConflictError, match="held-out"):
-        request_eval(client)
+        request_eval(client, lineage)
     client.upload_prompts(make_prompts(1, 3))
-    start_lineage(client)
-    info = request_eval(client)
+    info = request_eval(client, lineage)
     (item,) = lease(client, 1).leases
     with pytest.raises(BadRequestError, match="2 completions"):
         report(client, item, [1.0])
@@ -249,7 +339,7 @@ def test_a_stopping_run_still_evaluates_but_gives_no_visits(serve_buffer: ServeB
     client.upload_prompts(make_prompts(5, 3))
     lineage = start_lineage(client)
     client.command("stop", RunCommand())
-    request_eval(client)
+    request_eval(client, lineage)
     reply = lease(client, 10)
     assert ({item.kind for item in reply.leases}, len(reply.leases)) == ({"sample", "greedy"}, 6)
     client.command("done", RunCommand(token=lineage.token))

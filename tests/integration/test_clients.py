@@ -67,6 +67,7 @@ def problem(status: int, slug: str, **extra: Any) -> Answer:
 
 LEASE = LeaseRequest(searcher_id="s", max_leases=1)
 LEASED = (200, {"leases": [], "latest_version": None, "run_state": "running"})
+TIMEOUT = {"reason": "timeout", "detail": ""}
 ITEMS = [ScoreItem(item_id=name, task="exact", prompt="p", response="r") for name in ("a", "b")]
 
 
@@ -91,9 +92,9 @@ def test_a_problem_comes_back_as_the_error_it_was(answer: Answer, error: type[Se
 
 
 def test_busy_names_the_wait_and_is_not_retried_by_the_client():
-    with answering(problem(429, "busy", retry_after_s=0.25, wait="trainer-ahead")) as (url, asked):
-        with pytest.raises(BusyError) as caught:
-            BufferClient(url, retry_s=5).lease(LEASE)
+    busy = problem(429, "busy", retry_after_s=0.25, wait="trainer-ahead")
+    with answering(busy) as (url, asked), pytest.raises(BusyError) as caught:
+        BufferClient(url, retry_s=5).lease(LEASE)
     assert (caught.value.retry_after_s, caught.value.wait) == (0.25, "trainer-ahead")
     assert len(asked) == 1
 
@@ -121,7 +122,7 @@ def test_an_answer_of_another_kind_is_refused(body: Any):
         [{"item_id": "a", "reward": 1.0}],
         [{"item_id": "b", "reward": 1.0}, {"item_id": "a", "reward": 0.0}],
         [{"item_id": "a", "reward": 1.0}, {"item_id": "b"}],
-        [{"item_id": "a", "reward": 1.0}, {"item_id": "b", "reward": 0.0, "error": {"reason": "timeout", "detail": ""}}],
+        [{"item_id": "a", "reward": 1.0}, {"item_id": "b", "reward": 0.0, "error": TIMEOUT}],
     ],
     ids=["too few", "another order", "neither reward nor error", "both"],
 )

@@ -126,6 +126,25 @@ def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
     assert place.summary()["seed"] == 5
 
 
+def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(place):
+    assert place.run().returncode == 0
+    (place.path / "tokens.json").write_text(json.dumps({"operator": "o" * 16, "trainer": "t" * 16}))
+    for name, sentence in {
+        "nowhere.json": "nowhere.json cannot be read",
+        "tokens.json": "no token for the role 'searcher'",
+    }.items():
+        refused = place.run("--fresh", "--set", f"auth.tokens_file={name}")
+        assert refused.returncode == 2
+        assert sentence in refused.stderr
+        assert place.summary()["steps"] == 6
+
+
+def test_a_child_that_dies_without_a_word_has_no_lines_above(place):
+    died = place.run("--set", "local.redis_server=/bin/false")
+    assert died.returncode == 1
+    assert f"redis died (exit code 1) and wrote nothing to {place.folder}/logs/redis.log" in died.stderr
+
+
 def test_a_child_that_explains_its_end_is_quoted(place):
     done = place.run(FAKE_TRAINER="error")
     assert done.returncode == 1

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tba.api import BatchRequest, EvalRequest, Prompt, RunCommand
+from tba.api import BatchRequest, EvalRequest, LeaseReply, LeaseRequest, Prompt, RunCommand
+from tba.clients import BufferClient
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
 from tests.support.searcher_world import TIMEOUT_S, World, publish_version, sigterm, start_world
@@ -48,6 +49,24 @@ def draw(world: World, step: int = 1) -> list[Rollout]:
     return [rollout for group in world.client.draw_batch(request).groups for rollout in group.rollouts]
 
 
+def request_eval(world: World, version: PolicyVersion, *, num_prompts: int) -> str:
+    """Ask for an evaluation as the trainer does; its id."""
+    request = EvalRequest(
+        version=str(version),
+        token=world.lineage.token,
+        num_prompts=num_prompts,
+        num_samples=2,
+        success_reward=1.0,
+        timeout_s=60,
+    )
+    return world.client.request_eval(request).eval_id
+
+
+def lease_one(client: BufferClient) -> LeaseReply:
+    """Ask for a lease as another searcher does."""
+    return client.lease(LeaseRequest(searcher_id="searcher-2", max_leases=1))
+
+
 def assert_trainer_agrees(rollouts: list[Rollout], folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     for rollout in rollouts:
@@ -74,8 +93,7 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
     world.announce(V1)
     world.until(lambda: (s := world.searcher()) and s.version == str(V1), "the swap to 1-4")
 
-    request = EvalRequest(version="0-0", num_prompts=4, num_samples=2, success_reward=1.0, timeout_s=60)
-    eval_id = world.client.request_eval(request).eval_id
+    eval_id = request_eval(world, START, num_prompts=4)
     info = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
     assert info.num_unknown == 0
     assert info.accuracy is not None
@@ -86,8 +104,12 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
     info = world.until(lambda: (s := world.searcher()) and s.gauges["refused_versions"] == 1 and s, "the refusal")
     assert info.version == str(V1)
     assert "canary log-probs are off by 0.1" in world.log()
-    before = world.client.stats().num_rollouts
-    world.until(lambda: world.client.stats().num_rollouts > before + 32, "generation with the version it has")
+    before = world.client.stats()
+    eval_id = request_eval(world, V2, num_prompts=4)
+    world.until(lambda: world.client.stats().num_rollouts > before.num_rollouts + 32, "rollouts of the version it has")
+    assert world.client.get_eval(eval_id).num_done == 0
+    num_returned = world.client.stats().leases["returned"] - before.leases["returned"]
+    assert num_returned <= 8, "an evaluation that it cannot do came back again and again"  # 8: a request on its way
 
     assert sigterm(process) == 0
     stats = world.client.stats()
@@ -117,24 +139,38 @@ def test_a_missing_reward_service_and_a_restarting_buffer_are_waited_out(make_wo
     assert process.wait(timeout=TIMEOUT_S) == 0
 
 
-def test_prompts_that_are_too_long_are_returned_counted_and_never_cut(make_world):
+def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world):
     world: World = make_world(num_train=0, num_heldout=0)
     short = Prompt(prompt_id="short", task="addition", text="1+2=", data={"answer": 3})
-    long = Prompt(prompt_id="long", task="addition", text="1+2=" * 7, data={"answer": 3})
+    long = [Prompt(prompt_id=f"long-{i}", task="addition", text="1+2=" * 7, data={"answer": 3}) for i in range(40)]
     heldout = Prompt(prompt_id="heldout", task="addition", text="2+1=" * 7, data={"answer": 3}, split="heldout")
-    world.client.upload_prompts([short, long, heldout])
+    world.client.upload_prompts([*long, short, heldout])
     world.start_reward()
     process = world.start_searcher()
     world.until(lambda: world.client.stats().num_scored >= 16, "rollouts of the short prompt")
-    info = world.until(lambda: (s := world.searcher()) and s.gauges["refused_prompts"] >= 1 and s, "a refused prompt")
-    assert info.gauges["leases_returned"] >= 1
-    assert world.client.stats().num_prompts_seen == 1
-    request = EvalRequest(version="0-0", num_prompts=1, num_samples=2, success_reward=1.0, timeout_s=60)
-    eval_id = world.client.request_eval(request).eval_id
+    world.until(lambda: (s := world.searcher()) and s.gauges["refused_prompts"] >= 40, "40 refused prompts")
+    stats = world.client.stats()
+    assert stats.num_prompts_seen == 1
+    assert stats.leases["refused"] >= 40
+    assert world.log().count("prompt refused") == 40
+    eval_id = request_eval(world, START, num_prompts=1)
     done = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
     assert done.num_unknown == 3
     assert done.accuracy is None
     assert sigterm(process) == 0
+
+
+def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_world):
+    world: World = make_world(buffer={"lease_s": 3.0}, searcher={"score_retry_s": 10.0})
+    process = world.start_searcher()  # there is no reward service: a visit waits for its scores
+    world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
+    stats = world.client.stats()
+    assert stats.leases["granted"] > 2
+    assert stats.leases["expired"] == 0
+    process.kill()
+    process.wait()
+    client = world.client
+    world.until(lambda: lease_one(client) and client.stats().leases["expired"] > 0, "the leases of a dead searcher")
 
 
 def test_a_buffer_that_stays_away_ends_the_searcher_with_one_sentence(make_world):

@@ -26,6 +26,7 @@ from tba.errors import (
     StoreUnavailableError,
     TbaError,
     UnavailableError,
+    VoidBatchError,
     WaitTimeoutError,
 )
 from tba.store import FileStore
@@ -196,6 +197,14 @@ def test_another_policy_temperature_under_the_same_run_is_refused(world: World, 
     assert world.buffer.lineage == 1
 
 
+def test_another_dtype_under_the_same_run_is_named_as_such(world: World, model: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    with pytest.raises(ConfigError, match=r"model\.dtype is bfloat16, but this run began with float32"):
+        world.train(make_recipe(model, model={"dtype": "bfloat16"}))
+    assert world.buffer.lineage == 1
+
+
 def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World, model: Path) -> None:
     world.stop_after(1)
     world.train(make_recipe(model))
@@ -206,6 +215,76 @@ def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World,
     with pytest.raises(TbaError, match=f"object {key} in .* is damaged"):
         world.train(make_recipe(model))
     assert world.buffer.lineage == 1
+
+
+def test_a_stop_during_the_final_evaluation_leaves_the_run_resumable_and_the_resume_evaluates(
+    world: World, model: Path
+) -> None:
+    world.buffer.eval_state = "pending"
+    world.buffer.before = lambda method: world.stop.set() if method == "get_eval" else None
+    world.train(make_recipe(model))
+    assert world.buffer.state == "running"
+    assert world.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+    world.buffer.eval_state = "done"
+    world.buffer.before = lambda method: None
+    world.train(make_recipe(model))
+    assert world.buffer.state == "done"
+    assert world.buffer.marks[-1] == "2-4"
+    assert world.buffer.evals["eval-2-4"].num_prompts == 512
+    assert len(world.buffer.acks) == 4
+    last, resumed = world.tensors("1-4"), world.tensors("2-4")
+    assert all(torch.equal(last[name], tensor) for name, tensor in resumed.items())
+
+
+@pytest.mark.parametrize("away", ["checkpoints", "export"])
+def test_a_stop_while_the_end_cannot_be_stored_says_what_is_kept_and_leaves_the_run_resumable(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch, away: str
+) -> None:
+    put_file = FileStore.put_file
+
+    def never(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if f"/{away}/" in key and world.buffer.step == 4:
+            world.stop.set()
+            raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    recipe = make_recipe(model, trainer={"checkpoint_interval": 3, "retry_s": 60.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put_file", never)
+        if away == "checkpoints":
+            said = r"stopped at step 4 without a checkpoint of it \(the store is away\); a resume repeats .* after 3"
+            with pytest.raises(StoreUnavailableError, match=said):
+                world.train(recipe)
+        else:
+            world.train(recipe)
+    assert world.buffer.state == "running"
+    last = "1-3" if away == "checkpoints" else "1-4"
+    assert world.buffer.checkpoint == (last, f"runs/demo/checkpoints/{last}")
+    world.train(recipe)
+    assert world.buffer.state == "done"
+    assert world.buffer.marks[-1] == "2-4"
+    assert world.store.list("runs/demo/export/")
+
+
+def test_what_a_crash_left_without_a_manifest_is_deleted_by_the_next_start_and_nothing_else(
+    world: World, model: Path
+) -> None:
+    world.stop_after(3)
+    world.train(make_recipe(model, trainer={"checkpoint_interval": 1, "sync_interval": 1, "keep_checkpoints": 9}))
+    world.buffer.before = lambda method: None
+    kept = set(world.store.list("runs/demo/"))
+    halves = [f"runs/demo/{kind}/1-9/model.safetensors" for kind in ("weights", "checkpoints")]
+    own = [f"runs/demo/{kind}/2-9/model.safetensors" for kind in ("weights", "checkpoints")]  # as if just being written
+    others = ["runs/demo/weights/0-0/extra", "runs/demo/checkpoints/notes/model.safetensors"]
+    for key in (*halves, *own, *others):
+        world.store.put(key, b"half")
+    world.store.delete("runs/demo/weights/1-2/manifest.json")  # half deleted
+    kept = {key for key in kept if "/weights/1-2/" not in key}
+    world.train(make_recipe(model, trainer={"checkpoint_interval": 9, "keep_checkpoints": 9}))
+    left = set(world.store.list("runs/demo/"))
+    assert left >= kept | {*own, *others}
+    assert not left & set(halves)
+    assert not any("/weights/1-2/" in key for key in left)
 
 
 def test_old_checkpoints_and_versions_are_deleted(world: World, model: Path) -> None:
@@ -319,6 +398,28 @@ def test_a_loss_that_is_not_finite_marks_the_run_failed_before_the_weights_are_t
     assert [step for _, step, _ in world.buffer.acks] == [1, 2]
 
 
+def test_a_run_that_failed_is_resumed_from_its_last_checkpoint(world: World, model: Path) -> None:
+    recipe = make_recipe(model, trainer={"checkpoint_interval": 1})
+
+    def batch_of(step: int) -> Batch:
+        batch = make_batch(step)
+        if step < 3:
+            return batch
+        first = batch.groups[0]
+        unscored = replace(first.rollouts[0], reward=None, reward_status="pending", reward_version=None)
+        return replace(batch, groups=(replace(first, rollouts=(unscored,)),))
+
+    world.buffer.batch_of = batch_of
+    with pytest.raises(TbaError, match="no reward"):
+        world.train(recipe)
+    assert world.buffer.state == "failed"
+    world.buffer.batch_of = make_batch
+    world.train(recipe)
+    assert world.buffer.state == "done"
+    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
+    assert [(lineage, step) for lineage, step, _ in world.buffer.acks] == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
 def test_a_rollout_without_a_reward_is_never_trained_on(world: World, model: Path) -> None:
     batch = make_batch(1)
     first = batch.groups[0]
@@ -333,7 +434,7 @@ def test_a_batch_that_expired_touches_no_weight_and_is_drawn_anew_for_the_same_s
     tmp_path: Path, model: Path
 ) -> None:
     smooth, bumpy = World(tmp_path / "smooth"), World(tmp_path / "bumpy")
-    bumpy.buffer.before = failing(2, lambda: ConflictError("batch batch-1 is void"), "ack")
+    bumpy.buffer.before = failing(2, lambda: VoidBatchError("batch batch-1 is void"), "ack")
     for world in (smooth, bumpy):
         world.train(make_recipe(model))
         assert [step for _, step, _ in world.buffer.acks] == [1, 2, 3, 4]
@@ -343,10 +444,29 @@ def test_a_batch_that_expired_touches_no_weight_and_is_drawn_anew_for_the_same_s
 
 
 def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:
-    world.buffer.before = failing(99, lambda: ConflictError("batch is void"), "ack")
-    with pytest.raises(TbaError, match=r"5 batches in a row expired before step 1 .* raise buffer\.batch_deadline_s"):
+    world.buffer.before = failing(99, lambda: VoidBatchError("batch is void"), "ack")
+    with pytest.raises(TbaError, match=r"5 batches in a row were void before step 1 .* raise buffer\.batch_deadline_s"):
         world.train(make_recipe(model))
     assert world.buffer.acks == []
+
+
+def test_an_ack_that_is_refused_for_another_reason_ends_the_trainer_and_a_restart_goes_on(
+    world: World, model: Path
+) -> None:
+    """A ledger that lost its last lines: no batch deadline helps there."""
+
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 2:
+            raise ConflictError("step 3 cannot be acked: the last acked step of lineage 1 is 1")
+
+    world.buffer.before = before
+    with pytest.raises(TbaError, match=r"disagree about step 3: .* start the trainer again") as caught:
+        world.train(make_recipe(model, trainer={"checkpoint_interval": 1}))
+    assert "batch_deadline_s" not in str(caught.value)
+    assert world.buffer.drawn.count((1, 3)) == 1
+    world.buffer.before = lambda method: None
+    world.train(make_recipe(model))
+    assert [(lineage, step) for lineage, step, _ in world.buffer.acks] == [(1, 1), (1, 2), (2, 3), (2, 4)]
 
 
 def test_no_batch_ends_with_the_name_of_the_wait(world: World, model: Path) -> None:
@@ -399,21 +519,44 @@ def test_a_run_that_is_over_is_not_trained_again(world: World, model: Path) -> N
     assert world.buffer.lineage == 0
 
 
-def test_heartbeats_show_state_step_and_the_share_of_waiting(world: World, model: Path) -> None:
-    world.buffer.before = lambda method: time.sleep(0.15) if method == "draw_batch" else None
+def test_heartbeats_and_acks_show_how_long_was_waited_in_all_also_for_batches_that_were_refused(
+    world: World, model: Path
+) -> None:
+    refuse = failing(2, lambda: VoidBatchError("batch is void"), "ack")
+
+    def before(method: str) -> None:
+        if method == "draw_batch":
+            time.sleep(0.15)
+        refuse(method)
+
+    world.buffer.before = before
     world.train(make_recipe(model, trainer={"num_steps": 10, "prefetch_batches": 0}))
+    acked = [ack.metrics for _, _, ack in world.buffer.acks]
+    waited_s = [metrics["waited_s_total"] or 0.0 for metrics in acked]
+    assert waited_s == sorted(waited_s)
+    assert waited_s[-1] > sum(metrics["wait_s"] or 0.0 for metrics in acked) + 0.2  # two more draws
+    assert waited_s[-1] - waited_s[3] < (acked[-1]["train_s"] or 0.0) - (acked[3]["train_s"] or 0.0)
     last = world.buffer.beats[-1]
     assert last.kind == "trainer"
     assert last.state == "done"
     assert last.version == PolicyVersion(1, 10)
     assert last.gauges["step"] == 10
-    assert 0 < last.gauges["trainer_wait_share"] <= 1
+    assert last.gauges["waited_s_total"] == waited_s[-1]
     assert last.gauges["num_unpublished_versions"] == 0
 
 
 def test_a_missing_model_folder_is_one_sentence(world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path .*nowhere.* holds no model \(no config\.json\)"):
         world.train(make_recipe(tmp_path / "nowhere"))
+
+
+def test_a_model_without_a_tokenizer_is_one_sentence(world: World, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "mute", hidden_size=32)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match=r"model\.path .*mute holds no tokenizer"):
+        world.train(make_recipe(folder))
+    assert world.buffer.lineage == 0
 
 
 def test_an_unusable_device_is_one_sentence(world: World, model: Path) -> None:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tba_trainer.learner import Learner
+from tba_trainer.optim import NonFiniteError
 from tba_trainer.run import train
 
 from tba.api import LedgerEntry, LineageRequest, RunCommand
@@ -21,7 +23,7 @@ from tba.config import load_recipe
 from tba.store import FileStore, open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
-from tba.wire import encode_rollout
+from tba.wire import Batch, encode_rollout
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack, write_recipe
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
@@ -174,6 +176,44 @@ def test_a_stopped_run_ends_as_done_with_an_export(run: Run) -> None:
     trainer = next(c for c in info.components if c.kind == "trainer")
     assert trainer.state == "done"
     assert trainer.gauges["step"] == info.step
+
+
+def test_a_failed_run_goes_on_from_its_last_checkpoint_in_a_new_lineage(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = Learner.gradients
+
+    def broken(self: Learner, batch: Batch, *, step: int, policy_ages: Sequence[int]) -> dict[str, float | None]:
+        if step == 7:
+            raise NonFiniteError("the loss of step 7 is nan")
+        return gradients(self, batch, step=step, policy_ages=policy_ages)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "gradients", broken)
+        patch.setattr(threading, "excepthook", lambda args: None)  # the thread ends with that error
+        run.train_here().join(timeout=60)
+    failed = run.client.run()
+    assert (failed.state, failed.state_reason) == ("failed", "the loss of step 7 is nan")
+    run.train_here().join(timeout=60)
+    done = run.client.run()
+    assert (done.state, done.parents) == ("done", {1: "0-0", 2: "1-5"})
+    assert [entry.step for entry in run.ledger() if not entry.abandoned] == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_trainer_that_is_stopped_in_its_final_evaluation_can_be_resumed_to_the_end(run: Run) -> None:
+    """Nobody evaluates here, so the evaluation is never done before its deadline."""
+    first = run.start("eval.timeout_s=600", "trainer.num_steps=6")
+    run.until(lambda: any(wait.name == "final-evaluation" for wait in run.client.run().waits))
+    first.terminate()
+    assert first.wait(timeout=30) == 0, run.log(0)
+    stopped = run.client.run()
+    assert (stopped.state, stopped.checkpoint) == ("running", "1-6")
+    second = run.start("trainer.num_steps=6")
+    assert second.wait(timeout=60) == 0, run.log(1)
+    done = run.client.run()
+    assert (done.state, done.lineage, done.step, done.latest_version) == ("done", 2, 6, "2-6")
+    assert "2-6" in {evaluation.version for evaluation in done.evals}
+    assert [entry.step for entry in run.ledger()] == list(range(1, 7))
 
 
 def test_the_buffer_may_be_killed_and_restarted_under_a_training_run(run: Run) -> None:

@@ -9,6 +9,7 @@ STEP_S, WAIT_S = 0.8, 0.2
 
 
 def entry(step: int, *, lineage: int = 1, at_s: float, wait_s: float = WAIT_S, abandoned: bool = False) -> LedgerEntry:
+    """Its trainer has trained since t = 0 s, and has waited `WAIT_S` per step in all but a long wait before step 1."""
     return LedgerEntry(
         lineage=lineage,
         step=step,
@@ -16,7 +17,14 @@ def entry(step: int, *, lineage: int = 1, at_s: float, wait_s: float = WAIT_S, a
         acked_at_s=at_s,
         num_rollouts=8,
         rollout_ids=[],
-        metrics={"step_s": STEP_S, "wait_s": wait_s, "reward_mean": 0.5, "accuracy": 0.5},
+        metrics={
+            "step_s": STEP_S,
+            "wait_s": wait_s,
+            "waited_s_total": 50.0 + step * WAIT_S,
+            "train_s": at_s,
+            "reward_mean": 0.5,
+            "accuracy": 0.5,
+        },
         abandoned=abandoned,
     )
 

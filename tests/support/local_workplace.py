@@ -53,7 +53,8 @@ class Workplace:
         (path / "recipe.toml").write_text(RECIPE)
         (path / "prompts.jsonl").write_text(prompt_line("a", "train") + "\n" + prompt_line("b", "heldout") + "\n")
         (path / "model").mkdir()
-        (path / "model" / "config.json").write_text("{}")
+        for name in ("config.json", "tokenizer.json"):
+            (path / "model" / name).write_text("{}")
 
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "tba.cli.main", *words]

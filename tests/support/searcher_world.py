@@ -26,7 +26,7 @@ from tba.wire import Canary
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_lineage, start_stack, write_recipe
 from tests.support.redis_process import free_port
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 def publish_version(

@@ -130,6 +130,7 @@ class RecordedBuffer:
         self.drawn: list[tuple[int, int]] = []
         self.checkpoint: tuple[str, str] | None = None
         self.evals: dict[str, EvalRequest] = {}
+        self.eval_state: Any = "done"
         self.beats: list[Heartbeat] = []
         self.components: list[ComponentInfo] = []
         self._lock = threading.RLock()
@@ -161,6 +162,8 @@ class RecordedBuffer:
         with self._lock:
             self.lineage += 1
             self.parents[self.lineage] = request.parent
+            if self.state != "paused":
+                self.state, self.reason = "running", None
             return LineageReply(lineage=self.lineage, token=f"token-{self.lineage}")
 
     def mark(self, request: MarkRequest) -> MarkReply:
@@ -185,7 +188,7 @@ class RecordedBuffer:
         self.step = request.step
 
     def request_eval(self, request: EvalRequest) -> EvalInfo:
-        self._enter("request_eval")
+        self._enter("request_eval", request.token)
         eval_id = f"eval-{request.version}"
         self.evals.setdefault(eval_id, request)
         return self._info(eval_id)
@@ -211,7 +214,7 @@ class RecordedBuffer:
         return EvalInfo(
             eval_id=eval_id,
             version=request.version,
-            state="done",
+            state=self.eval_state,
             num_prompts=request.num_prompts,
             num_done=request.num_prompts,
             accuracy=0.5,

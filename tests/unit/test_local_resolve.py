@@ -82,6 +82,10 @@ def test_a_missing_model_is_refused_unless_a_warm_start_makes_it(tmp_path):
     assert check_model(warm)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").touch()
+    for recipe in (warm, make(model={"path": path})):
+        with pytest.raises(ConfigError, match=r"model\.path .*m holds no tokenizer .*save_pretrained"):
+            check_model(recipe)
+    (tmp_path / "m" / "vocab.json").touch()
     assert not check_model(warm)
 
 

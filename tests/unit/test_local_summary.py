@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tba.cli.main import main
 from tba.cli.reports import markdown_table
 from tba.errors import ConfigError
 from tba.local.history import Poll, load_history, load_polls
 from tba.local.outputs import result_lines, write_outputs
-from tba.local.report import RATE_WINDOW_S, age_bins, rate_course
+from tba.local.report import RATE_WINDOW_S, age_bins, draw_learning, rate_course
 from tba.local.run_folder import RunFolder
-from tba.local.summary import summarise
+from tba.local.summary import summarise, trainer_wait_share
 from tests.support.history_values import STEP_S, WAIT_S, entry, evaluation, history, stats
 
 
@@ -59,6 +61,41 @@ def test_a_resumed_run_adds_up_the_training_time_of_its_lineages():
     assert summary["final_accuracy"] == 0.6
     assert summary["lineages"] == 2
     assert summary["ledger_violations"] == []
+
+
+def test_the_wait_share_counts_waits_that_no_step_has_in_its_own_wait_and_leaves_the_warm_up_out():
+    """Before step 7 an ack was refused, and the draw after it took 1 s that no `wait_s` names."""
+    steps = [entry(step, at_s=100.0 + step) for step in range(1, 11)]
+    later = [e.model_copy(update={"metrics": e.metrics | {"waited_s_total": 51.0 + e.step * WAIT_S}}) for e in steps]
+    share = trainer_wait_share([*steps[:6], *later[6:]], 2)
+    assert share == pytest.approx((6 * WAIT_S + 1.0) / 6.0)  # from the ack of step 4, the end of the warm-up
+    assert trainer_wait_share(steps[:4], 2) is None
+
+
+def test_a_resume_at_the_last_step_is_evaluated_under_the_name_of_its_own_lineage():
+    ledger = [entry(step, at_s=100.0 + step) for step in range(1, 5)]
+    resumed = {"ledger": ledger, "lineage": 2, "step": 4, "parents": {1: "0-0", 2: "1-4"}}
+    start, own, older = evaluation("0-0", 0.3), evaluation("2-4", 0.6), evaluation("1-4", 0.6)
+    assert summarise(history(**resumed, evals=[start, own]))["final_accuracy"] == 0.6
+    assert summarise(history(**resumed, evals=[start, older]))["final_accuracy"] == 0.6  # the same weights
+    pending = evaluation("2-4", None, "pending")
+    assert summarise(history(**resumed, evals=[start, pending]))["final_accuracy"] is None
+
+
+def test_the_report_shows_the_evaluation_of_a_resume_at_the_last_step_and_none_of_a_dead_lineage():
+    axes = Figure().add_subplot()
+    draw_learning(
+        axes,
+        history(
+            ledger=[entry(step, at_s=100.0 + step) for step in range(1, 5)],
+            lineage=2,
+            step=4,
+            parents={1: "0-0", 2: "1-4"},
+            evals=[evaluation("0-0", 0.3), evaluation("1-6", 0.9), evaluation("2-4", 0.6)],
+        ),
+    )
+    lines = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
+    assert lines["accuracy, held out, sampled"] == [0.3, 0.6]
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_a_summary():

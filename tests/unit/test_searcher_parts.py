@@ -13,6 +13,7 @@ from tba_searcher.delivery import push_parts
 from tba_searcher.engines.base import Completion, Request
 from tba_searcher.engines.slots import SlotTable
 from tba_searcher.seeds import engine_seed
+from tba_searcher.service import check_device
 from tba_searcher.text import TextCodec
 from tba_searcher.visits import Backlog, Visit
 from tba_searcher.waits import Waits, patiently
@@ -214,3 +215,9 @@ def test_pushes_stay_within_both_limits_and_lose_nothing(sizes: list[int], max_r
     for part in parts:
         assert 1 <= len(part) <= max_rollouts
         assert len(part) == 1 or sum(map(len, part)) <= max_bytes
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_is_one_sentence(device: str):
+    with pytest.raises(ConfigError, match=f"searcher.device '{device}' cannot be used: "):
+        check_device(device)

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tba_trainer import learner as learner_module
 from tba_trainer.learner import Learner
 from tba_trainer.logprobs import LogprobModel
 from tba_trainer.metrics import ess_ratio
 from tba_trainer.microbatch import pad_sequences
 from tba_trainer.model import frozen_copy, load_policy
 from tba_trainer.optim import NonFiniteError
+from tba_trainer.passes import BatchPasses
 
 from tba.errors import MalformedError, TbaError
 from tba.versions import START, PolicyVersion
@@ -194,6 +196,42 @@ def test_shuffled_rewards_are_the_same_rewards_in_another_order(folder: Path) ->
     assert shuffled["reward_mean"] == plain["reward_mean"]
     assert shuffled["grad_norm"] != plain["grad_norm"]
     assert shuffled == second.gradients(batch, step=1, policy_ages=[0] * 12)
+
+
+def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rollout has a reward of its own, so that each can be followed."""
+    batch = make_batch(0)
+    numbered = iter(range(12))
+    groups = [
+        replace(group, rollouts=tuple(replace(r, reward=float(next(numbered))) for r in group.rollouts))
+        for group in batch.groups
+    ]
+    batch = replace(batch, groups=tuple(groups))
+    reached: list[list[float]] = []
+
+    class Recording(BatchPasses):
+        def __init__(self, *args: Any, rewards: np.ndarray, **kwargs: Any) -> None:
+            reached.append(rewards.tolist())
+            super().__init__(*args, rewards=rewards, **kwargs)
+
+    monkeypatch.setattr(learner_module, "BatchPasses", Recording)
+    own = [float(number) for number in range(12)]
+    make_learner(folder).gradients(batch, step=1, policy_ages=[0] * 12)
+    assert reached == [own]  # off: untouched
+    reached.clear()
+    for _ in range(2):
+        learner = make_learner(folder, trainer={"shuffle_rewards": True})
+        for step in (1, 2):
+            learner.gradients(batch, step=step, policy_ages=[0] * 12)
+    first, second, first_again, second_again = reached
+    assert (first, second) == (first_again, second_again)  # seeded
+    assert first != second  # drawn anew for every batch
+    for rewards in (first, second):
+        assert sorted(rewards) == own
+        assert rewards != own
+        assert any(int(reward) // 4 != place // 4 for place, reward in enumerate(rewards))  # across groups of 4
 
 
 def test_at_policy_age_0_ess_is_near_1_and_the_gap_near_0(folder: Path) -> None:

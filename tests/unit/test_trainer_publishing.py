@@ -122,7 +122,7 @@ def test_versions_that_something_holds_are_never_deleted() -> None:
 
 def test_an_evaluation_is_due_at_the_first_version_after_every_so_many_steps() -> None:
     section = EvalSection(every_steps=10, num_prompts=7)
-    evaluations = Evaluations(RecordedBuffer(), section, start_step=20)  # pyright: ignore[reportArgumentType]
+    evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=20)  # pyright: ignore[reportArgumentType]
     due = {step: evaluations.num_prompts_due(step) for step in (24, 28, 32, 36, 40, 64)}
     assert due == {24: None, 28: None, 32: 7, 36: None, 40: 7, 64: 7}
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 
 from tba.api import AckRequest, BatchRequest
-from tba.errors import BadRequestError, BusyError, ConflictError, RunOverError
+from tba.errors import BadRequestError, BusyError, ConflictError, RunOverError, VoidBatchError
 from tba.wire import DrawnGroup, encode_batch, new_id
 from tba_buffer.components import Components
 from tba_buffer.context import Context
@@ -114,7 +114,8 @@ class Batches:
 
         Raises:
             FencedError: a newer lineage owns the run.
-            ConflictError: the batch is unknown or void, belongs to another step, or a step was left out.
+            VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
+            ConflictError: the step has acked another batch, or a step was left out.
             BadRequestError: the number of policy ages is not the number of rollouts.
             UnavailableError: Redis did not answer.
         """
@@ -210,7 +211,7 @@ class Batches:
         batch_id = record["batch_id"]
         reply = await self._context.scripts.run(
             "draw",
-            [keys.run, keys.counters, keys.open_batches, keys.batch(batch_id)],
+            [keys.run, keys.counters, keys.open_batches, keys.batch(batch_id), keys.batches_since_mark],
             [
                 request.token,
                 record["deadline_s"],
@@ -232,8 +233,8 @@ class Batches:
         keys, now = self._context.keys, self._context.clock()
         suffix = f"|{request.lineage}|{request.step}"
         worth_s = now + self._context.recipe.buffer.batch_deadline_s / 2
-        args = [now, suffix, worth_s]
-        member = await self._context.scripts.run("void", [keys.open_batches, keys.counters], args)
+        void_keys = [keys.open_batches, keys.counters, keys.batches_since_mark]
+        member = await self._context.scripts.run("void", void_keys, [now, suffix, worth_s])
         if not member:
             return None
         with redis_errors("read a batch"):
@@ -241,9 +242,8 @@ class Batches:
         record = None if raw is None else msgpack.unpackb(raw)
         payloads = None if record is None else await self._payloads([r for g in record["groups"] for r in g["ids"]])
         if record is None or payloads is None:  # its rollouts are evicted: void it, and draw anew
-            await self._context.scripts.run(
-                "void", [keys.open_batches, keys.counters], [now, suffix, record["deadline_s"] + 1 if record else 1e15]
-            )
+            never_s = record["deadline_s"] + 1 if record else 1e15
+            await self._context.scripts.run("void", void_keys, [now, suffix, never_s])
             return None
         return Drawn(_encode(record, payloads), {})
 
@@ -316,7 +316,7 @@ def _check_ack(reply: list[bytes], batch_id: str, request: AckRequest) -> None:
                 f"step {request.step} cannot be acked: the last acked step of lineage {request.lineage} is "
                 f"{int(reply[1])}, and steps are acked in order"
             )
-    raise ConflictError(
+    raise VoidBatchError(
         f"batch {batch_id} is unknown, past its deadline, or was drawn for another step than {request.step}; "
         "draw a new one for this step"
     )

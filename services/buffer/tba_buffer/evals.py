@@ -17,6 +17,7 @@ import numpy as np
 from tba.api import EvalInfo, EvalRequest, EvalResult, EvalResults
 from tba.errors import BadRequestError, ConflictError, NotFoundError
 from tba_buffer.context import Context
+from tba_buffer.lineage import fenced
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
 
@@ -58,7 +59,8 @@ class Evals:
         opened again and keeps the results it has.
 
         Raises:
-            ConflictError: there are no held-out prompts.
+            FencedError: a newer lineage owns the run.
+            ConflictError: there are no held-out prompts, or no mark ever announced the version.
             UnavailableError: Redis did not answer.
         """
         num_prompts = min(request.num_prompts, len(self._catalog.heldout))
@@ -77,11 +79,17 @@ class Evals:
         }
         keys = self._context.keys
         units = [str(Unit(eval_id, kind, number)) for number in range(num_prompts) for kind in KINDS]
-        await self._context.scripts.run(
+        reply = await self._context.scripts.run(
             "eval_request",
-            [keys.evals, keys.eval_order, keys.eval_todo, keys.eval_results],
-            [eval_id, json.dumps(document), now, *units],
+            [keys.evals, keys.eval_order, keys.eval_todo, keys.eval_results, keys.run, keys.announced],
+            [eval_id, json.dumps(document), now, request.token, request.version, *units],
         )
+        if reply == b"fenced":
+            raise fenced(f"the evaluation of version {request.version}")
+        if reply == b"unknown-version":
+            raise ConflictError(
+                f"version {request.version} was never announced, so there is nothing to evaluate; mark it first"
+            )
         return await self.get(eval_id)
 
     async def get(self, eval_id: str) -> EvalInfo:

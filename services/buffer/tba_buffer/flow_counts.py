@@ -5,6 +5,7 @@ from __future__ import annotations
 from tba_buffer.context import Context
 from tba_buffer.flow import FlowCounts
 from tba_buffer.index import Index
+from tba_buffer.redis_link import redis_errors
 from tba_buffer.sampler import drawable_prompts
 
 
@@ -15,6 +16,8 @@ async def read_flow_counts(context: Context, index: Index) -> FlowCounts:
         UnavailableError: Redis did not answer.
     """
     counters = await context.counters()
+    with redis_errors("count the batches since the mark"):
+        batches_since_mark = int(await context.redis.scard(context.keys.batches_since_mark))
     inserted = counters.get("scored_total", 0)
     return FlowCounts(
         stored=index.num_scored,
@@ -23,5 +26,5 @@ async def read_flow_counts(context: Context, index: Index) -> FlowCounts:
         leased=max(0, counters.get("inflight", 0)),
         drawn=counters.get("drawn", 0) - counters.get("void", 0),
         inserted_since_mark=inserted - counters.get("scored_at_mark", 0),
-        batches_since_mark=counters.get("batches_since_mark", 0),
+        batches_since_mark=batches_since_mark,
     )

@@ -15,7 +15,7 @@
 |                 |        | for every visit that is not fulfilled                             |                       |
 | returned        | list   | visit ids that wait to be leased again                            | lease.lua, return.lua |
 | leases          | hash   | lease id -> JSON {k: kind, s: searcher, v: visit or u: eval unit} | lease.lua; removed by |
-| lease_deadlines | zset   | lease id -> Unix seconds                                          | push, return, results |
+| lease_deadlines | zset   | lease id -> Unix seconds; moved by renew.lua                      | push, return, results |
 | evals           | hash   | eval id -> JSON of one evaluation                                 | evals.py, eval_*.lua  |
 | eval_order      | list   | eval ids, oldest first                                            | eval_request.lua      |
 | eval_todo       | list   | units "eval id|kind|number" that wait for a lease                 | eval_request, lease   |
@@ -26,7 +26,10 @@
 | run             | hash   | state, reason, lineage, token, step, latest_version, checkpoint,  | run scripts           |
 |                 |        | checkpoint_key, marked_version, marked_position                   |                       |
 | components      | hash   | component id -> JSON of its last heartbeat                        | components.py         |
+| announced       | set    | every version that a mark announced                               | mark.lua              |
 | open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw.lua, ack.lua     |
+| batches_since_  | set    | members of open_batches as drawn since the last mark, acked ones  | draw.lua, mark.lua,   |
+| mark            |        | too, void ones not                                                | void.lua, lineage.lua |
 | batch:<id>      | string | msgpack: what was drawn, until some time after its deadline       | draw.lua              |
 | ledger          | list   | JSON of acked batches in order                                    | ack.lua               |
 | ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack.lua               |
@@ -34,7 +37,7 @@
 Counters: log_position, first_live, live, scored, pending, failed, payload_bytes (of what is stored now); generated,
 scored_total, pushed:<outcome>, refused:<code>, evicted:<reason> (ever); inflight (rollouts that open train leases
 still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches; slots:<what>;
-leases:<what>; marks; scored_at_mark, batches_since_mark.
+leases:<what>; marks; scored_at_mark.
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ class Keys:
         self.run = self._prefix + "run"
         self.components = self._prefix + "components"
         self.open_batches = self._prefix + "open_batches"
+        self.batches_since_mark = self._prefix + "batches_since_mark"
+        self.announced = self._prefix + "announced"
         self.ledger = self._prefix + "ledger"
         self.ledger_steps = self._prefix + "ledger_steps"
 

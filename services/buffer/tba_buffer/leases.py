@@ -2,7 +2,8 @@
 
 A visit is fulfilled once `rollouts_per_visit` rollouts that name it are stored, in one push or several, from whoever
 sampled them. A lease that ends earlier leaves the rest: the next lease of that visit asks for the missing rollouts
-only. Evaluation units come before visits; returned and expired visits before new ones.
+only. Evaluation units come before visits; returned and expired visits before new ones. A searcher that is alive renews
+its leases, so a visit may take longer than `lease_s`; a visit that cannot be sampled (refused) ends.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from tba.api import Lease, LeaseReply, LeaseRequest, LeaseReturn
+from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
 from tba.wire import new_id
 from tba_buffer.context import Context
 from tba_buffer.evals import Evals, Unit
@@ -80,12 +81,25 @@ class Leases:
         )
 
     async def give_back(self, request: LeaseReturn) -> None:
-        """End leases of this searcher before their deadline; what they owed is leased again.
+        """End leases of this searcher before their deadline; what they owed is leased again, refused visits are not.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
-        await self._context.scripts.run("return", self._keys, [request.searcher_id, *request.lease_ids])
+        returned, refused = request.lease_ids, request.refused_lease_ids
+        args = [request.searcher_id, len(returned), *returned, *refused]
+        await self._context.scripts.run("return", self._keys, args)
+
+    async def renew(self, request: LeaseRenewal) -> LeaseRenewalReply:
+        """Give leases of this searcher a new deadline; names those that it holds no more.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        keys, deadline_s = self._context.keys, self._context.clock() + self._context.recipe.buffer.lease_s
+        args = [request.searcher_id, deadline_s, *request.lease_ids]
+        lost = await self._context.scripts.run("renew", [keys.leases, keys.lease_deadlines], args)
+        return LeaseRenewalReply(lost_lease_ids=[lease_id.decode() for lease_id in lost])
 
     async def _room(self, fields: RunFields) -> tuple[int | None, str | None]:
         if fields.state != "running":
@@ -120,6 +134,7 @@ class Leases:
                     len(candidates),
                     *(new_id("lease") for _ in range(request.max_leases)),
                     *(part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)),
+                    *request.refused_versions,
                 ],
             )
             if flat or not moved:

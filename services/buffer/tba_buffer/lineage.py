@@ -71,7 +71,7 @@ class Lineages:
             raise ConflictError(f"no trainer made version {parent}: lineage 0 has only the starting model 0-0")
         reply = await self._context.scripts.run(
             "lineage",
-            [keys.run, keys.lineages, keys.open_batches, keys.counters],
+            [keys.run, keys.lineages, keys.open_batches, keys.counters, keys.batches_since_mark],
             [token, json.dumps(document), parent.lineage, parent.step],
         )
         if reply[0] == b"unknown-parent":
@@ -92,7 +92,7 @@ class Lineages:
         await self._check_history(version, request.token, f"the mark of version {version}")
         reply = await self._context.scripts.run(
             "mark",
-            [keys.run, keys.log, keys.counters, keys.marks],
+            [keys.run, keys.log, keys.counters, keys.marks, keys.batches_since_mark, keys.announced],
             [
                 request.token,
                 version.lineage,

@@ -6,14 +6,16 @@ that existed when it began; prompts uploaded later join the next one. Visit ids 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import ValidationError
 
 from tba.api import Prompt, PromptUploadReply
-from tba.errors import ConflictError
+from tba.errors import BadRequestError, ConflictError
 from tba_buffer.context import Context
 from tba_buffer.redis_link import redis_errors
 
@@ -27,6 +29,7 @@ class Catalog:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._lock = asyncio.Lock()
         self._by_id: dict[str, tuple[int, Prompt]] = {}
         self.ids: list[str] = []
         self.train: list[Prompt] = []
@@ -43,24 +46,27 @@ class Catalog:
             UnavailableError: Redis did not answer.
         """
         redis, keys = self._context.redis, self._context.keys
-        with redis_errors("read the prompts"):
-            while ids := await redis.lrange(keys.prompt_order, len(self.ids), len(self.ids) + 999):
-                for text in await redis.hmget(keys.prompts, ids):
-                    prompt = Prompt.model_validate_json(text)
-                    self._by_id[prompt.prompt_id] = (len(self.ids), prompt)
-                    self.ids.append(prompt.prompt_id)
-                    (self.train if prompt.split == "train" else self.heldout).append(prompt)
+        async with self._lock:  # two that read from the same number would add the same prompts twice
+            with redis_errors("read the prompts"):
+                while ids := await redis.lrange(keys.prompt_order, len(self.ids), len(self.ids) + 999):
+                    for text in await redis.hmget(keys.prompts, ids):
+                        prompt = Prompt.model_validate_json(text)
+                        self._by_id[prompt.prompt_id] = (len(self.ids), prompt)
+                        self.ids.append(prompt.prompt_id)
+                        (self.train if prompt.split == "train" else self.heldout).append(prompt)
 
     async def upload(self, prompts: Sequence[Prompt]) -> PromptUploadReply:
         """Add prompts, all or none.
 
         Raises:
+            BadRequestError: a prompt that is stored could not be read back.
             ConflictError: an id is taken by other content.
             UnavailableError: Redis did not answer.
         """
         by_id: dict[str, str] = {}
         for prompt in prompts:
             text = json.dumps(prompt.model_dump(), sort_keys=True, ensure_ascii=False)
+            _check_readable(prompt.prompt_id, text)
             if by_id.setdefault(prompt.prompt_id, text) != text:
                 raise ConflictError(f"prompt id {prompt.prompt_id!r} occurs twice with different content")
         keys = self._context.keys
@@ -79,6 +85,14 @@ class Catalog:
             num_train=len(self.train),
             num_heldout=len(self.heldout),
         )
+
+
+def _check_readable(prompt_id: str, text: str) -> None:
+    try:
+        Prompt.model_validate_json(text.encode())
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise BadRequestError(f"prompt {prompt_id!r} could not be read back: {reason}; simplify its data") from None
 
 
 @dataclass(frozen=True, slots=True)

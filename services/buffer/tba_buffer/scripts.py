@@ -1,5 +1,8 @@
 """The Lua scripts (lua/*.lua): every change of more than one key is one of these, atomic and safe to repeat.
 
+Safe to repeat: run again with the same arguments, a script stores, leases, draws and counts nothing twice; only a push
+reports its items as duplicates then, and counts them so.
+
 Each file opens with its keys, arguments and replies. Redis knows a script by its digest; after a restart of Redis the
 client loads it again by itself.
 """
@@ -17,6 +20,7 @@ NAMES = (
     "mark",
     "lease",
     "return",
+    "renew",
     "upload",
     "eval_request",
     "eval_results",

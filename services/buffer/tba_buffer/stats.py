@@ -12,7 +12,7 @@ from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.view import IndexView
 
-LEASE_EVENTS = ("granted", "fulfilled", "expired", "returned")
+LEASE_EVENTS = ("granted", "fulfilled", "expired", "returned", "refused")
 
 
 async def read_stats(context: Context, catalog: Catalog, view: IndexView) -> Stats:

@@ -104,7 +104,7 @@ def load_registry(plugins: Sequence[str]) -> Registry:
     for name in plugins:
         try:
             plugin = importlib.import_module(name)
-        except Exception as error:  # a plugin is foreign code and may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # a plugin is foreign code and may raise anything
             raise ConfigError(
                 f"reward.plugins: module {name!r} cannot be imported ({type(error).__name__}: {error}); install it, or "
                 "put its folder on PYTHONPATH"
@@ -112,5 +112,12 @@ def load_registry(plugins: Sequence[str]) -> Registry:
         register = getattr(plugin, "register", None)
         if not callable(register):
             raise ConfigError(f"reward.plugins: module {name!r} does not define `register(registry)`")
-        register(registry)
+        try:
+            register(registry)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"reward.plugins: register() of module {name!r} failed ({type(error).__name__}: {error})"
+            ) from error
     return registry

@@ -75,22 +75,27 @@ class Delivery:
         self.on_reply: Callable[[PushReply], None] | None = None
         self._complete: asyncio.Queue[Visit] = asyncio.Queue()
         self._scored: asyncio.Queue[_Scored] = asyncio.Queue()
-        self._num_open = 0
+        self._open: set[str] = set()
         self._reward_is_away = False
 
     @property
     def idle(self) -> bool:
         """Nothing is being scored or pushed."""
-        return self._num_open == 0
+        return not self._open
+
+    @property
+    def lease_ids(self) -> set[str]:
+        """Leases of the visits that are being scored or pushed."""
+        return set(self._open)
 
     def put(self, visit: Visit) -> None:
         """Take over a visit (complete, or cut short by a drain) with at least one completion."""
-        self._num_open += 1
+        self._open.add(visit.lease.lease_id)
         self._complete.put_nowait(visit)
 
     def put_unknown(self, visit: Visit) -> None:
         """Report an evaluation whose prompt cannot be sampled: all its scores are unknown."""
-        self._num_open += 1
+        self._open.add(visit.lease.lease_id)
         num = visit.lease.num_rollouts
         self._scored.put_nowait(_Scored(visit, [], [None] * num, [0] * num))
 
@@ -112,7 +117,7 @@ class Delivery:
                 batch.append(self._scored.get_nowait())
             await self._push([payload for item in batch for payload in item.payloads])
             await self._report([item for item in batch if item.visit.pinned is not None])
-            self._num_open -= len(batch)
+            self._open.difference_update(item.visit.lease.lease_id for item in batch)
 
     async def _score(self, visits: list[Visit]) -> None:
         completions = [completion for visit in visits for completion in visit.completions]

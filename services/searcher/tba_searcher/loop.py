@@ -8,6 +8,7 @@
                                           Backlog --complete visits--> Delivery.score_forever --> push_forever
                                                                            | reward service         | buffer
    _beat_task: every second state, version, oldest wait and gauges to the buffer
+   Leases.renew_forever: a third into each lease, new deadlines for the visits that are here
 
  task            waits for                       name of the wait            deadline, and what happens at it
  start           a version that can be used      no-version, object-store    none announced: asks on, renewed; store
@@ -19,7 +20,7 @@
  _engine_task    requests or a version           (that of _lease_task)       wakes every 50 ms
  _pull_task      a version to pull               (none)                      -
                  a store that is away            object-store                retry_s, renewed: the old version is used
- scoring, pushing                                see delivery.py
+ scoring, pushing                                see delivery.py; renewing: leases.py
  drain           active rows, then deliveries    (state draining)            drain_s, then what is left is returned
 
 Weights change only between two steps. Evaluations pin a version: training visits are not begun while another version
@@ -35,7 +36,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tba.api import LeaseReply, LeaseRequest, LeaseReturn, PushReply
+from tba.api import MAX_REFUSED_VERSIONS, LeaseReply, LeaseRequest, PushReply
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.errors import ObjectNotFoundError, ServiceError, StoreUnavailableError, TbaError
@@ -43,6 +44,7 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba_searcher.delivery import Delivery
 from tba_searcher.engines.base import Completion, Engine, Request
+from tba_searcher.leases import Leases
 from tba_searcher.pulling import Pulled, PulledVersions, swap
 from tba_searcher.status import Status
 from tba_searcher.text import TextCodec
@@ -74,7 +76,7 @@ class SearcherLoop:
     Args:
         current: the version that the engine holds.
         buffer: retries for a moment only; waiting is done here, under a name.
-        beats: another client, so that a heartbeat never waits behind a retry.
+        beats: another client, so that neither a heartbeat nor a renewal waits behind a retry.
         stop: set on SIGTERM.
     """
 
@@ -96,10 +98,13 @@ class SearcherLoop:
         self._recipe, self._engine, self._current, self._pulled = recipe, engine, current, pulled
         self._codec, self._backlog, self._buffer, self._beats = codec, backlog, buffer, beats
         self._delivery, self._status, self._stop = delivery, status, stop
+        self._leases = Leases(buffer=buffer, renewals=beats, backlog=backlog, delivery=delivery, status=status)
         self._newest = current.version
         self._over = asyncio.Event()
         self._work = asyncio.Event()
         self._aborts: list[str] = []
+        self._too_long: set[str] = set()
+        """Ids of prompts that were refused, so that each is logged once."""
         pulled.add(current)
         delivery.on_reply = self.heard
 
@@ -111,7 +116,8 @@ class SearcherLoop:
         """
         names = ("_lease_task", "_engine_task", "_pull_task", "_beat_task")
         tasks = [asyncio.create_task(getattr(self, name)(), name=name) for name in names]
-        tasks += [asyncio.create_task(job()) for job in (self._delivery.score_forever, self._delivery.push_forever)]
+        jobs = (self._delivery.score_forever, self._delivery.push_forever, self._leases.renew_forever)
+        tasks += [asyncio.create_task(job()) for job in jobs]
         over, stop = asyncio.create_task(self._over.wait()), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([*tasks, over, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -156,6 +162,7 @@ class SearcherLoop:
                 searcher_id=self._status.searcher_id,
                 max_leases=min(most, MAX_LEASES),
                 version=str(self._engine.version),
+                refused_versions=[str(version) for version in sorted(self._pulled.refused)[-MAX_REFUSED_VERSIONS:]],
             )
             reply = await patiently(
                 lambda request=request: self._buffer.lease(request),
@@ -181,11 +188,14 @@ class SearcherLoop:
             self._status.waits.end("leases")
 
     async def _accept(self, reply: LeaseReply, *, max_train: int) -> int:
-        """Queue evaluations and at most `max_train` visits whose prompts fit, return the others; how many it kept."""
-        longest = self._recipe.searcher.max_prompt_tokens
-        refused = [lease.lease_id for lease in reply.leases if lease.kind == "train"][max_train:]
+        """Queue evaluations and at most `max_train` visits, return the others, refuse those whose prompts are too long.
+
+        How many it kept.
+        """
+        longest, too_long = self._recipe.searcher.max_prompt_tokens, []
+        returned = [lease.lease_id for lease in reply.leases if lease.kind == "train"][max_train:]
         for lease in reply.leases:
-            if lease.lease_id in refused:
+            if lease.lease_id in returned:
                 continue
             temperatures = {"train": self._recipe.searcher.sampling_temperature, "greedy": 0.0}
             visit = Visit(
@@ -199,14 +209,16 @@ class SearcherLoop:
                 self._backlog.add(visit)
                 continue
             self._status.counts["refused_prompts"] += 1
-            log.error("prompt refused", prompt_id=lease.prompt.prompt_id, num_tokens=num_tokens, limit_tokens=longest)
+            prompt_id = lease.prompt.prompt_id
+            if prompt_id not in self._too_long:
+                self._too_long.add(prompt_id)
+                log.error("prompt refused", prompt_id=prompt_id, num_tokens=num_tokens, limit_tokens=longest)
             if visit.pinned is None:
-                refused.append(lease.lease_id)
+                too_long.append(lease.lease_id)
             else:
                 self._delivery.put_unknown(visit)
-        if refused:
-            await self._return(refused)
-        return len(reply.leases) - len(refused)
+        await self._leases.give_back(returned, refused=too_long)
+        return len(reply.leases) - len(returned) - len(too_long)
 
     async def _engine_task(self) -> None:
         """Decide between steps what the engine does next; cross into its thread; hand out what comes back."""
@@ -367,17 +379,7 @@ class SearcherLoop:
         """Forget visits and return their leases."""
         if visits:
             self._backlog.drop(visits)
-            await self._return([visit.lease.lease_id for visit in visits])
-
-    async def _return(self, lease_ids: list[str]) -> None:
-        """Return leases; when that fails they expire by themselves."""
-        body = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
-        try:
-            await asyncio.wait_for(in_thread(lambda: self._buffer.return_leases(body)), timeout=5)
-        except (ServiceError, TimeoutError) as error:
-            log.warning("leases not returned; they expire", num_leases=len(lease_ids), detail=str(error))
-        else:
-            self._status.counts["leases_returned"] += len(lease_ids)
+            await self._leases.give_back([visit.lease.lease_id for visit in visits])
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but not past new work."""

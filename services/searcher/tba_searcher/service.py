@@ -15,7 +15,7 @@ import torch
 from tba.api import LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
-from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
+from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
 from tba.store import open_store
 from tba.tokens import role_token
@@ -44,8 +44,22 @@ def run_searcher(recipe: Recipe) -> None:
         TbaError: it cannot start, or a service stayed away beyond its deadline.
     """
     torch.set_num_threads(recipe.searcher.torch_num_threads)
+    check_device(recipe.searcher.device)
     with tempfile.TemporaryDirectory(prefix="tba-searcher-", ignore_cleanup_errors=True) as folder:
         asyncio.run(_Service(recipe, Path(folder)).run())
+
+
+def check_device(device: str) -> None:
+    """Try the engine's device before anything is asked of other services.
+
+    Raises:
+        ConfigError: torch has no such device, or this build of torch or this machine cannot use it.
+    """
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"searcher.device {device!r} cannot be used: {first_line}") from None
 
 
 class _Service:

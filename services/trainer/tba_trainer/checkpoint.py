@@ -14,7 +14,6 @@ Until the manifest exists, the checkpoint does not. The buffer names the one tha
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import tempfile
 from collections.abc import Collection, Iterator
@@ -32,7 +31,7 @@ from torch import Tensor
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
-from tba.weights import incomplete_versions, sha256_of_file
+from tba.weights import delete_incomplete, sha256_of_file
 from tba.wire import StoredObject
 from tba_trainer.learner import Learner
 from tba_trainer.model import load_tensors, snapshot
@@ -193,11 +192,7 @@ class Checkpoints:
 
     def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
         """Delete checkpoints of older lineages that have no manifest, except `keep`; returns what was deleted."""
-        found = incomplete_versions(self._store.list(self._prefix), self._prefix)
-        deleted = {v: keys for v, keys in found.items() if v.lineage < before_lineage and v not in keep}
-        for key in itertools.chain.from_iterable(deleted.values()):
-            self._store.delete(key)
-        return sorted(deleted)
+        return delete_incomplete(self._store, self._prefix, before_lineage=before_lineage, keep=keep)
 
     def _put(self, key: str, path: Path) -> StoredObject:
         stored = StoredObject(

@@ -21,11 +21,12 @@ class Evaluations:
     """Decides when a version is evaluated, and asks the buffer for it.
 
     Args:
+        token: of the lineage.
         start_step: step that this trainer starts from; what was due before is not asked for again.
     """
 
-    def __init__(self, buffer: BufferClient, section: EvalSection, *, start_step: int) -> None:
-        self._buffer, self._section = buffer, section
+    def __init__(self, buffer: BufferClient, section: EvalSection, *, token: str, start_step: int) -> None:
+        self._buffer, self._section, self._token = buffer, section, token
         self._last_step = start_step
 
     def num_prompts_due(self, step: int) -> int | None:
@@ -49,6 +50,7 @@ class Evaluations:
             return self._buffer.request_eval(
                 EvalRequest(
                     version=str(version),
+                    token=self._token,
                     num_prompts=num_prompts,
                     num_samples=self._section.num_samples,
                     success_reward=self._section.success_reward,

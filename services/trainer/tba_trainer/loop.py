@@ -264,7 +264,7 @@ class TrainingLoop:
         log.info("stopped", version=str(self.version))
 
     def _finish(self) -> None:
-        """The run is over: publish, checkpoint, evaluate, export, done. Told to stop before that, it stays resumable."""
+        """The run is over: publish, checkpoint, evaluate, export, done. Told to stop before that, it can be resumed."""
         self._train_s = self.train_s
         self._status.set_state("finishing")
         self._prefetcher.close()
@@ -297,7 +297,8 @@ class TrainingLoop:
         with self._status.waiting("object-store", wait_s):
             while not self._stop.is_set():
                 try:
-                    return action()
+                    action()
+                    return
                 except StoreUnavailableError as error:
                     if time.monotonic() > deadline:
                         raise WaitTimeoutError(f"{what} could not be stored within {wait_s:g} s: {error}") from None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tba.config.sections import ModelSection
 from tba.errors import ConfigError, TbaError
+from tba.model_folder import check_tokenizer
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -112,7 +113,12 @@ def load_tensors(model: Any, tensors: Mapping[str, Tensor], *, what: str) -> Non
 
 
 def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path]:
-    """Config and tokenizer files of a model folder by name; Python files only where the recipe trusts them."""
+    """Config and tokenizer files of a model folder by name; Python files only where the recipe trusts them.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    check_tokenizer(folder)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
     return {
         path.name: path

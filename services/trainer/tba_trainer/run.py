@@ -18,6 +18,7 @@ from tba.config import Recipe
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
 from tba.tokens import role_token
+from tba.versions import START
 from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
 from tba_trainer.checkpoint import Checkpoints
@@ -82,7 +83,7 @@ def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: thr
         model_config_sha256=model_config_sha256,
     )
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
-    evaluations = Evaluations(buffer, recipe.eval, start_step=session.parent.step)
+    evaluations = Evaluations(buffer, recipe.eval, token=session.token, start_step=session.parent.step)
     collector = Collector(buffer, versions, checkpoints, keep_versions=recipe.trainer.keep_versions)
     publisher = Publisher(
         versions=versions,
@@ -123,6 +124,9 @@ def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: thr
         else:
             publisher.submit(snapshots.take(session.first, session.parent))
         publisher.drain()
+        if not session.fresh:
+            # the evaluation of the start may have been cut off; one that is done is answered as it is
+            evaluations.request(START, evaluations.num_prompts_final)
         prefetcher.start()
         loop.run()
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ from tba_trainer.model import TORCH_DTYPES, frozen_copy, load_tensors, snapshot
 _CANARY_PROMPT_TOKENS = 8
 _CANARY_RESPONSE_TOKENS = 8
 _CANARY_SEED = 0
+MIN_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.03, "bfloat16": 0.25})
+"""Nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to 2^-8 in float16 and to 2^-5 in
+bfloat16, and a few such roundings meet. The exact check is `params_sha256`; the canary finds an engine that computes
+another model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +53,7 @@ class Snapshots:
     def __init__(self, model: Any, recipe: Recipe) -> None:
         self._model = model
         self._dtype = recipe.model.dtype
-        self._tolerance = recipe.trainer.canary_tolerance
+        self._tolerance = max(recipe.trainer.canary_tolerance, MIN_TOLERANCE[self._dtype])
         same = all(p.dtype == TORCH_DTYPES[self._dtype] for p in model.parameters())
         self._published = model if same else frozen_copy(model, TORCH_DTYPES[self._dtype])
         self._logprobs = LogprobModel(self._published, temperature=1.0)

@@ -1,13 +1,35 @@
--- Claim evaluation units and visits; expired leases come back first.
+-- Claim evaluation units and visits; expired leases come back first. Repeated with the same lease ids, it answers what
+-- they were granted for.
 -- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
 --       9 eval_units, 10 eval_results
 -- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
 --       7 most rollouts of train leases (-1: any), 8 the cursor as the caller saw it, 9 number of candidates,
---       then the ids for new leases, then per candidate: visit id, prompt id, cursor after it
+--       then the ids for new leases, then per candidate: visit id, prompt id, cursor after it,
+--       then the versions that the searcher cannot use (their evaluation units are left to others)
 -- Returns {1 if the cursor has moved meanwhile, then per lease: 'train', lease id, visit id, prompt id, rollouts
 --          or: 'eval', lease id, unit, '', 0}.
 local now, max_leases, max_train = tonumber(ARGV[1]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local room, num_candidates = tonumber(ARGV[7]), tonumber(ARGV[9])
+local FIRST_ID = 10
+local reply, num_leases, num_train = {0}, 0, 0
+
+local function answer(kind, lease_id, subject, prompt_id, num_rollouts)
+  for _, value in ipairs({kind, lease_id, subject, prompt_id, num_rollouts}) do reply[#reply + 1] = value end
+end
+
+-- Ids are used in order, so if the first is not known, none of them is.
+for i = FIRST_ID, FIRST_ID + max_leases - 1 do
+  local text = redis.call('HGET', KEYS[3], ARGV[i])
+  if not text then break end
+  local lease = cjson.decode(text)
+  if lease.k == 'eval' then
+    answer('eval', ARGV[i], lease.u, '', 0)
+  else
+    local visit = cjson.decode(redis.call('HGET', KEYS[1], lease.v))
+    answer('train', ARGV[i], lease.v, visit.p, visit.n)
+  end
+end
+if #reply > 1 then return reply end
 
 local function open(lease_id, lease)
   redis.call('HSET', KEYS[3], lease_id, cjson.encode(lease))
@@ -19,30 +41,45 @@ for _, lease_id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', ARGV[1]))
   release(lease_id, 'expired')
 end
 
-local reply, num_leases, num_train = {0}, 0, 0
+local cannot_use, evals, num_skipped = {}, {}, 0
+for i = FIRST_ID + max_leases + num_candidates * 3, #ARGV do cannot_use[ARGV[i]] = true end
+
+local function pending_eval(eval_id)
+  if evals[eval_id] == nil then
+    local text = redis.call('HGET', KEYS[7], eval_id)
+    local eval = text and cjson.decode(text)
+    evals[eval_id] = eval and eval.state == 'pending' and eval.deadline_s > now and eval or false
+  end
+  return evals[eval_id]
+end
+
 while num_leases < max_leases do
-  local unit = redis.call('LPOP', KEYS[8])
+  local unit = redis.call('LINDEX', KEYS[8], num_skipped)
   if not unit then break end
-  local text = redis.call('HGET', KEYS[7], string.match(unit, '^([^|]*)|'))
-  local eval = text and cjson.decode(text)
-  if eval and eval.state == 'pending' and eval.deadline_s > now and redis.call('HEXISTS', KEYS[10], unit) == 0 then
-    num_leases = num_leases + 1
-    local lease_id = ARGV[9 + num_leases]
-    open(lease_id, {k = 'eval', s = ARGV[3], u = unit})
-    redis.call('HSET', KEYS[9], lease_id, unit)
-    for _, value in ipairs({'eval', lease_id, unit, '', 0}) do reply[#reply + 1] = value end
+  local eval = pending_eval(string.match(unit, '^([^|]*)|'))
+  if eval and cannot_use[eval.version] then
+    num_skipped = num_skipped + 1
+  else
+    redis.call('LREM', KEYS[8], 1, unit)
+    if eval and redis.call('HEXISTS', KEYS[10], unit) == 0 then
+      local lease_id = ARGV[FIRST_ID + num_leases]
+      num_leases = num_leases + 1
+      open(lease_id, {k = 'eval', s = ARGV[3], u = unit})
+      redis.call('HSET', KEYS[9], lease_id, unit)
+      answer('eval', lease_id, unit, '', 0)
+    end
   end
 end
 
 local function grant(visit_id, visit)
+  local lease_id = ARGV[FIRST_ID + num_leases]
   num_leases, num_train = num_leases + 1, num_train + 1
-  local lease_id = ARGV[9 + num_leases]
   visit.l = lease_id
   redis.call('HSET', KEYS[1], visit_id, cjson.encode(visit))
   redis.call('HINCRBY', KEYS[6], 'inflight', visit.n)
   open(lease_id, {k = 'train', s = ARGV[3], v = visit_id})
   if room >= 0 then room = math.max(0, room - visit.n) end
-  for _, value in ipairs({'train', lease_id, visit_id, visit.p, visit.n}) do reply[#reply + 1] = value end
+  answer('train', lease_id, visit_id, visit.p, visit.n)
 end
 
 local function may_grant() return num_leases < max_leases and num_train < max_train and room ~= 0 end
@@ -61,9 +98,9 @@ if may_grant() and num_candidates > 0 then
     local cursor
     for i = 1, num_candidates do
       if not may_grant() then break end
-      local at = 9 + max_leases + (i - 1) * 3
-      grant(ARGV[at + 1], {p = ARGV[at + 2], n = tonumber(ARGV[4])})
-      cursor = ARGV[at + 3]
+      local at = FIRST_ID + max_leases + (i - 1) * 3
+      grant(ARGV[at], {p = ARGV[at + 1], n = tonumber(ARGV[4])})
+      cursor = ARGV[at + 2]
     end
     if cursor then redis.call('SET', KEYS[5], cursor) end
   end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter, Depends, Query
 
 from tba.api import AckRequest, BatchRequest, LedgerReply
@@ -30,7 +32,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/ledger", operation_id="ledger", dependencies=[Depends(auth.require("viewer", "trainer"))])
     async def ledger(
-        after: int = Query(default=0, ge=0), limit: int = Query(default=1000, ge=1, le=MAX_ENTRIES_PER_PAGE)
+        after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES_PER_PAGE)] = 1000,
     ) -> LedgerReply:
         """Acked batches in order."""
         return await read_ledger(buffer.context, buffer.lineages, after=after, limit=limit)

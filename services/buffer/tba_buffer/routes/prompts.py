@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends
 
-from tba.api import LeaseReply, LeaseRequest, LeaseReturn, PromptUpload, PromptUploadReply
+from tba.api import (
+    LeaseRenewal,
+    LeaseRenewalReply,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    PromptUpload,
+    PromptUploadReply,
+)
 from tba.service import Authenticator
 from tba_buffer.buffer import Buffer
 
 
 def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Upload, lease, return."""
+    """Upload, lease, renew, return."""
     api = APIRouter(prefix="/v1")
     searcher = [Depends(auth.require("searcher"))]
 
@@ -24,9 +32,14 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """Claim visits and evaluation units."""
         return await buffer.leases.lease(body)
 
+    @api.post("/leases/renew", operation_id="renew_leases", dependencies=searcher)
+    async def renew_leases(body: LeaseRenewal) -> LeaseRenewalReply:
+        """Keep leases that take longer than their deadline."""
+        return await buffer.leases.renew(body)
+
     @api.post("/leases/return", operation_id="return_leases", status_code=204, dependencies=searcher)
     async def return_leases(body: LeaseReturn) -> None:
-        """Give unfinished leases back."""
+        """Give unfinished leases back, and end those that cannot be sampled."""
         await buffer.leases.give_back(body)
 
     return api

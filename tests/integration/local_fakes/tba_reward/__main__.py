@@ -1,4 +1,4 @@
-"""A reward service that is ready and nothing else."""
+"""A reward service that is ready, names one task, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ RECIPE = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        rewards = [{"task": "addition", "version": "addition-1", "fast": True, "health": "ok"}]
+        body = json.dumps({"rewards": rewards}).encode() if self.path == "/v1/rewards" else b""
         self.send_response(200)
-        self.send_header("content-length", "0")
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass

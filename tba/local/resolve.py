@@ -66,12 +66,14 @@ def check_model(recipe: Recipe) -> bool:
     """Whether the starting model still has to be made by a warm start.
 
     Raises:
-        ConfigError: the model folder is missing and the recipe does not say how to make one, or has no tokenizer.
+        ConfigError: the model folder is missing and the recipe does not say how to make one, has no tokenizer, or was
+            made by a warm start with other settings (nothing that exists is overwritten).
     """
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
         check_tokenizer(folder)
-        return recipe.model.warm_start is not None and not _was_made_so(folder / "warmstart.json", recipe)
+        _check_made_so(folder / "warmstart.json", recipe)
+        return False
     if recipe.model.warm_start is None:
         raise ConfigError(
             f"model.path {recipe.model.path} holds no config.json; give a folder in Hugging Face format, "
@@ -80,13 +82,20 @@ def check_model(recipe: Recipe) -> bool:
     return True
 
 
-def _was_made_so(report_path: Path, recipe: Recipe) -> bool:
-    """Whether the cached model was made with the recipe's settings; a folder without a report is somebody's model."""
+def _check_made_so(report_path: Path, recipe: Recipe) -> None:
+    """A cached model must have been made with the recipe's settings; a folder without a report is somebody's model."""
     if not report_path.is_file() or recipe.model.warm_start is None:
-        return True
+        return
     report = json.loads(report_path.read_text())
-    settings = recipe.model.warm_start.model_dump(mode="json")
-    return report["settings"] == settings and report["seed"] == recipe.warm_start_seed
+    wanted = {"seed": recipe.warm_start_seed, **recipe.model.warm_start.model_dump(mode="json", exclude={"seed"})}
+    found = {**report["settings"], "seed": report["seed"]}
+    differs = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if differs:
+        name = differs[0]
+        raise ConfigError(
+            f"model.path {recipe.model.path} was made by a warm start with {name} = {found.get(name)}, not "
+            f"{wanted.get(name)}; remove that folder to make it anew, or give another model.path"
+        )
 
 
 def child_environ(environ: Mapping[str, str], *, num_threads: int, searcher_id: str | None = None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,22 @@ def test_a_missing_model_is_refused_unless_a_warm_start_makes_it(tmp_path):
             check_model(recipe)
     (tmp_path / "m" / "vocab.json").touch()
     assert not check_model(warm)
+
+
+def test_a_cached_starting_model_is_never_overwritten_by_one_with_other_settings(tmp_path):
+    warm = {"path": str(tmp_path), "warm_start": {"task": "addition"}}
+    recipe = make(model=warm)
+    assert recipe.model.warm_start is not None
+    settings = recipe.model.warm_start.model_dump(mode="json")
+    (tmp_path / "config.json").touch()
+    (tmp_path / "vocab.json").touch()
+    (tmp_path / "warmstart.json").write_text(json.dumps({"settings": settings, "seed": recipe.run.seed}))
+    assert not check_model(recipe)
+    with pytest.raises(ConfigError, match=r"made by a warm start with seed = 0, not 7; remove that folder"):
+        check_model(make(run={"name": "r", "seed": 7}, model=warm))
+    warm["warm_start"] = {"task": "addition", "wrong_digit": 0.5}
+    with pytest.raises(ConfigError, match=r"with wrong_digit = 0\.13, not 0\.5"):
+        check_model(make(model=warm))
 
 
 def test_children_inherit_no_recipe_overrides():

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -29,6 +26,7 @@ from tba_trainer.loop import TrainingLoop
 from tba_trainer.model import load_policy, side_files
 from tba_trainer.prefetch import Prefetcher
 from tba_trainer.publisher import Publisher
+from tba_trainer.signals import stop_on_signals
 from tba_trainer.snapshots import Snapshots
 from tba_trainer.startup import Session, begin, check_starting_model, starting_snapshot
 from tba_trainer.status import Heartbeats, Status
@@ -46,7 +44,7 @@ def run_trainer(recipe: Recipe) -> None:
     """
     token = role_token(recipe.auth.tokens_file, "trainer")
     buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s)
-    with _stop_on_signals() as stop:
+    with stop_on_signals() as stop:
         try:
             train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop)
         finally:
@@ -155,20 +153,3 @@ def _prefetcher(
         batch_deadline_s=recipe.buffer.batch_deadline_s,
         stop=stop,
     )
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set."""
-    stop = threading.Event()
-
-    def handle(number: int, _frame: object) -> None:
-        log.info("signal", name=signal.Signals(number).name)
-        stop.set()
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

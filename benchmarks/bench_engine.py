@@ -36,6 +36,7 @@ ROLLOUTS_PER_VISIT = 8
 
 
 def make_requests(num: int, *, variable: bool) -> list[Request]:
+    """`num` seeded requests, `ROLLOUTS_PER_VISIT` per prompt; lengths in tokens: 24, or 1 to 40 if `variable`."""
     rng = np.random.default_rng(0)
     requests: list[Request] = []
     for i in range(num):
@@ -49,6 +50,7 @@ def make_requests(num: int, *, variable: bool) -> list[Request]:
 
 
 def run_engine(folder: Path, requests: list[Request]) -> int:
+    """Tokens per CPU second of the embedded engine; loading is not counted."""
     settings = EmbeddedSettings(num_slots=NUM_SLOTS, max_prompt_tokens=16, max_response_tokens=40, seed=0)
     engine = EmbeddedEngine(folder, START, settings)
     start = time.process_time()
@@ -61,6 +63,7 @@ def run_engine(folder: Path, requests: list[Request]) -> int:
 
 
 def run_generate(model: Any, requests: list[Request]) -> int:
+    """Tokens per CPU second of transformers `generate`; tokens beyond a request's own length do not count."""
     start = time.process_time()
     for at in range(0, len(requests), NUM_SLOTS):
         batch = requests[at : at + NUM_SLOTS]
@@ -88,6 +91,7 @@ def run_generate(model: Any, requests: list[Request]) -> int:
 
 
 def main() -> None:
+    """Run the rounds and print the best of each, and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)

@@ -8,7 +8,8 @@ EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 NAME := quickstart-seed$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo table control overlap test unit lint fix types clean
+.PHONY: help demo table control overlap test unit chaos bench-buffer lint fix types clean
+TRIALS ?= 10
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -45,6 +46,12 @@ test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types
 
 unit: $(VENV)/.test  ## the tests alone
 	$(BIN)/python -m pytest
+
+chaos: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times each, and count what was lost
+	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos -q --timeout 600
+
+bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work straight on Redis (about 8 minutes)
+	$(BIN)/python benchmarks/buffer.py --json bench-buffer.json
 
 lint: $(VENV)/.test  ## ruff and the import contracts
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@
     |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
     |  |- BusyError                          429: come back after `retry_after_s`
     |  `- UnavailableError                   5xx, or no connection
+    |     `- SupersededError                 a newer buffer process owns the run; this one serves nothing
     |- WaitTimeoutError       (TimeoutError) a named wait reached its deadline
     `- ChildError             (RuntimeError) a child process of `tba run` could not start, or died
 
@@ -183,6 +184,12 @@ class UnavailableError(ServiceError):
 
     slug = "unavailable"
     status = 503
+
+
+class SupersededError(UnavailableError):
+    """A newer buffer process owns the run; this one must end. Clients try again and reach the newer one."""
+
+    slug = "superseded"
 
 
 class WaitTimeoutError(TbaError, TimeoutError):

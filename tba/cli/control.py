@@ -59,6 +59,9 @@ def status_lines(info: RunInfo, stats: Stats) -> list[str]:
         f"{stats.num_failed} failed), {stats.rollouts_trained} trained; samples per insert {ratio}",
         f"  prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out",
     ]
+    if stats.evicted:
+        reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(stats.evicted.items()))
+        lines.append(f"  evicted: {reasons}")
     for item in info.components:
         alive = "" if item.alive else f"  SILENT for {item.heartbeat_age_s:.0f} s"
         lines.append(f"  {item.component_id}: {item.state}, version {item.version or 'none'}{alive}")

@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import argparse
 
+from tba.api import RunInfo
 from tba.cli.target import open_client
-from tba.local.ledger import ledger_violations, lineage_tree, read_ledger
+from tba.clients import BufferClient
+from tba.local.ledger import LedgerCheck, ledger_lines, lineage_tree
 
 EXIT_VIOLATION = 1
 MAX_SHOWN = 20
+MAX_READINGS = 5
 
 
 def check_command(args: argparse.Namespace) -> int:
     """Read run and ledger from the buffer service; print the result, 1 on a violation."""
     client = open_client(args)
     try:
-        # the run is read first: entries acked in between are newer than `step` and ignored
-        info = client.run()
-        entries = read_ledger(client)
+        info, check = _checked(client)
     finally:
         client.close()
-    violations = ledger_violations(entries, lineage_tree(info.parents), lineage=info.lineage, step=info.step)
+    violations = check.violations()
     for violation in violations[:MAX_SHOWN]:
         print(violation)
-    num_abandoned = sum(entry.abandoned for entry in entries)
-    counts = f"{len(entries)} entries, {num_abandoned} abandoned, {info.step} steps, lineage {info.lineage}"
+    if len(violations) > MAX_SHOWN:
+        print(f"... and {len(violations) - MAX_SHOWN} more")
+    fork = "" if check.forked_from is None else f", forked from {check.forked_from} of another run"
+    counts = (
+        f"{info.step} steps, {check.num_batches} batches, {check.num_abandoned} of them abandoned, "
+        f"{check.num_starts} trainer starts, living lineage {info.lineage}{fork}"
+    )
     if violations:
         print(f"ledger of {info.run!r}: {len(violations)} violations ({counts})")
         return EXIT_VIOLATION
     print(f"ledger of {info.run!r}: every step of the living lineage exactly once ({counts})")
     return 0
+
+
+def _checked(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:
+    """The run, and its whole ledger in a check. Read again when another trainer started meanwhile: what is abandoned
+    has changed then."""
+    for _ in range(MAX_READINGS):
+        # the run is read first: entries acked in between are newer than `step`
+        info = client.run()
+        check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step)
+        for line in ledger_lines(client):
+            check.take(line)
+        if client.run().lineage == info.lineage:
+            break
+    return info, check

@@ -21,10 +21,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tba {tba.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands, common)
+    _add_fork(commands, common)
     _add_control(commands, common)
     _add_config(commands, common)
     _add_prompts(commands, common)
     _add_ledger(commands, common)
+    _add_rescore(commands, common)
+    _add_buffer(commands, common)
     _add_reports(commands, common)
     return parser
 
@@ -34,13 +37,30 @@ def _add_run(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     _add_recipe(run)
     run.add_argument("--run-name", metavar="NAME", help="name of the run, instead of run.name of the recipe")
     run.add_argument("--seed", type=int, metavar="N", help="seed of the run, instead of run.seed of the recipe")
+    run.add_argument("--buffer", metavar="RUN/NAME", help="begin with this snapshot of another run's buffer")
+    _add_going_on(run)
+    run.set_defaults(command="tba.cli.run:run_command")
+
+
+def _add_fork(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    fork = commands.add_parser(
+        "fork", parents=[common], help="begin a run with a weight version and the rollouts of another one"
+    )
+    fork.add_argument("fork", metavar="RUN@VERSION", help="for example quickstart@1-40")
+    fork.add_argument("new_name", metavar="NEW_NAME", help="name of the new run")
+    _add_recipe(fork, nargs="?", default_is="the recipe that RUN began with")
+    fork.add_argument("--buffer", metavar="NAME", help="use this snapshot of RUN instead of saving its buffer now")
+    _add_going_on(fork)
+    fork.set_defaults(command="tba.cli.fork:fork_command", seed=None)
+
+
+def _add_going_on(run: argparse.ArgumentParser) -> None:
     again = run.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on with the run in its folder, from its checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
     loud = run.add_mutually_exclusive_group()
     loud.add_argument("--quiet", action="store_true", help="only the result and errors")
     loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
-    run.set_defaults(command="tba.cli.run:run_command")
 
 
 def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -73,8 +93,30 @@ def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
 def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     prompts = commands.add_parser("prompts", help="upload prompts to a run")
     kinds = prompts.add_subparsers(metavar="WHAT", required=True)
-    upload = kinds.add_parser("upload", parents=[common], help="upload a JSONL file; the same file again is accepted")
-    upload.add_argument("file", metavar="FILE.jsonl", help='lines of {"prompt_id", "task", "text", "data", "split"}')
+    upload = kinds.add_parser(
+        "upload", parents=[common], help="upload a file or a data set; the same one again is accepted"
+    )
+    upload.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="FILE.jsonl, FILE.parquet, hf:NAME[:CONFIG], or a folder saved by the datasets library; rows of "
+        '{"prompt_id", "task", "text", "data", "split"} need no flags, other rows need --task and --text',
+    )
+    upload.add_argument("--hf-split", default="train", metavar="SPLIT", help="split of the data set (default: train)")
+    upload.add_argument("--dry-run", action="store_true", help="check every row, show three prompts, upload nothing")
+    columns = upload.add_argument_group("rows of another shape")
+    columns.add_argument("--task", metavar="NAME", help="task of every prompt: names its reward")
+    text = columns.add_mutually_exclusive_group()
+    text.add_argument("--text", metavar="COLUMN", help="column with the text of the prompt")
+    text.add_argument("--text-template", metavar="TEMPLATE", help='text with columns in it, such as "Q: {question}"')
+    columns.add_argument("--id", metavar="COLUMN", help="column with a unique id (default: a digest of the content)")
+    columns.add_argument(
+        "--data", action="append", default=[], metavar="KEY=COLUMN", help="what the reward needs; give it once per key"
+    )
+    splits = columns.add_mutually_exclusive_group()
+    splits.add_argument("--split", choices=["train", "heldout"], help="split of every prompt (default: train)")
+    splits.add_argument("--heldout-every", type=int, metavar="N", help="hold one of N out, by the digest of its id")
+    splits.add_argument("--num-heldout", type=int, metavar="N", help="hold N out, by the digest of their ids")
     _add_target(upload)
     upload.set_defaults(command="tba.cli.prompts:upload_command")
 
@@ -87,6 +129,40 @@ def _add_ledger(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     check.set_defaults(command="tba.cli.ledger:check_command")
 
 
+def _add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    rescore = commands.add_parser(
+        "rescore", parents=[common], help="score the stored rollouts again, with the reward as it is now"
+    )
+    _add_target(rescore)
+    rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
+    rescore.add_argument(
+        "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
+    )
+    what = rescore.add_mutually_exclusive_group()
+    what.add_argument("--wait", action="store_true", help="stay until it is done, and show the progress")
+    what.add_argument("--show", action="store_true", help="start nothing: show how far it is, or what the last one did")
+    what.add_argument("--cancel", action="store_true", help="end the one that runs; what is scored again stays so")
+    rescore.add_argument("--json", action="store_true", help="print JSON")
+    rescore.set_defaults(command="tba.cli.rescore:rescore_command")
+
+
+def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    buffer = commands.add_parser("buffer", help="save the rollouts of a run, and begin another one with them")
+    kinds = buffer.add_subparsers(metavar="WHAT", required=True)
+    save = kinds.add_parser("save", parents=[common], help="save what is stored; the run may go on or have ended")
+    save.add_argument("name", metavar="NAME", help="name of the snapshot; no other of this run may have it")
+    _add_target(save)
+    save.set_defaults(command="tba.cli.buffer:save_command")
+    load = kinds.add_parser("load", parents=[common], help="begin a run that stores nothing yet with a snapshot")
+    load.add_argument("source", metavar="RUN/NAME", help="the snapshot, in the store of the run")
+    load.add_argument("--version", metavar="VERSION", help="fork: take the rollouts up to this version's mark")
+    _add_target(load)
+    load.set_defaults(command="tba.cli.buffer:load_command")
+    snapshots = kinds.add_parser("snapshots", parents=[common], help="list the snapshots of a run that is going")
+    _add_target(snapshots)
+    snapshots.set_defaults(command="tba.cli.buffer:snapshots_command")
+
+
 def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     report = commands.add_parser("report", parents=[common], help="make summary.json and report.html of a run again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a finished run")
@@ -96,8 +172,9 @@ def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     table.set_defaults(command="tba.cli.reports:table_command")
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="TOML file, for example recipes/quickstart.toml")
+def _add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, default_is: str = "") -> None:
+    help = "TOML file, for example recipes/quickstart.toml" + (f"; default: {default_is}" if default_is else "")
+    parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=help)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example trainer.num_steps=50"
     )

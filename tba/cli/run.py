@@ -16,12 +16,11 @@ from tba.local.run_folder import RunFolder
 
 def run_command(args: argparse.Namespace) -> int:
     """Run a recipe on this machine, or go on with it."""
-    loudness: Loudness = "quiet" if args.quiet else "verbose" if args.verbose else "normal"
-    console = Console(loudness)
+    console = Console(loudness_of(args))
     recipe = load_recipe(args.recipe, sets=[*args.set, *flag_sets(args)])
     folder = run_folder_of(recipe)
     if args.resume and folder.is_finished:
-        return _already_finished(folder, console)
+        return already_finished(folder, console)
     if args.resume and folder.has_begun:
         recipe = resumed_recipe(folder, args)
     return run_local(
@@ -34,9 +33,15 @@ def run_command(args: argparse.Namespace) -> int:
     )
 
 
+def loudness_of(args: argparse.Namespace) -> Loudness:
+    """What --quiet and --verbose ask for."""
+    return "quiet" if args.quiet else "verbose" if args.verbose else "normal"
+
+
 def flag_sets(args: argparse.Namespace) -> list[str]:
-    """--run-name and --seed as `--set` overrides; the last word on both."""
+    """--run-name, --buffer and --seed as `--set` overrides; the last word on each."""
     sets = [] if args.run_name is None else [f"run.name={json.dumps(args.run_name)}"]
+    sets += [] if args.buffer is None else [f"run.snapshot={json.dumps(args.buffer)}"]
     return sets if args.seed is None else [*sets, f"run.seed={args.seed}"]
 
 
@@ -59,13 +64,15 @@ def command_line(args: argparse.Namespace) -> str:
     """The command that began this run, without --resume and --fresh."""
     words = ["tba", "run", args.recipe]
     words += [] if args.run_name is None else ["--run-name", args.run_name]
+    words += [] if args.buffer is None else ["--buffer", args.buffer]
     words += [] if args.seed is None else ["--seed", str(args.seed)]
     for item in args.set:
         words += ["--set", item]
     return shlex.join(words)
 
 
-def _already_finished(folder: RunFolder, console: Console) -> int:
+def already_finished(folder: RunFolder, console: Console) -> int:
+    """Say what a finished run achieved; returns the exit code."""
     console.result(f"run folder {folder.path} holds a finished run: there is nothing to resume")
     for line in result_lines(json.loads(folder.summary_path.read_text()), folder):
         console.result(line)

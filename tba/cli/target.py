@@ -12,6 +12,7 @@ from tba.tokens import operator_token
 
 if TYPE_CHECKING:
     from tba.clients import BufferClient
+    from tba.local.run_folder import RunFolder
 
 RUNS_DIR = Path("runs")
 RETRY_S = 3.0
@@ -28,6 +29,20 @@ def open_client(args: argparse.Namespace) -> BufferClient:
     url, tokens_file = (args.url, None) if args.url else _endpoints(args)
     token_file = args.token_file or tokens_file
     return BufferClient(url, token=operator_token(token_file) if token_file else None, retry_s=RETRY_S)
+
+
+def ended_run(args: argparse.Namespace) -> RunFolder | None:
+    """The folder of the chosen run if that is a local run that is not going now; else None.
+
+    Raises:
+        ConfigError: no run is named, and none is going.
+    """
+    from tba.local.run_folder import RunFolder
+
+    if args.url:
+        return None
+    folder = RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
+    return folder if folder.has_begun and not folder.endpoints_path.exists() else None
 
 
 def _endpoints(args: argparse.Namespace) -> tuple[str, str | None]:

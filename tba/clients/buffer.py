@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from tba.api import (
@@ -20,22 +21,53 @@ from tba.api import (
     LedgerReply,
     LineageReply,
     LineageRequest,
+    LoadRequest,
     MarkReply,
     MarkRequest,
+    OriginInfo,
     Prompt,
     PromptUpload,
     PromptUploadReply,
     PushReply,
+    RescoreInfo,
+    RescoreRequest,
+    RolloutDetail,
+    RolloutOrder,
+    RolloutPage,
     RunCommand,
     RunInfo,
+    SampleRequest,
+    SnapshotInfo,
+    SnapshotList,
+    SnapshotRequest,
     Stats,
 )
+from tba.api.rollouts import RewardStatus
 from tba.clients.http import ServiceClient, parse_reply
 from tba.config.base import StrictModel
-from tba.wire import Batch, Heartbeat, decode_batch, encode_heartbeat, encode_push
+from tba.wire import (
+    Batch,
+    Heartbeat,
+    Rollout,
+    decode_batch,
+    decode_push,
+    decode_rollout,
+    encode_heartbeat,
+    encode_push,
+)
 
+MAX_SAMPLE_BYTES = 1 << 30
 M = TypeVar("M", bound=StrictModel)
 Command = Literal["pause", "resume", "stop", "done", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Rollouts that were read by priority; the same seed at the same log position draws the same ones."""
+
+    rollouts: list[Rollout]
+    seed: int
+    log_position: int
 
 
 class BufferClient(ServiceClient):
@@ -49,7 +81,7 @@ class BufferClient(ServiceClient):
         return self._post("/v1/prompts", PromptUpload(prompts=list(prompts)), PromptUploadReply)
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Claim visits."""
+        """Claim visits; the same request again (a retry) is answered with the leases that it was granted."""
         return self._post("/v1/leases", request, LeaseReply)
 
     def return_leases(self, request: LeaseReturn) -> None:
@@ -117,6 +149,21 @@ class BufferClient(ServiceClient):
         )
         return decode_batch(response.content)
 
+    def sample(self, num: int, *, seed: int | None = None) -> Sample:
+        """Read `num` (at most 512) stored rollouts by priority; nothing is recorded.
+
+        Raises:
+            BusyError: no scored rollout is stored yet (wait "rollouts").
+        """
+        body = SampleRequest(num=num, seed=seed).model_dump_json().encode()
+        response = self._call("POST", "/v1/samples", json=body)
+        payloads = decode_push(response.content, max_bytes=MAX_SAMPLE_BYTES)
+        return Sample(
+            rollouts=[decode_rollout(payload) for payload in payloads],
+            seed=int(response.headers["tba-seed"]),
+            log_position=int(response.headers["tba-log-position"]),
+        )
+
     def ack(self, batch_id: str, request: AckRequest) -> None:
         """State that step (lineage, step) consumed the batch.
 
@@ -134,10 +181,86 @@ class BufferClient(ServiceClient):
         """Counts of the buffer."""
         return parse_reply(self._call("GET", "/v1/stats"), Stats)
 
+    def list_rollouts(
+        self,
+        *,
+        order: RolloutOrder = "newest",
+        prompt_id: str | None = None,
+        version: str | None = None,
+        status: RewardStatus | None = None,
+        limit: int = 20,
+        cursor: str | None = None,
+        text_chars: int = 1000,
+    ) -> RolloutPage:
+        """A page of stored rollouts; the `next` of a page is the `cursor` of the one after it."""
+        query = {
+            "order": order,
+            "prompt_id": prompt_id,
+            "version": version,
+            "status": status,
+            "limit": limit,
+            "cursor": cursor,
+            "text_chars": text_chars,
+        }
+        known = {name: value for name, value in query.items() if value is not None}
+        return parse_reply(self._call("GET", "/v1/rollouts", params=known), RolloutPage)
+
+    def get_rollout(self, rollout_id: str) -> RolloutDetail:
+        """Everything that is stored of one rollout."""
+        return parse_reply(self._call("GET", f"/v1/rollouts/{rollout_id}"), RolloutDetail)
+
+    def start_rescore(self, request: RescoreRequest) -> RescoreInfo:
+        """Score the stored rollouts again; the same request answers the job that runs for it.
+
+        Raises:
+            ConflictError: another job runs, or the reward service knows no reward for the task.
+        """
+        return self._post("/v1/rescore", request, RescoreInfo)
+
+    def rescore(self) -> RescoreInfo:
+        """The re-scoring job that runs, or the last one.
+
+        Raises:
+            NotFoundError: there never was one.
+        """
+        return parse_reply(self._call("GET", "/v1/rescore"), RescoreInfo)
+
+    def cancel_rescore(self) -> RescoreInfo:
+        """End the re-scoring job; what is scored again already stays so."""
+        return parse_reply(self._call("POST", "/v1/rescore/cancel"), RescoreInfo)
+
     def ledger(self, *, after: int = 0, limit: int = 1000) -> LedgerReply:
         """Acked batches in order, from position `after`."""
         reply = self._call("GET", "/v1/ledger", params={"after": after, "limit": limit})
         return parse_reply(reply, LedgerReply)
+
+    def save_snapshot(self, name: str) -> SnapshotInfo:
+        """Begin to save what is stored.
+
+        Raises:
+            ConflictError: a snapshot of this name exists, or another such job goes on.
+        """
+        return self._post("/v1/snapshots", SnapshotRequest(name=name), SnapshotInfo)
+
+    def get_snapshot(self, name: str) -> SnapshotInfo:
+        """One snapshot of this run.
+
+        Raises:
+            NotFoundError: there is none, and none is being saved.
+        """
+        return parse_reply(self._call("GET", f"/v1/snapshots/{name}"), SnapshotInfo)
+
+    def snapshots(self) -> list[str]:
+        """The names of the complete snapshots of this run."""
+        return parse_reply(self._call("GET", "/v1/snapshots"), SnapshotList).names
+
+    def load_snapshot(self, request: LoadRequest) -> OriginInfo:
+        """Begin the run with a snapshot.
+
+        Raises:
+            ConflictError: the run has begun with something else, or another such job goes on.
+        """
+        return self._post("/v1/snapshots/load", request, OriginInfo)
 
     def command(self, name: Command, command: RunCommand) -> RunInfo:
         """Change the state of the run."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json as jsonlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
-import httpx2
 import stamina
+import urllib3
 from pydantic import ValidationError
+from urllib3.util import parse_url
 
 from tba.config.base import StrictModel
 from tba.errors import (
@@ -27,6 +32,21 @@ M = TypeVar("M", bound=StrictModel)
 _BY_SLUG: dict[str, type[ServiceError]] = {kind.slug: kind for kind in (FencedError, RunOverError, VoidBatchError)}
 
 
+MAX_CONNECTIONS = 64
+"""Kept open for later calls; more at once are opened and closed again."""
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a service answered; names of headers are case-insensitive."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
 class ServiceClient:
     """Base of the clients.
 
@@ -34,20 +54,18 @@ class ServiceClient:
         base_url: for example http://127.0.0.1:8700.
         token: bearer token of this client's role, if the service wants one.
         retry_s: no connection and 5xx are retried with jitter for this long. Every call is safe to repeat: pushes,
-            acks, marks and uploads are idempotent by id; a repeated lease or lineage request costs a lease that
-            expires, or a lineage number that nobody uses.
+            leases, acks, marks and uploads are idempotent by id; a repeated lineage request costs a lineage number
+            that nobody uses.
         timeout_s: deadline of one attempt.
     """
 
     def __init__(self, base_url: str, *, token: str | None = None, retry_s: float = 30.0, timeout_s: float = 30.0):
         self.base_url = base_url.rstrip("/")
         self._retry_s = retry_s
-        self._http = httpx2.Client(
-            base_url=self.base_url,
-            timeout=httpx2.Timeout(timeout_s, connect=5.0),
-            headers={} if token is None else {"authorization": f"Bearer {token}"},
-            trust_env=False,
-        )
+        self._token_header = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._timeout_s = timeout_s
+        self._path = parse_url(self.base_url).path or ""
+        self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -62,15 +80,16 @@ class ServiceClient:
         msgpack: bytes | None = None,
         params: dict[str, Any] | None = None,
         timeout_s: float | None = None,
-    ) -> httpx2.Response:
+    ) -> Reply:
         """Send one request.
 
         Raises:
             ServiceError: one of its subclasses; UnavailableError once `retry_s` is over.
         """
-        headers = {"content-type": "application/msgpack" if msgpack is not None else "application/json"}
-        body = msgpack if msgpack is not None else json
-        extra: dict[str, Any] = {} if timeout_s is None else {"timeout": timeout_s}
+        kind = "application/msgpack" if msgpack is not None else "application/json"
+        headers = {"content-type": kind, **self._token_header}
+        target = self._path + path + (f"?{urlencode(params)}" if params else "")
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s or self._timeout_s)
         for attempt in stamina.retry_context(
             on=UnavailableError,
             attempts=None if self._retry_s > 0 else 1,
@@ -80,18 +99,26 @@ class ServiceClient:
         ):
             with attempt:
                 try:
-                    response = self._http.request(method, path, content=body, params=params, headers=headers, **extra)
-                except httpx2.TransportError as error:
+                    response = self._http.urlopen(
+                        method,
+                        target,
+                        body=msgpack if msgpack is not None else json,
+                        headers=headers,
+                        redirect=False,
+                        timeout=timeout,
+                    )
+                except urllib3.exceptions.HTTPError as error:
                     raise UnavailableError(
                         f"{self.base_url} does not answer ({type(error).__name__}); is the service running there?"
                     ) from None
-                if response.is_success:
-                    return response
-                raise _error_of(response)
+                reply = Reply(self.base_url + path, response.status, response.headers, response.data)
+                if 200 <= reply.status < 300:
+                    return reply
+                raise _error_of(reply)
         raise AssertionError("retry_context either returns or raises")
 
 
-def parse_reply(response: httpx2.Response, reply: type[M]) -> M:
+def parse_reply(response: Reply, reply: type[M]) -> M:
     """The body of a reply.
 
     Raises:
@@ -103,21 +130,21 @@ def parse_reply(response: httpx2.Response, reply: type[M]) -> M:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise BadReplyError(
-            f"{response.request.url} answered something that is not a {reply.__name__}: {where}: {first['msg']}; "
+            f"{response.url} answered something that is not a {reply.__name__}: {where}: {first['msg']}; "
             "run the same tba release on every service"
         ) from None
 
 
-def _error_of(response: httpx2.Response) -> ServiceError:
+def _error_of(response: Reply) -> ServiceError:
     try:
-        problem = response.json()
+        problem = jsonlib.loads(response.content)
         detail = str(problem["detail"])
         slug = str(problem["type"]).rsplit(":", 1)[-1]
     except (ValueError, KeyError, TypeError):
-        problem, detail, slug = {}, f"{response.request.url} answered {response.status_code}", ""
+        problem, detail, slug = {}, f"{response.url} answered {response.status}", ""
     if slug in _BY_SLUG:
         return _BY_SLUG[slug](detail)
-    match response.status_code:
+    match response.status:
         case 429:
             retry_after_s, wait = problem.get("retry_after_s"), problem.get("wait")
             return BusyError(detail, retry_after_s=float(retry_after_s or 1.0), wait=str(wait or "busy"))

@@ -58,8 +58,17 @@ class Recipe(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         if (self.data.generator is None) == (self.data.path is None):
-            raise ValueError("data: give exactly one of `generator` (a built-in task) and `path` (a JSONL file)")
+            raise ValueError("data: give exactly one of `generator` (a built-in task) and `path` (JSONL or Parquet)")
+        if self.run.fork_version is not None and self.run.snapshot is None:
+            raise ValueError("run.fork_version names a version of the run in run.snapshot: give that too")
+        if self.is_offline and self.sampling.alternate:
+            raise ValueError("sampling.alternate takes turns with searchers, and searcher.num_searchers is 0")
         return self
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether nothing is generated: the run only trains on the snapshot that it begins with."""
+        return self.searcher.num_searchers == 0
 
     @property
     def warm_start_seed(self) -> int:

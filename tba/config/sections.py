@@ -18,6 +18,13 @@ class RunSection(StrictModel):
     """Name of the run: a folder under `local.runs_dir`, a prefix in the object store and of every Redis key."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of prompts, sampling, batches and the warm start."""
+    snapshot: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}/[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+    )
+    """RUN/NAME: the run begins with this snapshot of another run's buffer (`tba buffer save`); the store holds it."""
+    fork_version: str | None = Field(default=None, pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")
+    """The run is a fork: its trainer starts from this weight version of the snapshot's run, and it takes the rollouts
+    up to that version's mark. None: from the starting model, with all rollouts."""
 
 
 class WarmStartSection(StrictModel):
@@ -60,16 +67,24 @@ class ModelSection(StrictModel):
 
 
 class DataSection(StrictModel):
-    """Prompts: from a built-in generator, or from a JSONL file."""
+    """Prompts: from a built-in generator, or from a file; other data sets are uploaded (`tba prompts upload`)."""
 
     generator: str | None = None
     """Name of a built-in task generator (tba/tasks/), for example `addition`."""
     path: str | None = None
-    """JSONL file; each line is {"prompt_id", "task", "text", "data", "split"}; split is `train` or `heldout`."""
+    """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
+    `heldout`."""
     num_train: int = Field(default=2000, ge=1)
     """Prompts to train on (generator only)."""
     num_heldout: int = Field(default=512, ge=1)
     """Prompts to evaluate on, never trained on (generator only)."""
+    selection: Literal["epochs", "posterior"] = "epochs"
+    """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
+    Beta posterior of each prompt's success, toward `selection_target` (MoPPS, arXiv 2507.04632)."""
+    selection_target: float = Field(default=0.5, ge=0, le=1)
+    """Success rate that `posterior` looks for; one half gives the most informative groups."""
+    selection_candidates: int = Field(default=8, ge=1, le=1000)
+    """`posterior` looks at this many random prompts for every one it takes."""
 
 
 class BufferSection(StrictModel):
@@ -83,16 +98,37 @@ class BufferSection(StrictModel):
     """Where the other services find the buffer; default: http://host:port."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The Redis that holds the truth. `tba run` starts its own and overrides this."""
+    appendfsync: Literal["always", "everysec"] = "always"
+    """What Redis must promise. `always`: a push is acknowledged once it is on disk. `everysec` is faster and loses up
+    to some seconds of acknowledged rollouts when Redis dies (docs/operations.md has the measurements)."""
     max_rollouts: int = Field(default=200_000, ge=1)
-    """Stored rollouts beyond this evict the oldest (an event of the log, counted)."""
+    """Most stored rollouts. Beyond it some are evicted (an event of the log, counted by reason and length), of large
+    buffers up to a 64th more than must be, so that not every push waits for an eviction."""
+    max_bytes: int = Field(default=8 * 1024**3, ge=1024)
+    """Most bytes of stored rollouts (as pushed; Redis needs about 1.3 times as much)."""
+    max_rollouts_per_prompt: int | None = Field(default=None, ge=2)
+    """Most stored rollouts of one prompt; none: no cap of its own."""
+    max_policy_age_steps: int | None = Field(default=None, ge=0)
+    """Rollouts older than this, in optimizer steps of the living lineage, are evicted; none: any age may be drawn."""
+    evict: Literal["oldest", "lowest_reward"] = "oldest"
+    """Which rollouts go when a cap in items or bytes is reached."""
+    deduplicate: bool = False
+    """Keep only the newest of the rollouts of one prompt with exactly the same response tokens."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; larger is refused with 413."""
+    max_inflight_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Most bytes of pushes that are being read or stored at once; beyond it a push is asked to come back (429, wait
+    `push-memory`) before its body is read. Storing takes about four times these bytes of memory."""
     lease_s: float = Field(default=60.0, gt=0)
     """A (prompt, visit) lease that is not fulfilled in this time is given to another searcher."""
     batch_deadline_s: float = Field(default=120.0, gt=0)
     """A drawn batch that is not acked in this time is void."""
     heartbeat_timeout_s: float = Field(default=15.0, gt=0)
     """A component silent for longer counts as gone."""
+    score_every_s: float = Field(default=1.0, gt=0)
+    """How often the background scorer looks for rollouts whose reward is unknown."""
+    score_max_rollouts: int = Field(default=256, ge=1, le=1024)
+    """Most rollouts in one request of the background scorer."""
 
 
 class SamplingSection(StrictModel):
@@ -114,6 +150,14 @@ class SamplingSection(StrictModel):
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
     uniform_share: float = Field(default=0.0, ge=0, le=1)
     """Share of uniform probability mixed into the reward-softmax."""
+    prioritise: Literal["within", "across"] = "within"
+    """`within`: a replay slot takes any prompt, and the softmax weighs the rollouts of that prompt. `across`: the prompt
+    too is drawn with probability proportional to the sum of exp(reward_inverse_temperature * reward) over its rollouts
+    (mixed with `uniform_share` over prompts)."""
+    replacement: bool = False
+    """Draw the K rollouts of a slot with replacement. Without: K different ones where the prompt has K."""
+    min_distinct: int = Field(default=2, ge=1)
+    """A prompt can fill a slot once it has this many rollouts there; with fewer than K, some are drawn repeatedly."""
     min_size_to_sample: int = Field(default=64, ge=1)
     """No batch is drawn before this many scored rollouts are stored."""
     samples_per_insert: float | None = Field(default=None, gt=0)
@@ -149,7 +193,8 @@ class SearcherSection(StrictModel):
     """The searchers."""
 
     num_searchers: int = Field(default=2, ge=0)
-    """Searcher processes that `tba run` starts."""
+    """Searcher processes that `tba run` starts. 0 makes an offline run, which only trains on `run.snapshot`: without
+    `samples_per_insert`, and without evaluations."""
     engine: Literal["embedded"] = "embedded"
     """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill."""
     num_slots: int = Field(default=64, ge=1)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tba.api import EvalInfo, LedgerEntry, RunInfo, Stats, VersionText
+from tba.api import EvalInfo, LedgerEntry, LedgerLine, OriginInfo, RunInfo, Stats, VersionText
 from tba.config import Recipe, StrictModel
 from tba.errors import ConfigError
+from tba.local.ledger import batch_entries
 from tba.local.run_folder import RunFolder
 
 SCHEMA = 1
@@ -53,15 +54,22 @@ class History(StrictModel):
     lineage: int
     step: int
     parents: dict[int, VersionText]
-    ledger: list[LedgerEntry]
+    ledger: list[LedgerLine]
     evals: list[EvalInfo]
+    origin: OriginInfo | None = None
+    is_offline: bool = False
     stats: Stats
     timing: Timing
     polls: list[Poll]
 
+    @property
+    def batches(self) -> list[LedgerEntry]:
+        """The acked batches of the ledger."""
+        return batch_entries(self.ledger)
+
 
 def make_history(
-    *, recipe: Recipe, info: RunInfo, stats: Stats, ledger: Iterable[LedgerEntry], folder: RunFolder
+    *, recipe: Recipe, info: RunInfo, stats: Stats, ledger: Iterable[LedgerLine], folder: RunFolder
 ) -> History:
     """Put together what the buffer service told and what the run folder holds."""
     return History(
@@ -75,12 +83,18 @@ def make_history(
         lineage=info.lineage,
         step=info.step,
         parents=info.parents,
-        ledger=[entry.model_copy(update={"rollout_ids": []}) for entry in ledger],
+        ledger=[_without_rollout_ids(line) for line in ledger],
         evals=info.evals,
+        origin=info.origin,
+        is_offline=recipe.is_offline,
         stats=stats,
         timing=load_timing(folder),
         polls=load_polls(folder.polls_path),
     )
+
+
+def _without_rollout_ids(line: LedgerLine) -> LedgerLine:
+    return line.model_copy(update={"rollout_ids": []}) if isinstance(line, LedgerEntry) else line
 
 
 def load_history(path: Path) -> History:

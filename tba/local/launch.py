@@ -9,6 +9,7 @@ from pathlib import Path
 from tba.config import Recipe
 from tba.errors import ChildError
 from tba.local.console import Console
+from tba.local.origin import check_offline, copy_origin, find_origin
 from tba.local.outputs import delete_run_objects, result_lines
 from tba.local.prompts import prompts_of
 from tba.local.redis_server import find_redis_server
@@ -40,6 +41,7 @@ def run_local(
         TbaError: something is missing, wrong or in use, or (ChildError) the run failed.
     """
     original = with_absolute_paths(recipe)
+    check_offline(original)
     redis_binary = find_redis_server(recipe.local.redis_server)
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)
@@ -49,11 +51,14 @@ def run_local(
         config, redis_port = with_real_addresses(original, folder)
         store = open_store(config.store)
         store.check(write=True)
+        origin = None if resume else find_origin(config, store, runs_dir=folder.path.parent)
         if not resume:
             if not store.url.startswith(f"file://{folder.path}/"):
                 delete_run_objects(store, run=recipe.run.name, allowed=fresh)
             folder.clear()
         folder.make_folders()
+        if origin is not None and (num_objects := copy_origin(origin, store)):
+            console.say(f"copied {num_objects} objects of {origin.source} from {origin.store.url}")
         folder.write_json(folder.config_path, config.model_dump(mode="json"))
         services = Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port)
 

@@ -1,15 +1,15 @@
-"""Reading the ledger, and checking that along the living lineage every step appears exactly once (design.md)."""
+"""Reading the ledger, and proving that along the living lineage every step happened exactly once (design.md)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tba.api import LedgerEntry
+from tba.api import LedgerEntry, LedgerLine, ResumeEntry
 from tba.clients import BufferClient
-from tba.versions import LineageTree, PolicyVersion
+from tba.versions import START, LineageTree, PolicyVersion
 
-PAGE_ENTRIES = 500
+PAGE_LINES = 500
 
 
 def lineage_tree(parents: Mapping[int, str]) -> LineageTree:
@@ -17,20 +17,23 @@ def lineage_tree(parents: Mapping[int, str]) -> LineageTree:
     return LineageTree({lineage: PolicyVersion.parse(text) for lineage, text in parents.items()})
 
 
-def read_ledger(client: BufferClient, *, after: int = 0) -> list[LedgerEntry]:
-    """All entries from position `after`, page by page.
+def ledger_lines(client: BufferClient, *, after: int = 0) -> Iterator[LedgerLine]:
+    """All lines from position `after`, one after the other; a page of them is in memory at a time.
 
     Raises:
         ServiceError: the buffer service does not answer.
     """
-    entries: list[LedgerEntry] = []
     position: int | None = after
     while position is not None:
-        reply = client.ledger(after=position, limit=PAGE_ENTRIES)
-        entries.extend(reply.entries)
+        reply = client.ledger(after=position, limit=PAGE_LINES)
+        yield from reply.entries
         # a page that does not advance would loop for ever
         position = reply.next if reply.next is not None and reply.next > position else None
-    return entries
+
+
+def batch_entries(lines: Sequence[LedgerLine]) -> list[LedgerEntry]:
+    """The acked batches among the lines."""
+    return [line for line in lines if isinstance(line, LedgerEntry)]
 
 
 def living_steps(tree: LineageTree, *, lineage: int, step: int) -> dict[int, range]:
@@ -40,33 +43,111 @@ def living_steps(tree: LineageTree, *, lineage: int, step: int) -> dict[int, ran
     return {version.lineage: range(start + 1, version.step + 1) for version, start in zip(path, starts, strict=True)}
 
 
-def living_entries(entries: Sequence[LedgerEntry], tree: LineageTree, *, lineage: int, step: int) -> list[LedgerEntry]:
+def living_entries(lines: Sequence[LedgerLine], tree: LineageTree, *, lineage: int, step: int) -> list[LedgerEntry]:
     """The entries on the way to (lineage, step), by step."""
     steps = living_steps(tree, lineage=lineage, step=step)
-    living = [entry for entry in entries if entry.step in steps.get(entry.lineage, ()) and not entry.abandoned]
-    return sorted(living, key=lambda entry: entry.step)
+    living = [entry for entry in batch_entries(lines) if entry.step in steps.get(entry.lineage, ())]
+    return sorted((entry for entry in living if not entry.abandoned), key=lambda entry: entry.step)
 
 
-def ledger_violations(entries: Sequence[LedgerEntry], tree: LineageTree, *, lineage: int, step: int) -> list[str]:
-    """What is wrong with the ledger, one sentence each; empty when every step 1..step appears exactly once.
+class LedgerCheck:
+    """Takes the lines of a ledger in order, and says what is wrong with them.
 
-    Entries of the living lineage beyond `step` are ignored: they were acked after `step` was read.
+    The promise: along the living lineage every step up to `step` has exactly one batch. Beside it: each lineage acks
+    its steps in order and without a gap, between its own start and the next one; the starts are those of the lineage
+    table; no batch was acked twice; `abandoned` says what the lineages' parents say; a line names as many rollouts as
+    it counts.
+
+    Lines of the living lineage after `step`, and of lineages after it, are newer than the run that was read. Lineages
+    before the first start in the ledger are those of the run that this one was forked from. Ledgers of older releases
+    have no starts. Memory: the batch id and the step of every line.
+
+    Args:
+        tree: the lineage table.
+        lineage: the living lineage.
+        step: its last acked step.
+        has_rollout_ids: False for saved histories, which leave the ids out.
     """
-    steps = living_steps(tree, lineage=lineage, step=step)
-    violations: list[str] = []
-    seen: Counter[int] = Counter()
-    for entry in entries:
-        name = f"{entry.lineage}-{entry.step} (batch {entry.batch_id})"
-        living = entry.step in steps.get(entry.lineage, ())
-        newer = entry.lineage == lineage and entry.step > step
-        if living and entry.abandoned:
-            violations.append(f"entry {name} is on the living lineage but marked as abandoned")
-        elif living:
-            seen[entry.step] += 1
-        elif not entry.abandoned and not newer:
-            violations.append(f"entry {name} is not on the living lineage but not marked as abandoned")
-    violations.extend(f"step {number} is missing" for number in range(1, step + 1) if not seen[number])
-    violations.extend(f"step {number} appears {count} times" for number, count in sorted(seen.items()) if count > 1)
-    batches = Counter(entry.batch_id for entry in entries)
-    violations.extend(f"batch {batch} was acked {count} times" for batch, count in batches.items() if count > 1)
-    return violations
+
+    def __init__(self, tree: LineageTree, *, lineage: int, step: int, has_rollout_ids: bool = True) -> None:
+        self._parents, self._lineage, self._step = tree.parents, lineage, step
+        self._living = living_steps(tree, lineage=lineage, step=step)
+        self._has_rollout_ids = has_rollout_ids
+        self._started: list[int] = []
+        self._last_steps = {number: parent.step for number, parent in self._parents.items()}
+        self._seen: Counter[int] = Counter()
+        self._batches: Counter[str] = Counter()
+        self._wrong: list[str] = []
+        self.num_batches = self.num_abandoned = 0
+
+    @property
+    def num_starts(self) -> int:
+        """Trainer starts taken so far."""
+        return len(self._started)
+
+    @property
+    def forked_from(self) -> PolicyVersion | None:
+        """The version of another run that this one began with, if that is not the starting model."""
+        parent = self._parents.get(self._started[0], START) if self._started else START
+        return None if self._started[0:1] == [1] or parent == START else parent
+
+    def take(self, line: LedgerLine) -> None:
+        """The next line."""
+        if isinstance(line, ResumeEntry):
+            self._take_start(line)
+        else:
+            self._take_batch(line)
+
+    def violations(self) -> list[str]:
+        """What is wrong, one sentence each; empty when the promise was kept."""
+        wrong, first_lineage = list(self._wrong), self._started[0] if self._started else 1
+        if self._started:
+            known = [number for number in self._parents if first_lineage <= number <= self._lineage]
+            wrong.extend(f"lineage {number} has no start in the ledger" for number in set(known) - set(self._started))
+        for lineage, steps in sorted(self._living.items()):
+            if lineage >= first_lineage:
+                wrong.extend(f"step {number} is missing" for number in steps if not self._seen[number])
+        wrong.extend(f"step {number} appears {num} times" for number, num in sorted(self._seen.items()) if num > 1)
+        wrong.extend(f"batch {batch} was acked {num} times" for batch, num in self._batches.items() if num > 1)
+        return wrong
+
+    def _take_start(self, line: ResumeEntry) -> None:
+        name, parent = f"the start of lineage {line.lineage}", PolicyVersion.parse(line.parent)
+        if self._started and line.lineage != self._started[-1] + 1:
+            self._wrong.append(f"{name} comes after that of lineage {self._started[-1]}")
+        if line.lineage <= self._lineage and self._parents.get(line.lineage) != parent:
+            self._wrong.append(f"{name} is from {parent}, but from {self._parents.get(line.lineage)} in the table")
+        reached = self._last_steps.get(parent.lineage, 0)
+        if parent.lineage in self._started and parent.step > reached:
+            self._wrong.append(f"{name} is from {parent}, but lineage {parent.lineage} had only reached step {reached}")
+        self._started.append(line.lineage)
+        self._last_steps[line.lineage] = parent.step
+
+    def _take_batch(self, entry: LedgerEntry) -> None:
+        name, before = f"entry {entry.lineage}-{entry.step} (batch {entry.batch_id})", self._last_steps
+        if self._started and entry.lineage != self._started[-1]:
+            self._wrong.append(f"{name} was acked while lineage {self._started[-1]} owned the run")
+        if entry.step != before.get(entry.lineage, 0) + 1:
+            self._wrong.append(f"{name} follows step {before.get(entry.lineage, 0)}")
+        before[entry.lineage] = entry.step
+        if self._has_rollout_ids and len(entry.rollout_ids) != entry.num_rollouts:
+            self._wrong.append(f"{name} names {len(entry.rollout_ids)} of {entry.num_rollouts} rollouts")
+        is_newer = entry.lineage > self._lineage or (entry.lineage == self._lineage and entry.step > self._step)
+        is_living = entry.step in self._living.get(entry.lineage, ())
+        if is_living and entry.abandoned:
+            self._wrong.append(f"{name} is on the living lineage but marked as abandoned")
+        elif is_living:
+            self._seen[entry.step] += 1
+        elif not entry.abandoned and not is_newer:
+            self._wrong.append(f"{name} is not on the living lineage but not marked as abandoned")
+        self._batches[entry.batch_id] += 1
+        self.num_batches += 1
+        self.num_abandoned += entry.abandoned
+
+
+def ledger_violations(lines: Iterable[LedgerLine], tree: LineageTree, *, lineage: int, step: int) -> list[str]:
+    """What is wrong with the ledger of a saved history (LedgerCheck), one sentence each."""
+    check = LedgerCheck(tree, lineage=lineage, step=step, has_rollout_ids=False)
+    for line in lines:
+        check.take(line)
+    return check.violations()

@@ -67,10 +67,13 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     """The last lines of `tba run`: what was reached, and where things are."""
     num_prompts = summary.get("num_heldout_prompts")
     on = "" if num_prompts is None else f" on {num_prompts} held-out prompts"
-    lines = [
-        f"pass@1 sampled: {_number(summary['start_accuracy'])} -> {_number(summary['final_accuracy'])}{on}",
-        f"pass@1 greedy:  {_number(summary['start_greedy'])} -> {_number(summary['final_greedy'])}{on}",
-    ]
+    if reason := summary.get("not_evaluated"):
+        lines = [f"not evaluated: {reason}; `tba fork` or a run of the exported model with searchers does it"]
+    else:
+        lines = [
+            f"pass@1 sampled: {_number(summary['start_accuracy'])} -> {_number(summary['final_accuracy'])}{on}",
+            f"pass@1 greedy:  {_number(summary['start_greedy'])} -> {_number(summary['final_greedy'])}{on}",
+        ]
     train_s, wait_share = summary["train_s"], summary["trainer_wait_share"]
     if train_s is not None:
         waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"

@@ -1,16 +1,16 @@
-"""Prompts of a run: from a built-in generator or a JSONL file, uploaded in chunks."""
+"""Prompts of a run: from a built-in generator, a file or a data set; read as a stream, uploaded in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from tba.api import Prompt, PromptUploadReply
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.errors import ConfigError
+from tba.local.prompt_columns import NATIVE_COLUMNS, Columns, RowError, SplitRule, native_prompt
+from tba.local.prompt_sources import Row, Source, open_file
 from tba.tasks import load_generator
 
 MAX_CHUNK_PROMPTS = 1000
@@ -28,44 +28,80 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
         prompts = load_generator(data.generator)(data.num_train, data.num_heldout, recipe.run.seed)
         where = f"generator {data.generator!r}"
     else:
-        prompts = read_prompts(Path(data.path or ""))
-        where = f"prompt file {data.path}"
+        source = open_file(Path(data.path or ""))
+        prompts, where = list(PromptReader(source)), source.name
     for split in ("train", "heldout"):
         if not any(prompt.split == split for prompt in prompts):
             raise ConfigError(f"{where} holds no prompt with split {split!r}; a run needs prompts of both splits")
     return prompts
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file, one JSON object per line; empty lines are skipped.
+class PromptReader:
+    """The prompts of a source, each checked, as a stream that can be read again.
+
+    With an id column, or with native rows, an id that appears twice is an error; where the id is a digest of the
+    content, the same content again is the same prompt, and is left out and counted.
+
+    Args:
+        source: where the rows are.
+        columns: which column is what; None: the columns bear the names of a prompt's fields.
+        rule: which prompts of mapped rows are held out.
 
     Raises:
-        ConfigError: the file cannot be read, a line is not a prompt, or an id appears twice; names the line.
+        ConfigError: the source lacks a column, or the rule cannot be kept.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"prompt file {path} cannot be read: {reason}") from None
-    prompts: dict[str, Prompt] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = Prompt.model_validate_json(line)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or "line"
-            raise ConfigError(f"prompt file {path}, line {number}: {key}: {first['msg']}") from None
-        if prompt.prompt_id in prompts:
-            raise ConfigError(f"prompt file {path}, line {number}: prompt_id {prompt.prompt_id!r} appears twice")
-        prompts[prompt.prompt_id] = prompt
-    if not prompts:
-        raise ConfigError(f"prompt file {path} holds no prompts")
-    return list(prompts.values())
+
+    def __init__(self, source: Source, columns: Columns | None = None, rule: SplitRule | None = None) -> None:
+        self._source, self._columns, self._rule = source, columns, rule or SplitRule()
+        self.num_repeated = 0
+        """Rows left out by the last reading."""
+        self._check_columns()
+        self._heldout: frozenset[str] = frozenset()
+        if columns is not None and self._rule.num_heldout is not None:
+            self._heldout = self._rule.chosen(prompt.prompt_id for prompt in self)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Raises ConfigError naming file, row, column and value; or that there is no prompt at all."""
+        self.num_repeated, seen = 0, set()
+        for row in self._source.rows(None if self._columns is None else self._columns.names):
+            try:
+                prompt = self._prompt(row)
+            except RowError as error:
+                raise ConfigError(f"{self._source.name}, {row.where}: {error}") from None
+            if prompt.prompt_id not in seen:
+                seen.add(prompt.prompt_id)
+                yield prompt
+            elif self._columns is not None and self._columns.id_column is None:
+                self.num_repeated += 1
+            else:
+                raise ConfigError(f"{self._source.name}, {row.where}: prompt_id {prompt.prompt_id!r} appears twice")
+        if not seen:
+            raise ConfigError(f"{self._source.name} holds no prompts")
+
+    def _prompt(self, row: Row) -> Prompt:
+        if self._columns is None:
+            return native_prompt(row.values, null_is_absent=self._source.is_table)
+        prompt = self._columns.prompt(row.values)
+        split = self._rule.split_of(prompt.prompt_id, self._heldout)
+        return prompt if split == prompt.split else prompt.model_copy(update={"split": split})
+
+    def _check_columns(self) -> None:
+        known = self._source.columns
+        if known is None:
+            return
+        if self._columns is None:
+            missing = [name for name in NATIVE_COLUMNS[:3] if name not in known]
+            hint = "; say what they are with --task, --text (or --text-template), --id and --data"
+        else:
+            missing, hint = [name for name in self._columns.names if name not in known], ""
+        if missing:
+            raise ConfigError(
+                f"{self._source.name} has no column {', '.join(map(repr, missing))}; its columns are "
+                f"{', '.join(known)}{hint}"
+            )
 
 
-def upload_prompts(client: BufferClient, prompts: Sequence[Prompt], *, max_chunk_bytes: int) -> PromptUploadReply:
+def upload_prompts(client: BufferClient, prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> PromptUploadReply:
     """Upload in chunks; idempotent. The counts of new and same prompts are totals over all chunks.
 
     Raises:
@@ -79,7 +115,7 @@ def upload_prompts(client: BufferClient, prompts: Sequence[Prompt], *, max_chunk
     return PromptUploadReply(num_new=num_new, num_same=num_same, num_train=num_train, num_heldout=num_heldout)
 
 
-def chunks(prompts: Sequence[Prompt], *, max_chunk_bytes: int) -> Iterator[list[Prompt]]:
+def chunks(prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> Iterator[list[Prompt]]:
     """Runs of at most 1,000 prompts and `max_chunk_bytes` of JSON; a prompt that is larger goes alone."""
     chunk: list[Prompt] = []
     num_bytes = 0

@@ -7,8 +7,9 @@ What is measured how:
     trainer_wait_share  seconds that the trainer spent in named waits / seconds of training, after the first two sync
                         intervals of each lineage; both are differences of counters in the ledger (`waited_s_total`,
                         `train_s`), so that waits before refused acks and for the store are in it
-    start, final        the evaluations of exactly the starting model and exactly the last version, under the name that
-                        the last lineage gave it or, if it made no step, its parent's; None if unfinished
+    start, final        the evaluations of exactly the starting model (a fork: the version it was forked from) and
+                        exactly the last version, under the name that the last lineage gave it or, if it made no step,
+                        its parent's; None if unfinished
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def summarise(history: History) -> dict[str, Any]:
     """The content of summary.json; None where something is unknown."""
     tree = lineage_tree(history.parents)
     living = living_entries(history.ledger, tree, lineage=history.lineage, step=history.step)
-    starts = eval_of(history, START)
+    starts = _start_eval(history)
     final = _final_eval(history, living)
     stats = history.stats
     return {
@@ -45,11 +46,14 @@ def summarise(history: History) -> dict[str, Any]:
         "final_greedy": final and final.greedy_accuracy,
         "num_heldout_prompts": final and final.num_prompts,
         "num_unknown_scores": final and final.num_unknown,
+        "not_evaluated": "the run had no searchers (searcher.num_searchers = 0)" if history.is_offline else None,
+        "began_with": history.origin and history.origin.source,
+        "forked_from": history.origin and history.origin.version,
         "steps": history.step,
-        "train_s": train_s(history.ledger),
+        "train_s": train_s(history.batches),
         "first_step_s": _first_step_s(history),
         "warm_start_s": history.timing.warm_start_s,
-        "trainer_wait_share": trainer_wait_share(history.ledger, history.sync_interval_steps),
+        "trainer_wait_share": trainer_wait_share(history.batches, history.sync_interval_steps),
         "rollouts_generated": stats.rollouts_generated,
         "rollouts_trained": stats.rollouts_trained,
         "generated_per_s": rate_per_s(history, "generated"),
@@ -101,10 +105,10 @@ def _grown(entries: Sequence[LedgerEntry], counter: str) -> float:
 def rate_per_s(history: History, counter: str) -> float | None:
     """How fast a counter of the polls (`generated`, `trained`) grew while training went on; pauses between two
     supervisors are left out."""
-    if not history.ledger:
+    if not history.batches:
         return None
-    begin_s = min(_requested_at_s(entry) for entry in history.ledger)
-    end_s = max(entry.acked_at_s for entry in history.ledger)
+    begin_s = min(_requested_at_s(entry) for entry in history.batches)
+    end_s = max(entry.acked_at_s for entry in history.batches)
     grown, passed_s = 0, 0.0
     for before, after in gapless_pairs(history.polls):
         if before.at_s >= begin_s and after.at_s <= end_s:
@@ -132,9 +136,9 @@ def _requested_at_s(entry: LedgerEntry) -> float:
 
 
 def _first_step_s(history: History) -> float | None:
-    if not history.ledger or not history.timing.starts:
+    if not history.batches or not history.timing.starts:
         return None
-    return min(entry.acked_at_s for entry in history.ledger) - history.timing.starts[0].started_at_s
+    return min(entry.acked_at_s for entry in history.batches) - history.timing.starts[0].started_at_s
 
 
 def _final_eval(history: History, living: Sequence[LedgerEntry]) -> EvalInfo | None:
@@ -146,6 +150,18 @@ def _final_eval(history: History, living: Sequence[LedgerEntry]) -> EvalInfo | N
     if not living:
         return eval_of(history, START) if history.step == 0 else None
     return eval_of(history, PolicyVersion(living[-1].lineage, living[-1].step))
+
+
+def _start_eval(history: History) -> EvalInfo | None:
+    """The evaluation of what the run began with. A fork announced its version under the name of a lineage of its own:
+    the first, or the next that got so far."""
+    origin = history.origin
+    if origin is None or origin.version is None:
+        return eval_of(history, START)
+    step = PolicyVersion.parse(origin.version).step
+    own = sorted(n for n, parent in history.parents.items() if n > origin.lineage and parent == origin.version)
+    found = (eval_of(history, PolicyVersion(number, step)) for number in own)
+    return next((item for item in found if item is not None), None)
 
 
 def _difference(start: float | None, final: float | None) -> float | None:

@@ -11,6 +11,7 @@
     who                 waits for                          unblocked by                deadline
     _work (start)       redis answers PING                 the append-only file read   local.start_timeout_s
     _work (start)       buffer, reward: /readyz is 200     the service                 local.start_timeout_s
+    _work (start)       the snapshot is loaded             the buffer                  silence: start_timeout_s
     _work (start)       the warm start's end               that child                  its own max_steps
     _work (run)         state done or failed               trainer, `tba stop`         the run; silence: start_timeout_s
     _work (end)         trainer and searchers end          state done                  stop_timeout_s, then SIGKILL
@@ -26,8 +27,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -39,10 +38,12 @@ from tba.local.console import Console
 from tba.local.crew import Crew
 from tba.local.guard import Guard
 from tba.local.history import Start, load_timing, make_history
-from tba.local.ledger import read_ledger
+from tba.local.ledger import ledger_lines
+from tba.local.origin import until_loaded
 from tba.local.outputs import download_export, write_outputs
 from tba.local.progress import progress_view
 from tba.local.prompts import upload_prompts
+from tba.local.readiness import wait_until_ready
 from tba.local.redis_server import wait_for_redis
 from tba.local.run_folder import RunFolder
 from tba.local.services import Services
@@ -52,7 +53,6 @@ from tba.tokens import operator_token
 
 CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 10.0
-READY_POLL_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -206,12 +206,16 @@ class Supervisor:
         await self._crew.start(self._services.redis())
         await self._within("redis", wait_for_redis(self._redis_port))
         await self._crew.start(self._services.buffer())
-        await self._within("buffer", _wait_until_ready(self._recipe.buffer_url))
+        await self._within("buffer", wait_until_ready(self._recipe.buffer_url))
         await self._crew.start(self._services.reward())
-        await self._within("reward", _wait_until_ready(self._recipe.reward_url))
+        await self._within("reward", wait_until_ready(self._recipe.reward_url))
 
     async def _prepare_run(self) -> RunInfo:
-        """Check and upload prompts, say where things are, wake a run that was paused; returns the run as it is."""
+        """Wait for what the run begins with, check and upload prompts, say where things are, wake a run that was
+        paused; returns the run as it is."""
+        if self._recipe.run.snapshot is not None:
+            origin = await until_loaded(self._client, self._console, silence_s=self._recipe.local.start_timeout_s)
+            self._console.say(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
         await asyncio.to_thread(self._check_tasks)
         max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
         await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)
@@ -265,7 +269,7 @@ class Supervisor:
             if code != 0:
                 self._console.result(f"warning: the trainer ended with exit code {code} after the run was done")
         info, stats = await asyncio.to_thread(lambda: (self._client.run(), self._client.stats()))
-        ledger = await asyncio.to_thread(read_ledger, self._client)
+        ledger = await asyncio.to_thread(lambda: list(ledger_lines(self._client)))
         num_files = await asyncio.to_thread(
             download_export, self._store, run=self._recipe.run.name, folder=self._folder
         )
@@ -295,18 +299,3 @@ class Supervisor:
     def _write_timing(self, **changes: Any) -> None:
         timing = load_timing(self._folder).model_copy(update=changes)
         self._folder.write_json(self._folder.timing_path, timing.model_dump(mode="json"))
-
-
-async def _wait_until_ready(url: str) -> None:
-    """Return when GET /readyz answers 200. The caller bounds the wait."""
-    while not await asyncio.to_thread(_is_ready, url):
-        await asyncio.sleep(READY_POLL_S)
-
-
-def _is_ready(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{url}/readyz", timeout=2.0):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False

@@ -10,7 +10,7 @@ from tba.api import LedgerEntry, RunInfo
 from tba.clients import BufferClient
 from tba.errors import ChildError, UnavailableError
 from tba.local.history import Poll
-from tba.local.ledger import read_ledger
+from tba.local.ledger import batch_entries, ledger_lines
 from tba.local.progress import ProgressView, Snapshot, SnapshotMaker
 from tba.local.run_folder import RunFolder
 
@@ -32,7 +32,7 @@ class RunWatcher:
         self._view = view
         self._maker = SnapshotMaker(num_steps)
         self._silence_s = silence_s
-        self._num_entries = 0
+        self._num_lines = 0
         self._last_entry: LedgerEntry | None = None
 
     async def until_over(self, *, failed_lineage: int | None = None) -> RunInfo:
@@ -67,9 +67,9 @@ class RunWatcher:
 
     def _poll(self, polls: TextIO) -> tuple[RunInfo, Snapshot]:
         info, stats = self._client.run(), self._client.stats()
-        new_entries = read_ledger(self._client, after=self._num_entries)
-        self._num_entries += len(new_entries)
-        self._last_entry = new_entries[-1] if new_entries else self._last_entry
+        new_lines = list(ledger_lines(self._client, after=self._num_lines))
+        self._num_lines += len(new_lines)
+        self._last_entry = next(reversed(batch_entries(new_lines)), self._last_entry)
         poll = Poll(
             at_s=time.time(),
             step=info.step,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -13,10 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tba
 from tba.config import Recipe
-from tba.errors import BadRequestError, LimitError
+from tba.errors import BadRequestError, LimitError, UnavailableError
 from tba.service.auth import Authenticator
+from tba.service.openapi import install_openapi, problems
 from tba.service.problems import error_response, install_problem_handlers, problem_response
 
+MAX_DISCARDED_BYTES = 64 * 2**20
 Ready = Callable[[], Awaitable[str | None]]
 
 
@@ -27,7 +31,11 @@ class MsgpackResponse(Response):
 
 
 class BodyLimit:
-    """Refuses bodies over `max_body_bytes` with 413: by Content-Length, and again while they stream in."""
+    """Refuses bodies over `max_body_bytes` with 413: by Content-Length, and again while they stream in.
+
+    The answer goes out at once. What still comes of a body up to MAX_DISCARDED_BYTES is read and thrown away, so that
+    the client sees the answer and can use the connection again; of a larger one the connection is closed.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self.app = app
@@ -45,7 +53,10 @@ class BodyLimit:
             return
         declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
-            await error_response(self._error(int(declared)))(scope, receive, send)
+            response = error_response(self._error(int(declared)))
+            if int(declared) > MAX_DISCARDED_BYTES:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
             return
         num_bytes = 0
 
@@ -55,7 +66,7 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_body_bytes:
                 # FastAPI lets only HTTPException out of its body parsing
-                raise HTTPException(LimitError.status, str(self._error(num_bytes)))
+                raise HTTPException(LimitError.status, str(self._error(num_bytes)), {"connection": "close"})
             return message
 
         await self.app(scope, limited, send)
@@ -82,35 +93,45 @@ def create_app(
     ready: Ready,
     registry: CollectorRegistry,
     lifespan: Any = None,
+    refresh_metrics: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
     """An application with problem documents, body limit, health and metrics; routes are added by the service.
 
     Args:
         ready: returns None when ready, else a sentence that says why not.
         registry: what GET /metrics shows.
+        refresh_metrics: called before GET /metrics reads the registry; what it cannot read now stays as it was.
     """
     app = FastAPI(title=title, version=tba.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     app.state.auth = auth
     install_problem_handlers(app)
+    install_openapi(app)
     build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "service"], registry=registry)
     build.labels(version=tba.__version__, service=title).set(1)
 
     @app.get("/livez", operation_id="livez")
     async def livez() -> dict[str, str]:
+        """The process runs."""
         return {"status": "ok"}
 
-    @app.get("/readyz", operation_id="readyz", response_model=None)
+    @app.get("/readyz", operation_id="readyz", response_model=dict[str, str], responses=problems(503))
     async def readyz() -> Response | dict[str, str]:
+        """It can do its work."""
         reason = await ready()
         return {"status": "ok"} if reason is None else problem_response(status=503, slug="not-ready", detail=reason)
 
-    @app.get("/metrics", operation_id="metrics", response_model=None)
+    @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        """Prometheus text."""
+        if refresh_metrics is not None:
+            with suppress(UnavailableError):
+                await refresh_metrics()
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version", operation_id="version")
     async def version() -> dict[str, str]:
+        """Which service of which release serves which run."""
         return {"service": title, "version": tba.__version__, "run": recipe.run.name}
 
     return app

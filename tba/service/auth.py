@@ -53,4 +53,5 @@ class Authenticator:
             if role not in allowed:
                 raise ForbiddenError(f"role {role!r} may not do this; it needs {' or '.join(sorted(allowed))}")
 
+        check.roles = sorted(allowed)  # pyright: ignore[reportFunctionMemberAccess]  # OpenAPI names them (openapi.py)
         return check

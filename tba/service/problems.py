@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
+from reprlib import Repr
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +16,15 @@ from tba.errors import BusyError, LimitError, TbaError, UnauthorizedError
 from tba.logs import get_logger
 
 TYPE_PREFIX = "urn:tba:problem:"
+UNAVAILABLE_RETRY_S = 1
+"""A service that is unavailable looks again this often whether it still is."""
+MAX_ERRORS_SAID = 3
+MAX_WHERE_CHARS = 200
 log = get_logger("http")
+
+_short = Repr()  # bounds the work too: the value may be a whole body
+_short.maxstring = _short.maxother = _short.maxlong = 80
+_short.maxlevel, _short.maxdict, _short.maxlist = 2, 4, 4
 
 
 def problem_response(
@@ -26,15 +36,34 @@ def problem_response(
 
 
 def error_response(error: TbaError) -> JSONResponse:
-    """The problem document of one of our errors; BusyError adds Retry-After and the name of the wait."""
+    """The problem document of one of our errors; BusyError and 503 add Retry-After, BusyError the name of the wait."""
     headers: dict[str, str] = {}
     extra: dict[str, Any] = {}
     if isinstance(error, BusyError):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
         extra = {"retry_after_s": error.retry_after_s, "wait": error.wait}
+    elif error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = str(UNAVAILABLE_RETRY_S)
     if isinstance(error, UnauthorizedError) and error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
     return problem_response(status=error.status, slug=error.slug, detail=str(error), headers=headers, **extra)
+
+
+def _invalid(errors: Sequence[Any]) -> str:
+    """One sentence per error of pydantic's, at most MAX_ERRORS_SAID: the field, what is wrong, the value."""
+    said = [_invalid_field(error) for error in errors[:MAX_ERRORS_SAID]]
+    if len(errors) > MAX_ERRORS_SAID:
+        said.append(f"and {len(errors) - MAX_ERRORS_SAID} more")
+    return "; ".join(said).encode(errors="backslashreplace").decode()
+
+
+def _invalid_field(error: dict[str, Any]) -> str:
+    where = ".".join(str(part)[:MAX_WHERE_CHARS] for part in error["loc"])[:MAX_WHERE_CHARS] or "body"
+    if error["type"] == "json_invalid":
+        return f"{where}: not JSON: {error.get('ctx', {}).get('error', error['msg'])}"
+    if error["type"] == "missing":
+        return f"{where}: {error['msg']}"
+    return f"{where}: {error['msg']} (value {_short.repr(error.get('input'))})"
 
 
 def install_problem_handlers(app: FastAPI) -> None:
@@ -46,11 +75,7 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-        value = f" (value {str(first.get('input'))[:80]!r})" if first["type"] != "missing" else ""
-        return problem_response(status=422, slug="invalid-body", detail=f"{where}: {first['msg']}{value}{more}")
+        return problem_response(status=422, slug="invalid-body", detail=_invalid(error.errors()))
 
     @app.exception_handler(UnicodeEncodeError)
     async def _text(_: Request, error: UnicodeEncodeError) -> JSONResponse:
@@ -59,6 +84,9 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:  # FastAPI could not parse it
+            detail = f"body: cannot be read as JSON: {error.__cause__}"
+            return problem_response(status=422, slug="invalid-body", detail=detail)
         phrase = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
         return problem_response(
             status=error.status_code,

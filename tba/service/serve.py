@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from tba.errors import ConfigError
 from tba.logs import get_logger
+from tba.service.memory import keep_freed_memory
 
 log = get_logger("serve")
 
@@ -60,6 +61,7 @@ def serve(app: FastAPI, *, host: str, port: int, tokens: Mapping[str, str] | Non
             f"refusing to listen on {host} without tokens: anyone could write to this run; "
             "set auth.tokens_file, or listen on 127.0.0.1"
         )
+    keep_freed_memory()
     sock = bind(host, port)
     log.info("listening", host=host, port=sock.getsockname()[1])
     config = uvicorn.Config(app, log_level="warning", access_log=False, log_config=None, timeout_graceful_shutdown=10)

@@ -1,18 +1,17 @@
 """Wire formats: msgpack between services, JSON for the weight manifest, each with a schema number."""
 
 from tba.wire.batch import Batch, DrawnGroup, Group, decode_batch, encode_batch
+from tba.wire.document import RolloutDocument
 from tba.wire.heartbeat import Heartbeat, Wait, decode_heartbeat, encode_heartbeat
 from tba.wire.ids import new_id, new_rollout_id
 from tba.wire.manifest import Canary, Manifest, StoredObject, decode_manifest, encode_manifest
+from tba.wire.push import MAX_ROLLOUTS_PER_PUSH, check_push, decode_push, encode_push
 from tba.wire.rollout import (
-    MAX_ROLLOUTS_PER_PUSH,
     RefLogprob,
     Rollout,
     Sampling,
     VersionSpan,
-    decode_push,
     decode_rollout,
-    encode_push,
     encode_rollout,
 )
 
@@ -26,10 +25,12 @@ __all__ = [
     "Manifest",
     "RefLogprob",
     "Rollout",
+    "RolloutDocument",
     "Sampling",
     "StoredObject",
     "VersionSpan",
     "Wait",
+    "check_push",
     "decode_batch",
     "decode_heartbeat",
     "decode_manifest",

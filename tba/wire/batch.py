@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
 
 from tba.errors import MalformedError
-from tba.wire.codec import Reader, pack, unpack
-from tba.wire.rollout import Rollout, decode_rollout
+from tba.wire.codec import Document, Name, pack, unpack
+from tba.wire.document import check_numbers, numbers_hold, read_document
+from tba.wire.rollout import Rollout, rollout_of
 
 SCHEMA = 1
-SOURCES = ("recent", "replay")
+MAX_BATCH_BYTES = 1 << 30
+
+Source = Literal["recent", "replay"]
+Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,40 +86,51 @@ def encode_batch(
     )
 
 
+class _GroupDocument(Document):
+    prompt_id: Name
+    source: Source
+    fallback: bool
+    rollouts: Annotated[list[bytes], Meta(min_length=1)]
+
+
+class _BatchDocument(Document):
+    schema: Literal[1]
+    batch_id: Name
+    deadline_s: float
+    seed: Position
+    log_position: Position
+    groups: Annotated[list[_GroupDocument], Meta(min_length=1)]
+
+
+_DECODER = msgspec.msgpack.Decoder(_BatchDocument)
+
+
 def decode_batch(data: bytes) -> Batch:
     """Decode and validate one batch and every rollout in it.
 
     Raises:
         MalformedError, SchemaVersionError, LimitError
     """
-    fields = Reader(unpack(data, what="batch", max_bytes=1 << 30), what="batch")
-    fields.schema(SCHEMA)
-    batch = Batch(
-        batch_id=fields.name("batch_id"),
-        deadline_s=fields.number("deadline_s"),
-        seed=fields.integer("seed", 0, 2**63 - 1),
-        log_position=fields.integer("log_position", 0, 2**63 - 1),
-        groups=tuple(_group(item) for item in fields.take("groups", list)),
+    document = unpack(data, _DECODER, what="batch", schema=SCHEMA, max_bytes=MAX_BATCH_BYTES)
+    if not math.isfinite(document.deadline_s):
+        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, not a finite number")
+    groups = [[read_document(payload) for payload in group.rollouts] for group in document.groups]
+    rollouts = [rollout for group in groups for rollout in group]
+    if not numbers_hold(rollouts):
+        for rollout in rollouts:
+            check_numbers(rollout)
+    return Batch(
+        batch_id=document.batch_id,
+        deadline_s=document.deadline_s,
+        seed=document.seed,
+        log_position=document.log_position,
+        groups=tuple(
+            Group(
+                prompt_id=group.prompt_id,
+                source=group.source,
+                fallback=group.fallback,
+                rollouts=tuple(map(rollout_of, documents)),
+            )
+            for group, documents in zip(document.groups, groups, strict=True)
+        ),
     )
-    fields.done()
-    if not batch.groups:
-        raise MalformedError(f"batch {batch.batch_id}: no groups")
-    return batch
-
-
-def _group(item: object) -> Group:
-    if not isinstance(item, dict):
-        raise MalformedError(f"batch: a group must be a map, got {type(item).__name__}")
-    fields = Reader(item, what="batch group")
-    prompt_id = fields.name("prompt_id")
-    payloads = fields.take("rollouts", list)
-    if not payloads or not all(isinstance(payload, bytes) for payload in payloads):
-        raise MalformedError(f"batch: group {prompt_id!r} must hold the bytes of at least one rollout")
-    group = Group(
-        prompt_id=prompt_id,
-        source=fields.choice("source", SOURCES),
-        fallback=fields.take("fallback", bool),
-        rollouts=tuple(decode_rollout(payload) for payload in payloads),
-    )
-    fields.done()
-    return group

@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta
 
 from tba.errors import MalformedError
 from tba.versions import PolicyVersion
-from tba.wire.codec import Reader, pack, unpack
+from tba.wire.codec import Document, Name, pack, unpack
 
 SCHEMA = 1
-KINDS = ("searcher", "trainer", "reward", "launcher")
+MAX_HEARTBEAT_BYTES = 64 * 1024
 MAX_GAUGES = 256
+
+Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,32 +66,53 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
     )
 
 
+class _WaitDocument(Document):
+    name: Name
+    for_s: float
+    deadline_in_s: float
+
+
+class _HeartbeatDocument(Document):
+    schema: Literal[1]
+    component_id: Name
+    kind: Kind
+    run: Name
+    state: Name
+    version: str | None
+    wait: _WaitDocument | None
+    gauges: Annotated[dict[str, float], Meta(max_length=MAX_GAUGES)]
+
+
+_DECODER = msgspec.msgpack.Decoder(_HeartbeatDocument)
+
+
 def decode_heartbeat(data: bytes) -> Heartbeat:
     """Decode and validate one heartbeat.
 
     Raises:
         MalformedError, SchemaVersionError, LimitError
     """
-    fields = Reader(unpack(data, what="heartbeat", max_bytes=64 * 1024), what="heartbeat")
-    fields.schema(SCHEMA)
-    version, wait = fields.optional("version", str), fields.optional("wait", dict)
-    gauges = fields.take("gauges", dict)
-    if len(gauges) > MAX_GAUGES or not all(isinstance(v, float) and math.isfinite(v) for v in gauges.values()):
-        raise MalformedError(f"heartbeat: gauges must be at most {MAX_GAUGES} names with finite float values")
-    beat = Heartbeat(
-        component_id=fields.name("component_id"),
-        kind=fields.choice("kind", KINDS),
-        run=fields.name("run"),
-        state=fields.name("state"),
-        version=None if version is None else PolicyVersion.parse(version),
-        wait=None if wait is None else _wait(Reader(wait, what="heartbeat wait")),
-        gauges=gauges,
+    document = unpack(
+        data,
+        _DECODER,
+        what="heartbeat",
+        schema=SCHEMA,
+        max_bytes=MAX_HEARTBEAT_BYTES,
+        choices={"kind": get_args(Kind)},
     )
-    fields.done()
-    return beat
-
-
-def _wait(fields: Reader) -> Wait:
-    wait = Wait(name=fields.name("name"), for_s=fields.number("for_s"), deadline_in_s=fields.number("deadline_in_s"))
-    fields.done()
-    return wait
+    wait = document.wait
+    numbers = {f"gauges.{name}": value for name, value in document.gauges.items()}
+    if wait is not None:
+        numbers |= {"wait.for_s": wait.for_s, "wait.deadline_in_s": wait.deadline_in_s}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise MalformedError(f"heartbeat: field {name!r} is {value}, not a finite number")
+    return Heartbeat(
+        component_id=document.component_id,
+        kind=document.kind,
+        run=document.run,
+        state=document.state,
+        version=None if document.version is None else PolicyVersion.parse(document.version),
+        wait=None if wait is None else Wait(name=wait.name, for_s=wait.for_s, deadline_in_s=wait.deadline_in_s),
+        gauges=document.gauges,
+    )

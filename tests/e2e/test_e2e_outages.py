@@ -25,10 +25,11 @@ from tba.api import AckRequest, BatchRequest, CheckpointRequest, MarkRequest, Ru
 from tba.clients import BufferClient
 from tba.errors import FencedError, UnavailableError
 from tba.local.ledger import ledger_violations, lineage_tree
+from tba.local.prompts import prompts_of
 from tba.store import open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
-from tba.wire import encode_push
+from tba.wire import encode_push, encode_rollout
 from tests.support.e2e import (
     DEADLINE_S,
     ENDLESS,
@@ -123,32 +124,43 @@ def assert_nothing_lost_or_doubled(services: Services, client: BufferClient, bef
     assert set(per_visit.values()) <= {1, 2, 3, 4}
 
 
-def test_while_the_reward_service_is_away_rollouts_are_kept_unscored_and_never_trained_on(
+def test_while_the_reward_service_is_away_rollouts_are_kept_unscored_and_are_scored_when_it_is_back(
     services: Services, client: BufferClient
 ) -> None:
     services.kill("reward")
     until("pending rollouts", lambda: client.stats().num_pending >= 32)
-    scored = client.stats().num_scored
-    services.start("reward")
-    until("rollouts are scored again", lambda: client.stats().num_scored >= scored + 32)
-    steps_go_on(services, client)
-
+    until("a named wait", lambda: ("buffer-scorer", "reward") in [(w.owner, w.name) for w in client.run().waits])
     rollouts = {r.rollout_id.hex(): r for r in decode_all(stored_rollouts(services.redis_url))}
     pending = {rollout_id: r for rollout_id, r in rollouts.items() if r.reward_status == "pending"}
     assert len(pending) >= 32
     assert {rollout.reward for rollout in pending.values()} == {None}
     assert all("the reward service did not answer" in (rollout.reward_reason or "") for rollout in pending.values())
+    assert trained_rollouts(client).isdisjoint(pending)
+
+    services.start("reward")
+    until("all rollouts are scored", lambda: client.stats().num_pending == 0)
+    steps_go_on(services, client)
+    rollouts = {r.rollout_id.hex(): r for r in decode_all(stored_rollouts(services.redis_url))}
+    answers = {prompt.prompt_id: prompt.data["answer"] for prompt in prompts_of(services.recipe)}
+    for rollout_id, before in pending.items():
+        after = rollouts[rollout_id]
+        reward = float(before.response_text.strip() == answers[before.prompt_id])
+        assert encode_rollout(after) == encode_rollout(before.with_reward(reward, "exact-1"))
     assert client.stats().num_failed == 0
-    trained = {rollout_id for entry in whole_ledger(client) for rollout_id in entry.rollout_ids}
-    assert trained.isdisjoint(pending)
-    assert {rollouts[rollout_id].reward_status for rollout_id in trained} == {"scored"}
+    assert {rollouts[rollout_id].reward_status for rollout_id in trained_rollouts(client)} == {"scored"}
+
+
+def trained_rollouts(client: BufferClient) -> set[str]:
+    """Ids of all rollouts that a step has consumed."""
+    return {rollout_id for entry in whole_ledger(client) for rollout_id in entry.rollout_ids}
 
 
 @pytest.mark.parametrize("victim", ["buffer", "redis"])
 def test_a_killed_buffer_or_redis_comes_back_with_everything_it_acknowledged(
     services: Services, client: BufferClient, victim: str
 ) -> None:
-    before = stored_rollouts(services.redis_url)
+    stored = stored_rollouts(services.redis_url)
+    before = {r.rollout_id: stored[r.rollout_id] for r in decode_all(stored) if r.reward_status == "scored"}
     version = client.run().latest_version
     process = services.stack.buffer if victim == "buffer" else services.stack.redis
     process.kill()

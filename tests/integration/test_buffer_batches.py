@@ -6,14 +6,29 @@ import threading
 import time
 
 import pytest
+from redis import Redis
 
-from tba.api import AckRequest, BatchRequest, CheckpointRequest, LineageReply, LineageRequest, MarkRequest, RunCommand
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    LeaseRequest,
+    LedgerEntry,
+    LineageReply,
+    LineageRequest,
+    MarkRequest,
+    ResumeEntry,
+    RunCommand,
+)
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, ConflictError, FencedError, RunOverError, VoidBatchError
+from tba.local.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch
-from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tba.wire import Batch, encode_rollout
+from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.redis_process import RedisProcess
+from tests.support.waiting import until
 
 
 def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:  # noqa: F811
@@ -28,6 +43,10 @@ def draw(client: BufferClient, lineage: LineageReply, step: int, wait_s: float =
     return client.draw_batch(
         BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=wait_s)
     )
+
+
+def acked(client: BufferClient) -> list[LedgerEntry]:
+    return batch_entries(client.ledger().entries)
 
 
 def ack(client: BufferClient, lineage: LineageReply, step: int, batch: Batch, ages: list[int] | None = None) -> None:
@@ -62,18 +81,26 @@ def test_an_acked_batch_is_one_line_of_the_ledger_however_often_it_is_acked(serv
         for _ in range(2):
             ack(client, lineage, step, batches[-1], ages=[step - 1] * 16)
     reply = client.ledger()
-    assert [(entry.step, entry.batch_id) for entry in reply.entries] == [
+    first, *entries = reply.entries
+    assert isinstance(first, ResumeEntry)
+    assert (first.lineage, first.parent, first.trainer_id) == (1, "0-0", "trainer-test")
+    assert [(entry.step, entry.batch_id) for entry in batch_entries(entries)] == [
         (step, batch.batch_id) for step, batch in zip((1, 2, 3), batches, strict=True)
     ]
     assert reply.next is None
-    assert reply.entries[1].rollout_ids == [rollout.rollout_id.hex() for rollout in batches[1].rollouts]
-    assert reply.entries[1].metrics == {"loss": 1.0, "missing": None}
+    second = entries[1]
+    assert isinstance(second, LedgerEntry)
+    assert second.rollout_ids == [rollout.rollout_id.hex() for rollout in batches[1].rollouts]
+    assert (second.seed, second.log_position) == (batches[1].seed, batches[1].log_position)
+    assert (second.slots["total"], second.slots["rollouts"], second.slots["distinct_rollouts"]) == (4, 16, 16)
+    assert second.slots["recent"] + second.slots["replay"] == 4
+    assert second.metrics == {"loss": 1.0, "missing": None}
     stats = client.stats()
     assert (stats.rollouts_drawn, stats.rollouts_trained) == (48, 48)
     assert stats.policy_age_histogram == {0: 16, 1: 16, 2: 16}
     assert client.run().step == 3
-    page = client.ledger(after=1, limit=1)
-    assert ([entry.step for entry in page.entries], page.next) == ([2], 2)
+    page = client.ledger(after=2, limit=1)
+    assert ([entry.step for entry in batch_entries(page.entries)], page.next) == ([2], 3)
 
 
 def test_a_repeated_draw_for_one_step_answers_the_same_batch(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -83,6 +110,43 @@ def test_a_repeated_draw_for_one_step_answers_the_same_batch(serve_buffer: Serve
     assert [r.rollout_id for r in first.rollouts] == [r.rollout_id for r in again.rollouts]
     assert ahead.batch_id != first.batch_id
     assert client.stats().rollouts_drawn == 32
+    ack(client, lineage, 1, first)
+    with pytest.raises(ConflictError, match="has acked its steps up to 1"):
+        draw(client, lineage, 1)
+    assert client.stats().rollouts_drawn == 32
+
+
+def test_an_open_batch_is_answered_again_even_while_another_would_have_to_wait(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 1})
+    batch = draw(client, lineage, 1)
+    with pytest.raises(BusyError, match="generating phase"):
+        draw(client, lineage, 2)
+    assert draw(client, lineage, 1).batch_id == batch.batch_id
+
+
+def test_a_batch_whose_deadline_is_near_is_not_answered_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 2.0})
+    batch = draw(client, lineage, 1)
+    new = until("another batch for the step", lambda: other_batch(client, lineage, batch))
+    assert new is not None
+    assert time.time() < batch.deadline_s
+    with pytest.raises(VoidBatchError):
+        ack(client, lineage, 1, batch)
+    ack(client, lineage, 1, new)
+    assert client.stats().rollouts_trained == 16
+
+
+def other_batch(client: BufferClient, lineage: LineageReply, batch: Batch) -> Batch | None:
+    answer = draw(client, lineage, 1)
+    return None if answer.batch_id == batch.batch_id else answer
+
+
+def test_redis_may_forget_its_scripts(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer)
+    batch = draw(client, lineage, 1)
+    with Redis.from_url(redis.url) as connection:
+        connection.script_flush()
+    assert draw(client, lineage, 2).batch_id != batch.batch_id
 
 
 def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -94,7 +158,7 @@ def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuf
     new = draw(client, lineage, 1)
     assert new.batch_id != batch.batch_id
     ack(client, lineage, 1, new)
-    assert [entry.batch_id for entry in client.ledger().entries] == [new.batch_id]
+    assert [entry.batch_id for entry in acked(client)] == [new.batch_id]
 
 
 def test_an_ack_that_does_not_fit_its_batch_is_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -112,7 +176,7 @@ def test_an_ack_that_does_not_fit_its_batch_is_refused(serve_buffer: ServeBuffer
     ack(client, lineage, 1, batch)
     with pytest.raises(ConflictError, match="has acked batch"):
         ack(client, lineage, 1, ahead)
-    assert len(client.ledger().entries) == 1
+    assert len(acked(client)) == 1
 
 
 def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -136,7 +200,7 @@ def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) ->
     assert (after.state, after.latest_version, after.checkpoint) == ("running", before.latest_version, None)
     with pytest.raises(ConflictError):
         ack(client, new, 1, prefetched)
-    assert [(entry.lineage, entry.abandoned) for entry in client.ledger().entries] == [(1, True)]
+    assert [(entry.lineage, entry.abandoned) for entry in acked(client)] == [(1, True)]
 
 
 def test_along_the_living_lineage_every_step_appears_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -152,24 +216,59 @@ def test_along_the_living_lineage_every_step_appears_once(serve_buffer: ServeBuf
         ack(client, second, step, draw(client, second, step))
     third = start_lineage(client, PolicyVersion(2, 4))
     ack(client, third, 5, draw(client, third, 5))
-    living = [(e.lineage, e.step) for e in client.ledger().entries if not e.abandoned]
+    living = [(e.lineage, e.step) for e in acked(client) if not e.abandoned]
     assert living == [(1, 1), (1, 2), (1, 3), (2, 4), (3, 5)]
+    run = client.run()
+    check = LedgerCheck(lineage_tree(run.parents), lineage=run.lineage, step=run.step)
+    for line in ledger_lines(client):
+        check.take(line)
+    assert check.violations() == []
+    assert (check.num_starts, check.num_batches, check.num_abandoned) == (3, 8, 3)
 
 
 def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: ServeBuffer) -> None:  # noqa: F811
-    client, _ = filled(serve_buffer)
+    client, first = filled(serve_buffer)
+    for step in (1, 2, 3, 4):
+        ack(client, first, step, draw(client, first, step))
     second = start_lineage(client, PolicyVersion(1, 3))
     with pytest.raises(ConflictError, match="history"):
         client.mark(MarkRequest(version="1-4", token=second.token))
     with pytest.raises(ConflictError, match="history"):
         client.mark(MarkRequest(version="5-1", token=second.token))
-    for parent in ("9-1", "0-5"):
-        with pytest.raises(ConflictError, match="no trainer made"):
-            client.new_lineage(LineageRequest(trainer_id="t", parent=parent))
-    first = client.mark(MarkRequest(version="2-4", token=second.token))
-    assert client.mark(MarkRequest(version="2-4", token=second.token)) == first
+    mark = client.mark(MarkRequest(version="2-4", token=second.token))
+    assert client.mark(MarkRequest(version="2-4", token=second.token)) == mark
     assert client.run().latest_version == "2-4"
     assert client.stats().num_marks == 3
+
+
+def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, first = filled(serve_buffer)
+    for step in (1, 2, 3):
+        ack(client, first, step, draw(client, first, step))
+    for parent in ("9-1", "0-5", "1-4", "2-3"):
+        with pytest.raises(ConflictError, match="no trainer made"):
+            client.new_lineage(LineageRequest(trainer_id="t", parent=parent))
+    assert client.run().lineage == 1
+    client.mark(MarkRequest(version="1-5", token=first.token))
+    client.register_checkpoint(CheckpointRequest(version="1-6", token=first.token, key="k"))
+    for parent, lineage in (
+        (PolicyVersion(1, 2), 2),  # acked
+        (PolicyVersion(2, 2), 3),  # the start of its lineage, under its own name
+        (PolicyVersion(1, 5), 4),  # announced
+        (PolicyVersion(1, 6), 5),  # checkpointed
+        (START, 6),
+    ):
+        assert start_lineage(client, parent, mark=False).lineage == lineage
+        assert client.run().step == parent.step
+    starts = [line for line in client.ledger().entries if isinstance(line, ResumeEntry)]
+    assert [(start.lineage, start.parent) for start in starts] == [
+        (1, "0-0"),
+        (2, "1-2"),
+        (3, "2-2"),
+        (4, "1-5"),
+        (5, "1-6"),
+        (6, "0-0"),
+    ]
 
 
 def test_a_draw_waits_for_rollouts_and_is_woken_by_them(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -238,6 +337,18 @@ def test_samples_per_insert_holds_the_trainer_back(serve_buffer: ServeBuffer) ->
     assert caught.value.wait == "samples-per-insert"
     client.push(make_payloads(["train-0"], per_prompt=16))
     draw(client, lineage, 5)
+
+
+def test_rollouts_without_a_reward_hold_generation_back_under_a_name_of_their_own(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(sampling={"samples_per_insert": 1.0, "samples_per_insert_error": 16}).client()
+    client.upload_prompts(make_prompts(8))
+    start_lineage(client)
+    request = LeaseRequest(searcher_id="s", max_leases=1)
+    client.push([encode_rollout(make_rollout(reward=None)) for _ in range(16)])
+    reply = client.lease(request)
+    assert (reply.leases, reply.wait) == ([], "unscored")
+    client.push(make_payloads([f"train-{i}" for i in range(8)]))
+    assert client.lease(request).wait == "trainer-ahead"
 
 
 def test_void_batches_do_not_count_as_drawn_for_flow_control(serve_buffer: ServeBuffer) -> None:  # noqa: F811

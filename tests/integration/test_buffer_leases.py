@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from redis import Redis
 
 from tba.api import (
     EvalInfo,
@@ -27,6 +31,8 @@ from tba.versions import PolicyVersion
 from tba.wire import Heartbeat, Wait, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.redis_process import RedisProcess
 
 
 def lease(client: BufferClient, max_leases: int = 4, searcher_id: str = "s1") -> LeaseReply:
@@ -40,6 +46,18 @@ def fulfil(client: BufferClient, lease: Lease, num: int | None = None) -> None:
             for _ in range(lease.num_rollouts if num is None else num)
         ]
     )
+
+
+def open_work(redis: RedisProcess) -> dict[str, int]:  # noqa: F811
+    """What is on lease or waits to be leased again, as Redis has it."""
+    with Redis.from_url(redis.url) as client:
+        return {
+            "visits": client.hlen("tba:test:visits"),
+            "returned": client.llen("tba:test:returned"),
+            "leases": client.hlen("tba:test:leases"),
+            "deadlines": client.zcard("tba:test:lease_deadlines"),
+            "inflight": int(client.hget("tba:test:counters", "inflight") or 0),
+        }
 
 
 def test_an_upload_is_idempotent_and_changed_content_is_refused_whole(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -194,6 +212,225 @@ def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_bu
     assert lease(client).wait == "alternate-train"
     client.mark(MarkRequest(version="1-2", token=lineage.token))
     assert len(lease(client, 20).leases) == 8
+
+
+# ---- requests that are sent again -----------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_sent_again_gets_the_same_leases(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(20, 3))
+    request_eval(client, start_lineage(client))
+    request = LeaseRequest(searcher_id="s1", max_leases=9)
+    first, again = client.lease(request), client.lease(request)
+    assert {item.kind for item in first.leases} == {"train", "sample", "greedy"}
+    assert again.leases == first.leases
+    stats = client.stats()
+    assert (stats.leases["granted"], stats.leases["open"]) == (9, 9)
+    other = client.lease(LeaseRequest(searcher_id="s2", max_leases=3, request_id=request.request_id))
+    assert not {item.visit_id for item in other.leases} & {item.visit_id for item in first.leases}
+
+
+def test_a_request_that_is_sent_again_answers_what_it_still_holds(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    """As a proxy that repeats an old request would: some of its leases have ended, and nothing may get lost by that."""
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(20))
+    start_lineage(client)
+    request = LeaseRequest(searcher_id="s1", max_leases=4)
+    done, given_back, *held = client.lease(request).leases
+    fulfil(client, done)
+    fulfil(client, held[0], 1)
+    client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=[given_back.lease_id]))
+    again = client.lease(request).leases
+    assert [(item.lease_id, item.visit_id) for item in again] == [(item.lease_id, item.visit_id) for item in held]
+    assert [item.num_rollouts for item in again] == [3, 4]
+    assert client.stats().leases["open"] == 2
+    assert lease(client, 1, "s2").leases[0].visit_id == given_back.visit_id
+
+
+def test_a_request_that_is_sent_again_starts_the_deadline_anew(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(buffer={"lease_s": 0.6}).client()
+    client.upload_prompts(make_prompts(20))
+    start_lineage(client)
+    request = LeaseRequest(searcher_id="s1", max_leases=2)
+    first, until = client.lease(request).leases, time.monotonic() + 1.0
+    while time.monotonic() < until:
+        assert client.lease(request).leases == first
+        time.sleep(0.1)
+    assert client.stats().leases.get("expired", 0) == 0
+
+
+def test_a_lost_reply_leaves_no_lease_that_nobody_knows(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer()
+    client = buffer.client()
+    client.upload_prompts(make_prompts(20))
+    start_lineage(client)
+    with LossyProxy(buffer.url, num_to_lose=2) as proxy:
+        unlucky = BufferClient(proxy.url, retry_s=20.0)
+        leases = lease(unlucky, 3).leases
+        unlucky.close()
+    assert proxy.num_to_lose == 0
+    stats = client.stats()
+    assert (len(leases), stats.leases["granted"], stats.leases["open"]) == (3, 3, 3)
+    for item in leases:
+        fulfil(client, item)
+    assert client.stats().leases["open"] == 0
+
+
+# ---- one prompt, many visits ----------------------------------------------------------------------------------------
+
+
+def test_one_prompt_is_on_lease_hundreds_of_times_at_once(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    """Red-teaming has a single prompt: 256 searchers hold 400 visits of it, and every one gets its share."""
+    buffer = serve_buffer(sampling={"rollouts_per_visit": 20})
+    client = buffer.client()
+    client.upload_prompts(make_prompts(1))
+    start_lineage(client)
+    clients = [buffer.client() for _ in range(16)]
+
+    def ask(searcher: int) -> list[Lease]:
+        return lease(clients[searcher % 16], 2 if searcher < 144 else 1, f"searcher-{searcher}").leases
+
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(ask, range(256)))
+    leases = [item for reply in replies for item in reply]
+    assert [len(reply) for reply in replies] == [2] * 144 + [1] * 112
+    assert len({item.visit_id for item in leases}) == len({item.lease_id for item in leases}) == 400
+    assert {item.prompt.prompt_id for item in leases} == {"train-0"}
+    assert {item.num_rollouts for item in leases} == {20}
+    assert open_work(redis) == {"visits": 400, "returned": 0, "leases": 400, "deadlines": 400, "inflight": 8000}
+    epochs = sorted(int(item.visit_id.split("-")[1]) for item in leases)
+    assert epochs == list(range(400))  # an epoch of one prompt is one visit
+
+
+def test_expiry_gives_back_exactly_what_is_missing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer(buffer={"lease_s": 1.0}, sampling={"rollouts_per_visit": 5})
+    client = buffer.client()
+    client.upload_prompts(make_prompts(1))
+    start_lineage(client)
+    leases = lease(client, 40).leases
+    missing = {}
+    for number, item in enumerate(leases):
+        if number % 6:
+            fulfil(client, item, number % 6)  # 0 .. 5 of 5
+        if number % 6 < 5:
+            missing[item.visit_id] = 5 - number % 6
+    until = time.monotonic() + 20
+    found: dict[str, int] = {}
+    while len(found) < len(missing) and time.monotonic() < until:
+        for item in lease(client, 1, "s2").leases:
+            if item.visit_id in missing:
+                found[item.visit_id] = item.num_rollouts
+                fulfil(client, item)
+    assert found == missing
+    stats = client.stats()
+    assert stats.leases["expired"] >= len(missing)
+    assert stats.num_rollouts >= 200
+
+
+def test_epochs_go_on_over_prompts_that_were_uploaded_meanwhile(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(3, 2))
+    start_lineage(client)
+    first = lease(client, 2).leases
+    client.upload_prompts(make_prompts(5, 2))
+    visits = [*first, *lease(client, 11).leases]
+    by_epoch: dict[str, list[str]] = {}
+    for item in visits:
+        by_epoch.setdefault(item.visit_id.split("-")[1], []).append(item.prompt.prompt_id)
+    assert [len(prompts) for prompts in by_epoch.values()] == [3, 5, 5]
+    assert sorted(by_epoch["0"]) == [f"train-{i}" for i in range(3)]
+    assert sorted(by_epoch["1"]) == sorted(by_epoch["2"]) == [f"train-{i}" for i in range(5)]
+    assert by_epoch["1"] != by_epoch["2"]
+
+
+def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    """Leases that are fulfilled, half fulfilled, returned, refused, expired and asked for twice, all at once."""
+    buffer = serve_buffer(buffer={"lease_s": 0.5}, sampling={"rollouts_per_visit": 3})
+    client = buffer.client()
+    client.upload_prompts(make_prompts(7))
+    start_lineage(client)
+    refused, pushed = set[str](), Counter[str]()
+
+    def push(mine: BufferClient, item: Lease, num: int) -> None:
+        fulfil(mine, item, num)
+        pushed[item.visit_id] += num
+
+    def search(number: int) -> None:
+        mine, rng = buffer.client(), random.Random(number)
+        for _ in range(8):
+            request = LeaseRequest(searcher_id=f"s{number}", max_leases=rng.randint(1, 4))
+            leases = mine.lease(request).leases
+            if rng.random() < 0.3:
+                leases = mine.lease(request).leases
+            for item in leases:
+                match rng.randrange(5):
+                    case 0 | 1:
+                        push(mine, item, item.num_rollouts)
+                    case 2:
+                        push(mine, item, 1)
+                    case 3:
+                        mine.return_leases(LeaseReturn(searcher_id=f"s{number}", lease_ids=[item.lease_id]))
+                    case 4:
+                        refused.add(item.visit_id)
+                        ids = [item.lease_id]
+                        mine.return_leases(LeaseReturn(searcher_id=f"s{number}", lease_ids=[], refused_lease_ids=ids))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(search, range(8)))
+    until = time.monotonic() + 20
+    while any(open_work(redis).values()) and time.monotonic() < until:
+        for item in lease(client, 8, "last").leases:  # what expired or was returned comes first
+            push(client, item, item.num_rollouts)
+    assert not any(open_work(redis).values())
+    assert refused
+    assert len(pushed) > 60
+    assert {visit_id for visit_id, num in pushed.items() if num < 3} <= refused
+    assert client.stats().num_rollouts == sum(pushed.values())
+
+
+# ---- posterior selection --------------------------------------------------------------------------------------------
+
+
+def test_posterior_selection_visits_prompts_that_succeed_about_half_the_time(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    """30 hopeless, 30 mastered and 6 prompts in the middle, 16 scored rollouts each."""
+    client = serve_buffer(data={"selection": "posterior"}, buffer={"max_rollouts": 2000}).client()
+    client.upload_prompts([*make_prompts(0, 3), *make_prompts(66)])
+    start_lineage(client)
+    rewards = {number: [float(number >= 36 or (number >= 30 and i % 2)) for i in range(16)] for number in range(66)}
+    rollouts = [make_rollout(f"train-{number}", reward=reward) for number in range(66) for reward in rewards[number]]
+    for at in range(0, len(rollouts), 512):
+        client.push([encode_rollout(rollout) for rollout in rollouts[at : at + 512]])
+    leases = [item for _ in range(10) for item in lease(client, 10).leases]
+    in_the_middle = [item for item in leases if 30 <= int(item.prompt.prompt_id.split("-")[1]) < 36]
+    assert len(in_the_middle) > 60  # under uniform selection 9 of 100
+    assert [item.visit_id for item in leases] == [f"visit-{i // 66}-{i % 66}" for i in range(100)]
+
+
+def test_posterior_selection_goes_on_after_a_restart_as_if_there_was_none(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    """The choice is a function of seed, cursor and index: a process that takes over chooses the same."""
+    visits = []
+    for name in ("goes-on", "restarts"):
+        buffer = serve_buffer(run=name, data={"selection": "posterior"})
+        client = buffer.client()
+        client.upload_prompts(make_prompts(50))
+        start_lineage(client)
+        leases = lease(client, 5).leases
+        for item in leases:
+            values: dict[str, Any] = {"run": name, "visit_id": item.visit_id}
+            rollouts = [make_rollout(item.prompt.prompt_id, reward=float(i % 2), **values) for i in range(4)]
+            client.push([encode_rollout(rollout) for rollout in rollouts])
+        if name == "restarts":
+            client = serve_buffer(run=name, data={"selection": "posterior"}).client()
+        leases += lease(client, 20).leases
+        visits.append([(item.visit_id, item.prompt.prompt_id) for item in leases])
+    assert visits[0] == visits[1]
 
 
 # ---- evaluations ----------------------------------------------------------------------------------------------------

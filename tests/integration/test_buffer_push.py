@@ -93,7 +93,7 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
     assert (stats.num_scored, stats.num_pending, stats.num_rollouts) == (1, 1, 2)
     metrics = urllib.request.urlopen(client.base_url + "/metrics").read().decode()
     assert 'tba_rollouts_total{outcome="refused",service="buffer"} 7.0' in metrics
-    assert 'tba_buffer_dropped_total{reason="malformed"} 2.0' in metrics
+    assert 'tba_buffer_refused_total{reason="malformed"} 2.0' in metrics
 
 
 def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> None:  # noqa: F811

@@ -28,6 +28,7 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
         "push": (lambda c: c.push(make_payloads(["train-0"])), {"searcher"}),
         "lease": (lambda c: c.lease(LeaseRequest(searcher_id="s", max_leases=1)), {"searcher"}),
         "stats": (lambda c: c.stats(), {"viewer", "operator", "trainer"}),
+        "sample": (lambda c: c.sample(1), {"viewer", "operator", "trainer"}),
         "ledger": (lambda c: c.ledger(), {"viewer", "operator", "trainer"}),
         "run": (lambda c: c.run(), {"viewer", "operator", "trainer", "searcher"}),
     }

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tba_buffer import buffer as buffer_module
+from tba_buffer.base import BaseWriter
 from tba_buffer.buffer import Buffer
+from tba_buffer.promise import Promise
 from tba_buffer.scripts import NAMES, Scripts
+from tba_buffer.snapshots.load import SnapshotLoad
+from tba_buffer.snapshots.save import SnapshotSave
 
 from tba.api import (
     AckRequest,
@@ -22,21 +28,31 @@ from tba.api import (
     LeaseRequest,
     LeaseReturn,
     LineageRequest,
+    LoadRequest,
     MarkRequest,
     RunCommand,
 )
+from tba.store import FileStore
 from tba.wire import decode_batch, encode_rollout
+from tba.wire.snapshot import SnapshotSource
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
 from tests.support.buffer_fixtures import redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
+from tests.support.reward_server import RewardServer
+from tests.support.scored_buffer import reward  # noqa: F401
 
 REPLY_DIFFERS = {"push", "upload"}
 """They report what is new; the second time nothing is."""
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:  # noqa: F811
-    recipe = make_recipe(buffer={"redis_url": redis.url, "max_rollouts": 40})
+async def buffer(
+    redis: RedisProcess,  # noqa: F811
+    reward: RewardServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Buffer]:
+    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # one script at a time: its evictions come in between
+    recipe = make_recipe(buffer={"redis_url": redis.url, "max_rollouts": 40}, reward={"url": reward.url})
     started = Buffer(recipe, CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()
@@ -62,25 +78,32 @@ async def everything(client: Any) -> dict[bytes, Any]:
 class TwiceScripts(Scripts):
     """Runs every script twice and compares."""
 
-    def __init__(self, redis: Any) -> None:  # noqa: F811
-        super().__init__(redis)
-        self._redis = redis
+    def __init__(self, promise: Promise) -> None:
+        super().__init__(promise)
         self.names: set[str] = set()
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        reply = await super().run(name, keys, args)
-        before = await everything(self._redis)
-        again = await super().run(name, keys, args)
-        assert await everything(self._redis) == before, f"{name} is not safe to repeat"
-        assert name in REPLY_DIFFERS or again == reply, f"{name} answers something else when it is repeated"
+    async def run_with(
+        self, name: str, keys: Sequence[str], args: Sequence[Any], *commands: Sequence[Any]
+    ) -> list[Any]:
+        client = self._promise.redis
+        replies = await super().run_with(name, keys, args, *commands)
+        before = await everything(client)
+        again = await super().run_with(name, keys, args)
+        assert await everything(client) == before, f"{name} is not safe to repeat"
+        assert name in REPLY_DIFFERS or again[0] == replies[0], f"{name} answers something else when it is repeated"
         self.names.add(name)
-        return reply
+        return replies
 
 
-async def test_every_script_run_twice_leaves_what_it_left_once(buffer: Buffer) -> None:
-    twice = TwiceScripts(buffer.context.redis)
+async def test_every_script_run_twice_leaves_what_it_left_once(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    twice = TwiceScripts(buffer.context.promise)
     object.__setattr__(buffer.context, "scripts", twice)
-    lineages, leases, batches = buffer.lineages, buffer.leases, buffer.batches
+    lineages, leases, draws = buffer.lineages, buffer.leases, buffer.draws
 
     await buffer.catalog.upload(make_prompts(8, 3))
     lineage = await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
@@ -108,14 +131,42 @@ async def test_every_script_run_twice_leaves_what_it_left_once(buffer: Buffer) -
     await buffer.rollouts.push([encode_rollout(make_rollout()) for _ in range(8)])
     assert (await buffer.stats()).evicted == {"max_rollouts": 8}
 
+    reward.gate.clear()  # one script at a time
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
+    reward.gate.set()
+    while (await buffer.stats()).num_pending:
+        await asyncio.sleep(0.01)
+
     request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
-    batch = decode_batch((await batches.draw(request)).body)
-    await batches.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0] * 16))
-    await batches.draw(request.model_copy(update={"step": 2}))
+    batch = decode_batch((await draws.draw(request)).body)
+    await buffer.acks.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0] * 16))
+    await draws.draw(request.model_copy(update={"step": 2}))
     await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
     await lineages.new(LineageRequest(trainer_id="t", parent="1-1"))
     await buffer.run.command("pause", RunCommand(reason="look"))
+    await BaseWriter(buffer.context, min_tail=1).keep_up(await buffer.view.level())
+    await save_and_load(buffer, redis, twice, tmp_path)
     assert twice.names == set(NAMES)
+
+
+async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:  # noqa: F811
+    """The scripts of a run that begins with a snapshot of this one."""
+    store = FileStore(folder / "store")
+    await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SnapshotSource("test", "end")).run()
+    other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
+    await other.start()
+    object.__setattr__(other.context, "scripts", twice)
+    load = SnapshotLoad(
+        other.context,
+        catalog=other.catalog,
+        lineages=other.lineages,
+        evictor=other.evictor,
+        store=store,
+        request=LoadRequest(source="test/end"),
+    )
+    await load.run()
+    assert (await other.stats()).num_rollouts == (await buffer.stats()).num_rollouts
+    await other.stop()
 
 
 async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_granted(buffer: Buffer) -> None:
@@ -130,7 +181,7 @@ async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_grante
                 calls.append(await super().run(name, keys, args))
             return await super().run(name, keys, args)
 
-    object.__setattr__(buffer.context, "scripts", LostReply(buffer.context.redis))
+    object.__setattr__(buffer.context, "scripts", LostReply(buffer.context.promise))
     leases = (await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=3))).leases
     assert len(leases) == 3
     assert [lease.lease_id.encode() for lease in leases] == calls[0][2::5]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -42,6 +44,8 @@ def answering(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
             self.rfile.read(int(self.headers["content-length"] or 0))
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
+            if status == 307:
+                self.send_header("location", "/elsewhere")
             self.send_header("content-length", str(len(raw)))
             self.end_headers()
             self.wfile.write(raw)
@@ -103,6 +107,38 @@ def test_a_service_that_is_away_for_a_moment_is_asked_again():
     with answering(problem(503, "unavailable"), problem(503, "unavailable"), LEASED) as (url, asked):
         assert BufferClient(url, retry_s=30).lease(LEASE).run_state == "running"
     assert len(asked) == 3
+
+
+def test_a_service_that_does_not_answer_in_time_is_unavailable():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        client = BufferClient(f"http://127.0.0.1:{silent.getsockname()[1]}", retry_s=0, timeout_s=0.2)
+        with pytest.raises(UnavailableError, match="ReadTimeoutError"):
+            client.lease(LEASE)
+
+
+def test_a_service_may_live_under_a_path_and_parameters_are_quoted():
+    page = {"rollouts": [], "next": None, "log_position": 0}
+    with answering((200, page)) as (url, asked), suppress(BadReplyError):
+        BufferClient(url + "/tba/", retry_s=0).list_rollouts(prompt_id="a b&c=\N{CHECK MARK}", limit=5)
+    assert asked[0].startswith("/tba/v1/rollouts?")
+    assert parse_qs(urlsplit(asked[0]).query)["prompt_id"] == ["a b&c=\N{CHECK MARK}"]
+
+
+def test_a_redirect_is_not_followed():
+    """A token would go wherever it points."""
+    with answering((307, {})) as (url, asked), pytest.raises(BadRequestError):
+        BufferClient(url, retry_s=0, token="x" * 16).lease(LEASE)
+    assert len(asked) == 1
+
+
+def test_a_connection_that_the_service_closed_meanwhile_is_opened_again():
+    with answering(LEASED) as (url, asked):  # HTTP/1.0: closed after every answer
+        client = BufferClient(url, retry_s=0)
+        for _ in range(5):
+            assert client.lease(LEASE).run_state == "running"
+    assert len(asked) == 5
 
 
 def test_nobody_there_is_one_sentence():

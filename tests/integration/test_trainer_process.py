@@ -20,6 +20,7 @@ from tba_trainer.run import train
 from tba.api import LedgerEntry, LineageRequest, RunCommand
 from tba.clients import BufferClient
 from tba.config import load_recipe
+from tba.local.ledger import batch_entries
 from tba.store import FileStore, open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
@@ -99,7 +100,7 @@ class Run:
             time.sleep(0.02)
 
     def ledger(self) -> list[LedgerEntry]:
-        return self.client.ledger(limit=1000).entries
+        return batch_entries(self.client.ledger(limit=1000).entries)
 
 
 @pytest.fixture(scope="module")

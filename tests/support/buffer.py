@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,16 @@ class Stack:
         self.redis.stop()
 
 
-def start_stack(folder: Path, **sections: dict[str, Any]) -> Stack:
+def start_stack(
+    folder: Path,
+    *,
+    redis_folder: Path | None = None,
+    redis_environ: Mapping[str, str] | None = None,
+    **sections: dict[str, Any],
+) -> Stack:
     """Start Redis and a buffer in `folder`; the caller stops them."""
-    redis = start_redis(folder / "redis")
+    folder.mkdir(parents=True, exist_ok=True)
+    redis = start_redis(redis_folder or folder / "redis", environ=redis_environ)
     try:
         ports = {"port": free_port(), "redis_url": redis.url}
         recipe = make_recipe(**{**sections, "buffer": {**ports, **sections.get("buffer", {})}})

@@ -45,6 +45,11 @@ class BufferThread:
         self._clients.append(BufferClient(self.url, token=token, retry_s=retry_s))
         return self._clients[-1]
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """Close the clients and end the thread."""
         for client in self._clients:

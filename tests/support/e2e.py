@@ -18,15 +18,14 @@ from typing import Any, TypeVar
 from tba.api import LedgerEntry, RunInfo
 from tba.clients import BufferClient
 from tba.config import Recipe, parse_recipe
-from tba.local.ledger import read_ledger
+from tba.local.ledger import batch_entries, ledger_lines
 from tba.local.prompts import prompts_of, upload_prompts
 from tba.wire import Rollout, decode_rollout
 from tests.support.buffer import SERVICE_PATHS, Stack, start_buffer, write_recipe
 from tests.support.redis_process import RedisProcess, free_port, start_redis
+from tests.support.waiting import DEADLINE_S, until
 
 RUN = "tiny"
-DEADLINE_S = 180.0
-"""Of every single wait: long enough for a machine that does ten other things."""
 ENDLESS = 1_000_000
 """`trainer.num_steps` of runs that a test ends itself."""
 T = TypeVar("T")
@@ -55,15 +54,6 @@ def tiny_sections(model: Path, **sections: dict[str, Any]) -> dict[str, dict[str
     for name, values in sections.items():
         document[name] = {**document.get(name, {}), **values}
     return document
-
-
-def until(what: str, condition: Callable[[], T], *, deadline_s: float = DEADLINE_S) -> T:
-    """Poll until `condition` holds, and return what it returned."""
-    deadline = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
-    return value
 
 
 @dataclass
@@ -194,7 +184,7 @@ class Place:
     def ledger(self) -> list[LedgerEntry]:
         """The ledger of a finished run."""
         document = json.loads((self.folder / "history.json").read_text())
-        return [LedgerEntry.model_validate(entry) for entry in document["ledger"]]
+        return [LedgerEntry.model_validate(line) for line in document["ledger"] if line["kind"] == "batch"]
 
     @contextmanager
     def redis_of_ended_run(self) -> Iterator[RedisProcess]:
@@ -271,7 +261,7 @@ def open_leases(redis_url: str, searcher_id: str, run: str = RUN) -> dict[str, d
 
 def whole_ledger(client: BufferClient) -> list[LedgerEntry]:
     """The ledger of a run that is going."""
-    return read_ledger(client)
+    return batch_entries(list(ledger_lines(client)))
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class RedisProcess:
     folder: Path
     port: int
     options: Sequence[str] = DURABLE
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables of the process."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property
@@ -50,7 +53,12 @@ class RedisProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "redis.log").open("ab") as log:
             place = ("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder))
-            self.process = subprocess.Popen([redis_server_path(), *place, *self.options], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [redis_server_path(), *place, *self.options],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environ},
+            )
         deadline = time.monotonic() + 30
         while not _answers(self.port):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -68,9 +76,11 @@ class RedisProcess:
             self.kill()
 
 
-def start_redis(folder: Path, *, options: Sequence[str] = DURABLE) -> RedisProcess:
+def start_redis(
+    folder: Path, *, options: Sequence[str] = DURABLE, environ: Mapping[str, str] | None = None
+) -> RedisProcess:
     """Start Redis in `folder`; the caller stops it."""
-    redis = RedisProcess(folder=folder, port=free_port(), options=options)
+    redis = RedisProcess(folder=folder, port=free_port(), options=options, environ=environ or {})
     redis.start()
     return redis
 

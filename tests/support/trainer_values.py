@@ -21,6 +21,7 @@ from tba.api import (
     LineageRequest,
     MarkReply,
     MarkRequest,
+    OriginInfo,
     RunCommand,
     RunInfo,
 )
@@ -133,6 +134,7 @@ class RecordedBuffer:
         self.eval_state: Any = "done"
         self.beats: list[Heartbeat] = []
         self.components: list[ComponentInfo] = []
+        self.origin: OriginInfo | None = None
         self._lock = threading.RLock()
 
     def _enter(self, method: str, token: str | None = None) -> None:
@@ -155,6 +157,7 @@ class RecordedBuffer:
             components=self.components,
             waits=[],
             evals=[self._info(eval_id) for eval_id in self.evals],
+            origin=self.origin,
         )
 
     def new_lineage(self, request: LineageRequest) -> LineageReply:

@@ -1,9 +1,17 @@
 """REST bodies refuse what could not be stored or sent on."""
 
+from __future__ import annotations
+
+import json
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tba.api import Prompt
+from tba.api import Lease, LeaseReply, LeaseRequest, Prompt
+from tba.api.prompts import MAX_DATA_LEVELS
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "\ud800", ["\ud800"], {"x": float("nan")}])
@@ -15,3 +23,48 @@ def test_prompt_data_is_plain_json(value: object):
 def test_prompt_data_may_be_nested_and_of_any_language():
     data = {"answer": "zwölf", "parts": [1, 2.5, None, {"a": True}]}
     assert Prompt(prompt_id="p", task="exact", text="t", data=data).data == data
+
+
+def read_back(prompt: Prompt) -> Prompt:
+    """As the catalog stores it, and as a searcher gets it."""
+    stored = Prompt.model_validate_json(json.dumps(prompt.model_dump(), sort_keys=True, ensure_ascii=False).encode())
+    lease = Lease(lease_id="l", kind="train", visit_id="v", prompt=stored, num_rollouts=1, expires_in_s=1.0)
+    reply = LeaseReply(leases=[lease], latest_version=None, run_state="running")
+    return LeaseReply.model_validate_json(reply.model_dump_json().encode()).leases[0].prompt
+
+
+@pytest.mark.parametrize("levels", [1, MAX_DATA_LEVELS - 1, MAX_DATA_LEVELS, MAX_DATA_LEVELS + 1, 198, 5000])
+def test_prompt_data_may_be_nested_so_deep_that_every_reader_reads_it(levels: int):
+    data: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        data = {"x": data}
+    if levels <= MAX_DATA_LEVELS:
+        prompt = Prompt(prompt_id="p", task="exact", text="t", data=data)
+        assert read_back(prompt) == prompt
+    else:
+        with pytest.raises(ValidationError, match="nested deeper than 32 levels; flatten it"):
+            Prompt(prompt_id="p", task="exact", text="t", data=data)
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**4000), 10**4000)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(texts, values, max_size=4), texts.filter(len))
+def test_whatever_is_accepted_is_read_back_as_it_was(data: dict[str, Any], text: str):
+    prompt = Prompt(prompt_id=text, task=text, text=text, data=data)
+    assert read_back(prompt) == prompt
+
+
+def test_every_lease_request_has_an_id_of_its_own_that_travels_with_it():
+    first, second = (LeaseRequest(searcher_id="s", max_leases=1) for _ in range(2))
+    assert first.request_id != second.request_id
+    assert LeaseRequest.model_validate_json(first.model_dump_json()).request_id == first.request_id

@@ -1,144 +1,305 @@
-"""The index is a function of the log: whatever is cut off the log after an eviction, the view is the same."""
+"""The index is a function of the log: compared with a plain model after any events, however it got them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer.index import Index, LogGapError
-from tba_buffer.log import Event, Evicted, Mark, RolloutsAdded, pack_record, parse_entry
-from tba_buffer.prompts import Catalog, VisitOrder
+from tba_buffer import table
+from tba_buffer.index import Index, IndexSettings, LogGapError
+from tba_buffer.log import Event, Mark
+from tba_buffer.sampler import DrawSettings, draw_rollouts, draw_slots
 
 from tba.versions import PolicyVersion
-from tests.support.buffer import make_prompts, make_rollout
+from tests.support.index_values import Item, make_added, make_evicted, make_index, make_rescored, rollout_id_at
+
+VERSIONS = [PolicyVersion(0, 0), PolicyVersion(1, 4), PolicyVersion(1, 8), PolicyVersion(2, 4)]
+NUM_PROMPTS = 5
+
+items = st.builds(
+    Item,
+    prompt=st.integers(0, NUM_PROMPTS - 1),
+    reward=st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]),
+    status=st.sampled_from(["scored", "scored", "scored", "pending", "failed"]),
+    version=st.sampled_from(VERSIONS),
+    num_bytes=st.integers(1, 1000),
+)
+shares = st.lists(st.floats(0, 0.999), max_size=12)
+steps = st.one_of(
+    st.tuples(st.just("push"), st.lists(items, min_size=1, max_size=12)),
+    st.tuples(st.just("push"), st.lists(items, min_size=1, max_size=12)),
+    st.tuples(st.just("evict"), shares),
+    st.tuples(st.just("evict oldest"), st.integers(0, 30)),
+    st.tuples(st.just("rescore"), st.lists(st.tuples(st.floats(0, 0.999), items), max_size=6)),
+    st.tuples(st.just("mark"), st.sampled_from(VERSIONS)),
+)
+index_settings = st.builds(
+    IndexSettings,
+    num_marks_kept=st.just(4),
+    recent_window=st.sampled_from(["arrival", "version"]),
+    recent_versions=st.integers(1, 2),
+    min_distinct=st.integers(1, 3),
+    big_prompt=st.sampled_from([2, 512]),
+)
 
 
-def added(first_position: int, prompts: list[int], *, step: int = 0, reward: float | None = 1.0) -> RolloutsAdded:
-    rollouts = [make_rollout(reward=reward, version=PolicyVersion(1, step)) for _ in prompts]
-    packed = b"".join(
-        pack_record(rollout, prompt_number=prompt, num_bytes=10)
-        for rollout, prompt in zip(rollouts, prompts, strict=True)
-    )
-    event = parse_entry(f"{first_position + len(prompts) - 1}-0".encode(), {b"r": packed})
-    assert isinstance(event, RolloutsAdded)
-    return event
+@dataclass
+class Model:
+    """What is stored, as a dictionary."""
+
+    settings: IndexSettings
+    position: int = 0
+    stored: dict[int, Item] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+
+    def step(self, kind: str, value) -> Event:
+        """The event of one step; the model takes it too."""
+        first, self.position = self.position + 1, self.position + (len(value) if kind == "push" else 1)
+        positions = list(self.stored)
+        if kind == "push":
+            self.stored.update({first + number: item for number, item in enumerate(value)})
+            return make_added(first, value)
+        if kind == "mark":
+            mark = Mark(first, value)
+            self.marks = [*self.marks, mark][-self.settings.num_marks_kept :]
+            return mark
+        if kind == "rescore":
+            changes = {positions[int(at * len(positions))]: item for at, item in value} if positions else {}
+            for at, item in changes.items():
+                old = self.stored[at]
+                self.stored[at] = replace(item, prompt=old.prompt, version=old.version)
+            return make_rescored(first, {**changes, first + 10**6: Item()})
+        gone = (
+            positions[:value]
+            if kind == "evict oldest"
+            else [positions[int(at * len(positions))] for at in value if positions]
+        )
+        for at in gone:
+            self.stored.pop(at, None)
+        return make_evicted(first, [*gone, *gone[:1], first])
+
+    def positions(self, status: str | None = "scored", prompt: int | None = None) -> list[int]:
+        """Stored positions, ascending."""
+        return [
+            at
+            for at, item in sorted(self.stored.items())
+            if status in (None, item.status) and prompt in (None, item.prompt)
+        ]
+
+    def recent(self) -> list[int]:
+        """Positions of scored rollouts that are recent."""
+        if self.settings.recent_window == "arrival":
+            after = self.marks[-2].position if len(self.marks) > 1 else 0
+            return [at for at in self.positions() if at > after]
+        newest = list(dict.fromkeys(mark.version for mark in reversed(self.marks)))[: self.settings.recent_versions]
+        return [at for at in self.positions() if not self.marks or self.stored[at].version in newest]
 
 
-def make_index(*events: Event) -> Index:
-    index = Index(num_marks_kept=4)
-    for event in events:
-        index.apply(event)
-    return index
+def check_counts(index: Index, model: Model) -> None:
+    stored = model.stored.values()
+    assert index.position == model.position
+    assert index.marks == model.marks
+    assert (index.num_live, index.num_scored) == (len(stored), len(model.positions()))
+    assert (index.num_pending, index.num_failed) == (len(model.positions("pending")), len(model.positions("failed")))
+    assert index.payload_bytes == sum(item.num_bytes for item in stored)
+    assert index.versions() == {v: n for v in sorted(VERSIONS) if (n := sum(item.version == v for item in stored))}
+    recent = model.recent()
+    for prompt in range(len(index.counts)):
+        scored = model.positions(prompt=prompt)
+        assert index.counts[prompt] == len(scored)
+        assert index.live_counts[prompt] == len(model.positions(None, prompt))
+        assert index.successes[prompt] == sum(model.stored[at].reward >= 1 for at in scored)
+        assert index.recent_counts[prompt] == sum(model.stored[at].prompt == prompt for at in recent)
+    assert index.num_drawable == np.count_nonzero(index.counts >= model.settings.min_distinct)
 
 
-def test_a_record_comes_back_as_it_was_packed() -> None:
-    rollout = make_rollout(reward=-2.5, version=PolicyVersion(3, 10**11))
-    event = parse_entry(b"7-0", {b"r": pack_record(rollout, prompt_number=9, num_bytes=123)})
-    assert isinstance(event, RolloutsAdded)
-    (record,) = event.records
-    assert event.first_position == 7
-    assert record["rollout_id"].tobytes() == rollout.rollout_id
-    assert (record["reward"], record["lineage"], record["step"]) == (-2.5, 3, 10**11)
-    assert (record["prompt"], record["num_bytes"], record["status"]) == (9, 123, 0)
+def check_rows(index: Index, model: Model) -> None:
+    def positions(rows: np.ndarray) -> list[int]:
+        return index.column("position", rows).tolist()
+
+    everything = model.positions(None)
+    assert positions(index.live_rows()) == everything
+    assert positions(index.live_rows(newest=3)) == everything[-3:]
+    assert positions(index.oldest_rows(4)) == everything[:4]
+    assert positions(index.pending_rows(2)) == model.positions("pending")[:2]
+    assert positions(index.pending_rows(10**6)) == model.positions("pending")
+    assert positions(index.recent_rows()) == model.recent()
+    for prompt in range(NUM_PROMPTS + 1):
+        assert positions(index.prompt_rows(prompt)) == model.positions(prompt=prompt)
+        assert positions(index.prompt_rows(prompt, scored_only=False)) == model.positions(None, prompt)
+    rows = index.rows_at(np.arange(model.position + 2))
+    assert positions(rows[rows >= 0]) == everything
+    live = index.live_rows()
+    assert index.rollout_ids(live) == [rollout_id_at(at) for at in everything]
+    assert index.column("lineage", live).tolist() == [model.stored[at].version.lineage for at in everything]
+    assert index.column("step", live).tolist() == [model.stored[at].version.step for at in everything]
+    assert index.column("num_bytes", live).tolist() == [model.stored[at].num_bytes for at in everything]
+    assert index.column("token_hash", live).tolist() == [31 * at for at in everything]
+    scored = index.rows_at(np.array(model.positions(), dtype=np.int64))
+    assert index.column("reward", scored).tolist() == [model.stored[at].reward for at in model.positions()]
 
 
-def test_only_scored_rollouts_can_be_drawn() -> None:
-    index = make_index(added(1, [0, 0]), added(3, [0, 1], reward=None))
-    assert (index.num_live, index.num_scored) == (4, 2)
-    assert index.rows(0).tolist() == [0, 1]
-    assert index.rows(1).tolist() == []
+def drawn(index: Index, min_distinct: int) -> list[object]:
+    """What some draws of every kind hold, by rollout id."""
+    results: list[object] = []
+    for seed, prioritise in enumerate(("within", "across")):
+        for replacement in (False, True):
+            draw = DrawSettings(
+                prompts_per_batch=4,
+                group_size=3,
+                most_on_policy_prob=0.5,
+                inverse_temperature=2.0,
+                uniform_share=0.1,
+                prioritise=prioritise,
+                replacement=replacement,
+                min_distinct=min_distinct,
+            )
+            if index.num_drawable:
+                slots = draw_slots(index, draw, seed)
+                results += [(slot.prompt, slot.source, index.rollout_ids(slot.rows)) for slot in slots]
+            if index.num_scored:
+                results.append(index.rollout_ids(draw_rollouts(index, draw, 3, seed)))
+    return results
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(steps, max_size=30), index_settings, st.sampled_from([4, 32]), st.lists(st.integers(1, 6), max_size=8))
+def test_any_history_leads_to_what_a_plain_model_holds(
+    history: list, configuration: IndexSettings, min_capacity: int, batches: list[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "_MIN_CAPACITY", min_capacity)  # the ring turns, grows and is compacted
+        model, index, events = Model(configuration), Index(configuration), []
+        for kind, value in history:
+            events.append(model.step(kind, value))
+            index.apply(events[-1])
+            if len(events) % 4 == 0:
+                drawn(index, configuration.min_distinct)  # from here on there are trees to be kept up to date
+        check_counts(index, model)
+        check_rows(index, model)
+
+        in_batches, todo = Index(configuration), list(events)
+        for size in [*batches, len(events) + 1]:
+            in_batches.apply_many(todo[:size])
+            del todo[:size]
+        from_base = Index(configuration)
+        from_base.restore(index.base())
+        for other in (in_batches, from_base):
+            assert other.fingerprint() == index.fingerprint()
+            assert drawn(other, configuration.min_distinct) == drawn(index, configuration.min_distinct)
+
+
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_a_full_buffer_that_turns_over_holds_what_a_plain_model_holds(
+    oldest_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of rows that are gone are used again while blocks still name them."""
+    monkeypatch.setattr(table, "_MIN_CAPACITY", 32)
+    rng = np.random.default_rng(0)
+    configuration = IndexSettings(num_marks_kept=4, big_prompt=4)
+    model, index = Model(configuration), Index(configuration)
+    for number in range(60):
+        pushed = [Item(prompt=int(rng.integers(NUM_PROMPTS)), reward=float(rng.integers(4))) for _ in range(9)]
+        index.apply(model.step("push", pushed))
+        excess = len(model.stored) - 24
+        if excess > 0 and oldest_first:
+            index.apply(model.step("evict oldest", excess))
+        elif excess > 0:
+            index.apply(model.step("evict", rng.random(excess).tolist()))
+        if number % 10 == 9:
+            index.apply(model.step("mark", VERSIONS[number % 4]))
+        check_counts(index, model)
+        check_rows(index, model)
+        rebuilt = Index(configuration)
+        rebuilt.restore(index.base())
+        assert drawn(rebuilt, 2) == drawn(index, 2)
+
+
+def test_a_base_and_the_tail_behind_it_are_the_whole_log() -> None:
+    model = Model(IndexSettings())
+    events = [model.step("push", [Item(prompt=at % 3, reward=at)] * 4) for at in range(10)]
+    before, after = make_index(*events[:5]), make_index(*events)
+    restored = Index(IndexSettings())
+    restored.restore(before.base())
+    restored.apply_many(events[5:])
+    assert restored.fingerprint() == after.fingerprint()
+    with pytest.raises(ValueError, match="fresh"):
+        restored.restore(before.base())
+
+
+def test_a_gap_in_the_log_is_noticed_and_nothing_of_the_batch_is_applied() -> None:
+    index = make_index(make_added(1, [Item(), Item()]))
+    before = index.fingerprint()
+    for events in (
+        [make_added(4, [Item()])],
+        [make_added(2, [Item()])],
+        [make_added(3, [Item()]), make_evicted(5, [1])],
+    ):
+        with pytest.raises(LogGapError):
+            index.apply_many(events)
+        assert index.fingerprint() == before
+
+
+def test_a_fresh_index_begins_anywhere() -> None:
+    index = make_index(make_added(1000, [Item(), Item()]))
+    assert index.position == 1001
+    assert index.column("position", index.live_rows()).tolist() == [1000, 1001]
 
 
 def test_recent_is_what_arrived_since_the_mark_before_the_newest() -> None:
-    events = [added(1, [0]), Mark(2, PolicyVersion(1, 0)), added(3, [1]), Mark(4, PolicyVersion(1, 4)), added(5, [2])]
-    index = make_index(*events[:2])
-    assert index.recent_rows("arrival", 1)[1].tolist() == [0]
-    index.apply(events[2])
-    index.apply(events[3])
-    assert index.recent_rows("arrival", 1)[1].tolist() == [1]
-    index.apply(events[4])
-    assert index.recent_rows("arrival", 1)[1].tolist() == [1, 2]
+    index = make_index(make_added(1, [Item(prompt=0)]), Mark(2, PolicyVersion(1, 0)))
+    assert index.column("prompt", index.recent_rows()).tolist() == [0]
+    index.apply(make_added(3, [Item(prompt=1)]))
+    index.apply(Mark(4, PolicyVersion(1, 4)))
+    assert index.column("prompt", index.recent_rows()).tolist() == [1]
+    index.apply(make_added(5, [Item(prompt=2)]))
+    assert index.column("prompt", index.recent_rows()).tolist() == [1, 2]
 
 
 def test_recent_by_version_is_what_the_last_publications_made() -> None:
-    index = make_index(
-        Mark(1, PolicyVersion(1, 0)),
-        added(2, [0], step=0),
-        Mark(3, PolicyVersion(1, 4)),
-        added(4, [1], step=0),
-        added(5, [2], step=4),
+    old, new = PolicyVersion(1, 0), PolicyVersion(1, 4)
+    events = [
+        Mark(1, old),
+        make_added(2, [Item(prompt=0, version=old)]),
+        Mark(3, new),
+        make_added(4, [Item(prompt=1, version=old), Item(prompt=2, version=new)]),
         Mark(6, PolicyVersion(1, 8)),
-    )
-    assert index.recent_rows("version", 1)[1].tolist() == []
-    assert index.recent_rows("version", 2)[1].tolist() == [2]
-    assert index.recent_rows("version", 3)[1].tolist() == [0, 1, 2]
-
-
-def test_a_gap_in_the_log_is_noticed() -> None:
-    index = make_index(added(1, [0, 0]))
-    with pytest.raises(LogGapError):
-        index.apply(added(4, [0]))
-    with pytest.raises(LogGapError):
-        index.apply(added(2, [0]))
-
-
-@given(st.lists(st.one_of(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.just("mark")), max_size=40))
-def test_an_index_rebuilt_from_the_trimmed_log_is_identical(steps: list[list[int] | str]) -> None:
-    """A model of push.lua: at most 10 rollouts, the oldest evicted, entries before the first survivor cut off."""
-    index, log, marks, position, first_live = Index(num_marks_kept=4), [], [], 0, 1
-    rollout_positions: list[int] = []
-    for number, step in enumerate(steps):
-        events: list[Event] = []
-        if isinstance(step, str):
-            marks = [*marks, Mark(position + 1, PolicyVersion(1, number))][-4:]
-            events.append(marks[-1])
-        else:
-            events.append(added(position + 1, step))
-            rollout_positions += range(position + 1, position + 1 + len(step))
-        position += len(step) if not isinstance(step, str) else 1
-        if len(rollout_positions) > 10:
-            first_live = rollout_positions[-11] + 1
-            rollout_positions = rollout_positions[-10:]
-            position += 1
-            events.append(Evicted(position, first_live, "max_rollouts", tuple(marks)))
-        for event in events:
-            index.apply(event)
-            log.append((index.position, event))
-        log = [(last, event) for last, event in log if last >= first_live]
-        rebuilt = make_index(*(event for _, event in log))
-        assert rebuilt.num_live == len(rollout_positions)
-        assert rebuilt.fingerprint() == index.fingerprint()
-        for window in ("arrival", "version"):
-            positions = [i.recent_rows(window, 2)[1].tolist() for i in (index, rebuilt)]
-            assert positions[0] == positions[1]
-
-
-def test_rewards_and_ids_survive_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_buffer.index.COMPACT_ROWS", 4)
-    index, kept = Index(num_marks_kept=2), []
-    for number in range(30):
-        event = added(index.position + 1, [0, 1], reward=float(number))
-        index.apply(event)
-        kept = [*kept, *(record["rollout_id"].tobytes() for record in event.records)][-6:]
-        first_live = event.first_position - 6  # each round takes two positions for rollouts and one for the eviction
-        index.apply(Evicted(index.position + 1, max(1, first_live), "max_rollouts", ()))
-        assert index.rollout_ids(index.rows(1)) == kept[1::2]
-        assert np.all(index.rewards(index.rows(0)) == np.arange(max(0, number - 2), number + 1))
-
-
-def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own() -> None:
-    catalog = Catalog.__new__(Catalog)
-    catalog.train = make_prompts(7)
-    order = VisitOrder(catalog, seed=3)
-    visits = order.next("", 21)
-    epochs = [[visit.prompt_id for visit in visits[at : at + 7]] for at in (0, 7, 14)]
-    assert all(len(set(epoch)) == 7 for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert len({visit.visit_id for visit in visits}) == 21
-    assert [v.prompt_id for v in VisitOrder(catalog, seed=3).next(visits[9].cursor_after, 11)] == [
-        v.prompt_id for v in visits[10:]
     ]
-    catalog.train = make_prompts(9)
-    assert [v.prompt_id for v in order.next(visits[9].cursor_after, 4)] == [v.prompt_id for v in visits[10:14]]
-    assert {v.prompt_id for v in order.next(visits[13].cursor_after, 9)} == {f"train-{i}" for i in range(9)}
+    for num_versions, expected in ((1, []), (2, [2]), (3, [0, 1, 2])):
+        index = make_index(*events, recent_window="version", recent_versions=num_versions)
+        assert index.column("prompt", index.recent_rows()).tolist() == expected
+
+
+def test_a_pending_rollout_takes_its_place_by_arrival_once_it_is_scored() -> None:
+    index = make_index(make_added(1, [Item(status="pending"), Item(reward=1.0), Item(status="pending")]))
+    assert index.pending_rows(5).tolist() == [0, 2]
+    index.apply(make_rescored(4, {1: Item(reward=0.5, num_bytes=30)}))
+    assert index.column("reward", index.prompt_rows(0)).tolist() == [0.5, 1.0]
+    assert (index.num_pending, index.payload_bytes) == (1, 50)
+    assert index.pending_rows(5).tolist() == [2]
+
+
+def test_memory_stays_bounded_while_rollouts_come_and_go() -> None:
+    index, sizes = make_index(), []
+    for number in range(300):
+        event = make_added(index.position + 1, [Item(prompt=(number * 7 + at) % 40) for at in range(64)])
+        index.apply(event)
+        if index.num_live > 2000:
+            gone = index.column("position", index.oldest_rows(64)).tolist()
+            index.apply(make_evicted(index.position + 1, gone))
+        sizes.append(index.memory_bytes())
+    assert index.num_live == 1984
+    assert sizes[-1] <= 1.5 * sizes[100]
+
+
+def test_versions_that_are_gone_leave_no_trace() -> None:
+    index = make_index()
+    for number in range(200):
+        items = [Item(version=PolicyVersion(1, number)), Item(version=PolicyVersion(2, number))]
+        index.apply(make_added(index.position + 1, items))
+        index.apply(make_evicted(index.position + 1, [index.position - 1, index.position]))
+    assert index.versions() == {}
+    assert len(index._versions.counts) == 16

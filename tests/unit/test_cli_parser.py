@@ -51,3 +51,21 @@ def test_ctrl_c_exits_with_130(monkeypatch, capsys):
     monkeypatch.setattr("tba.cli.config.schema_command", interrupted)
     assert main(["config", "schema"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("what", ["quickstart", "quickstart@", "quickstart@1", "quickstart@1-x"])
+def test_a_fork_needs_a_run_and_a_version(what, capsys):
+    assert main(["fork", what, "new"]) == 2
+    assert "is not of the form RUN@LINEAGE-STEP" in capsys.readouterr().err
+
+
+def test_a_fork_of_a_run_that_is_not_here_needs_a_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["fork", "gone@1-40", "new"]) == 2
+    assert "there is no run 'gone' under runs/; give the recipe of the fork as well" in capsys.readouterr().err
+
+
+def test_the_buffer_of_a_run_that_never_was_cannot_be_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["buffer", "save", "end", "gone"]) == 2
+    assert "run 'gone' is not going" in capsys.readouterr().err

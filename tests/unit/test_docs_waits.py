@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from tba_buffer.batches import WAIT_SENTENCES
+from tba_buffer.draws import WAIT_SENTENCES
 
 from tba.api import RunState
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tba.api import LedgerEntry
-from tba.local.ledger import ledger_violations, lineage_tree, living_entries
+import pytest
+
+from tba.api import LedgerEntry, LedgerLine, ResumeEntry
+from tba.local.ledger import LedgerCheck, ledger_violations, lineage_tree, living_entries
 
 PARENTS = {1: "0-0", 2: "1-2"}
 TREE = lineage_tree(PARENTS)
@@ -16,51 +18,114 @@ def entry(lineage: int, step: int, *, abandoned: bool = False, batch_id: str | N
         batch_id=batch_id or f"b-{lineage}-{step}-{abandoned}",
         acked_at_s=0.0,
         num_rollouts=1,
-        rollout_ids=[],
+        rollout_ids=["00" * 16],
         metrics={},
         abandoned=abandoned,
     )
 
 
-GOOD = [entry(1, 1), entry(1, 2), entry(1, 3, abandoned=True), entry(2, 3), entry(2, 4)]
+def start(lineage: int, parent: str | None = None) -> ResumeEntry:
+    return ResumeEntry(
+        kind="resume", lineage=lineage, parent=parent or PARENTS[lineage], trainer_id="t", resumed_at_s=0.0
+    )
+
+
+GOOD: list[LedgerLine] = [
+    start(1),
+    entry(1, 1),
+    entry(1, 2),
+    entry(1, 3, abandoned=True),
+    start(2),
+    entry(2, 3),
+    entry(2, 4),
+]
 """Lineage 1 crashed after step 3 with a checkpoint at 2; lineage 2 goes on from there."""
 
 
+def violations(lines: list[LedgerLine]) -> list[str]:
+    return ledger_violations(lines, TREE, lineage=2, step=4)
+
+
 def test_a_resumed_run_has_every_step_once():
-    assert ledger_violations(GOOD, TREE, lineage=2, step=4) == []
+    assert violations(GOOD) == []
     living = living_entries(GOOD, TREE, lineage=2, step=4)
     assert [(item.lineage, item.step) for item in living] == [(1, 1), (1, 2), (2, 3), (2, 4)]
 
 
 def test_a_lineage_that_has_not_stepped_yet_still_has_its_parents_steps():
-    assert ledger_violations(GOOD[:3], TREE, lineage=2, step=2) == []
+    assert ledger_violations(GOOD[:5], TREE, lineage=2, step=2) == []
+
+
+def test_a_ledger_of_an_older_release_has_batches_only():
+    assert violations([line for line in GOOD if isinstance(line, LedgerEntry)]) == []
 
 
 def test_a_missing_step_is_found():
-    assert ledger_violations([GOOD[0], *GOOD[2:]], TREE, lineage=2, step=4) == ["step 2 is missing"]
+    assert "step 2 is missing" in violations([line for line in GOOD if line != GOOD[2]])
 
 
 def test_a_step_taken_twice_is_found():
-    again = [*GOOD, entry(2, 4, batch_id="other")]
-    assert ledger_violations(again, TREE, lineage=2, step=4) == ["step 4 appears 2 times"]
+    assert "step 4 appears 2 times" in violations([*GOOD, entry(2, 4, batch_id="other")])
 
 
 def test_a_dead_entry_that_is_not_abandoned_is_found():
-    wrong = [entry(1, 3) if item.abandoned else item for item in GOOD]
-    (violation,) = ledger_violations(wrong, TREE, lineage=2, step=4)
+    (violation,) = violations([*GOOD[:3], entry(1, 3), *GOOD[4:]])
     assert "1-3" in violation
     assert "not marked as abandoned" in violation
 
 
 def test_a_living_entry_that_is_abandoned_is_found_twice():
-    wrong = [*GOOD[:-1], entry(2, 4, abandoned=True)]
-    assert len(ledger_violations(wrong, TREE, lineage=2, step=4)) == 2  # marked, and so missing
+    assert len(violations([*GOOD[:-1], entry(2, 4, abandoned=True)])) == 2  # marked, and so missing
 
 
 def test_a_batch_acked_twice_is_found():
-    wrong = [*GOOD[:-1], entry(2, 4, batch_id=GOOD[0].batch_id)]
-    assert ledger_violations(wrong, TREE, lineage=2, step=4) == [f"batch {GOOD[0].batch_id} was acked 2 times"]
+    again = entry(2, 4, batch_id=str(GOOD[1].batch_id))  # pyright: ignore[reportAttributeAccessIssue]
+    assert violations([*GOOD[:-1], again]) == [f"batch {again.batch_id} was acked 2 times"]
 
 
 def test_steps_acked_after_the_run_was_read_are_ignored():
-    assert ledger_violations([*GOOD, entry(2, 5)], TREE, lineage=2, step=4) == []
+    assert violations([*GOOD, entry(2, 5)]) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ([GOOD[0], GOOD[2], GOOD[1], *GOOD[3:]], "follows step"),
+        ([*GOOD[:3], entry(1, 4, abandoned=True), *GOOD[4:]], "1-4 (batch b-1-4-True) follows step 2"),
+        ([*GOOD[:5], entry(1, 4, abandoned=True), *GOOD[5:]], "was acked while lineage 2 owned the run"),
+        ([*GOOD[:4], *GOOD[5:]], "lineage 2 has no start in the ledger"),
+        ([*GOOD[:4], start(2, "1-1"), *GOOD[5:]], "is from 1-1, but from 1-2 in the table"),
+        ([GOOD[0], GOOD[4], *GOOD[5:]], "is from 1-2, but lineage 1 had only reached step 0"),
+        ([GOOD[0], *GOOD], "comes after that of lineage 1"),
+    ],
+)
+def test_lines_that_contradict_each_other_or_the_lineage_table_are_found(lines: list[LedgerLine], what: str):
+    assert any(what in violation for violation in violations(lines)), violations(lines)
+
+
+def test_rollout_ids_are_counted_where_the_ledger_has_them():
+    check = LedgerCheck(TREE, lineage=1, step=1)
+    check.take(start(1))
+    check.take(entry(1, 1).model_copy(update={"num_rollouts": 2}))
+    assert check.violations() == ["entry 1-1 (batch b-1-1-False) names 1 of 2 rollouts"]
+    assert (check.num_batches, check.num_abandoned, check.num_starts, check.forked_from) == (1, 0, 1, None)
+
+
+def test_the_steps_before_a_fork_are_in_the_ledger_of_another_run():
+    parents = {1: "0-0", 2: "1-40", 3: "2-60", 4: "3-62"}
+    check = LedgerCheck(lineage_tree(parents), lineage=4, step=63)
+    for line in (
+        start(3, "2-60"),
+        entry(3, 61),
+        entry(3, 62),
+        entry(3, 63, abandoned=True),
+        start(4, "3-62"),
+        entry(4, 63),
+    ):
+        check.take(line)
+    assert check.violations() == []
+    assert str(check.forked_from) == "2-60"
+    lost = LedgerCheck(lineage_tree(parents), lineage=3, step=62)
+    for line in (start(3, "2-60"), entry(3, 62)):
+        lost.take(line)
+    assert "step 61 is missing" in lost.violations()

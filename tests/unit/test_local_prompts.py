@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
-from tba.local.prompts import chunks, prompts_of, read_prompts
+from tba.local.prompt_sources import open_file, open_source
+from tba.local.prompts import PromptReader, chunks, prompts_of
 
 
 def prompt(number: int, text: str = "1+1=", split: str = "train") -> dict:
@@ -22,39 +26,142 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
 def recipe_for(path: Path) -> Recipe:
     document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": str(path)}}
     return parse_recipe(document, where="test")
 
 
+def read(path: Path) -> list[Prompt]:
+    return list(PromptReader(open_file(path)))
+
+
 def test_lines_become_prompts_and_empty_lines_are_skipped(tmp_path):
-    prompts = read_prompts(write(tmp_path / "p.jsonl", prompt(0), "", prompt(1, split="heldout"), ""))
+    prompts = read(write(tmp_path / "p.jsonl", prompt(0), "", prompt(1, split="heldout"), ""))
     assert [(p.prompt_id, p.split) for p in prompts] == [("p0", "train"), ("p1", "heldout")]
+
+
+def test_a_mark_of_utf8_and_windows_line_ends_are_no_part_of_a_prompt(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps(prompt(i)) for i in range(2)).encode() + b"\r\n\r\n")
+    assert [p.prompt_id for p in read(path)] == ["p0", "p1"]
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([prompt(0), "{not json"], "line 2"),
-        ([{"prompt_id": "p", "task": "addition"}], "line 1: text"),
-        ([prompt(0) | {"answer": 3}], "line 1: answer"),
+        ([prompt(0), "{not json"], "line 2: it is not JSON"),
+        (["[1, 2]"], r"line 1: \[1, 2\] is not a JSON object"),
+        ([{"prompt_id": "p", "task": "addition"}], "line 1: text: Field required"),
+        ([prompt(0) | {"text": 7}], "line 1: text: 7: Input should be a valid string"),
+        ([prompt(0) | {"answer": 3}], "line 1: answer: 3: Extra inputs are not permitted"),
+        ([prompt(0) | {"data": None}], "line 1: data: None"),
         ([prompt(0), prompt(0)], "line 2: prompt_id 'p0' appears twice"),
+        (['{"a": ' * 5000], "line 1: it is not JSON: recursion limit"),
         ([], "holds no prompts"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_line(tmp_path, lines, message):
     with pytest.raises(ConfigError, match=message):
-        read_prompts(write(tmp_path / "p.jsonl", *lines))
+        read(write(tmp_path / "p.jsonl", *lines))
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_a_file_that_is_not_text_is_refused_with_the_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(json.dumps(prompt(0)).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(ConfigError, match="line 2: it is not UTF-8 text"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet"])
+def test_a_missing_file_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="No such file"):
-        read_prompts(tmp_path / "none.jsonl")
+        read(tmp_path / name)
+
+
+def test_other_kinds_of_files_and_folders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"suffix '\.csv'; give a \.jsonl or a \.parquet file"):
+        open_source(str(tmp_path / "p.csv"), hf_split="train")
+    with pytest.raises(ConfigError, match=r"was not made by datasets\.save_to_disk"):
+        open_source(str(tmp_path), hf_split="train")
+
+
+def test_parquet_holds_the_same_prompts_as_jsonl(tmp_path):
+    rows = [prompt(0), prompt(1, split="heldout"), prompt(2) | {"data": {"hint": [1, {"deep": None}]}}, prompt(3)]
+    as_text = [row | {"data": json.dumps(row["data"])} for row in rows]
+    expected = read(write(tmp_path / "p.jsonl", *rows))
+    assert read(write_parquet(tmp_path / "text.parquet", as_text)) == expected
+    structs = read(write_parquet(tmp_path / "struct.parquet", [row for row in rows if "hint" not in row["data"]]))
+    assert structs == [p for p in expected if "hint" not in p.data]
+
+
+def test_null_in_a_table_is_what_the_row_does_not_have(tmp_path):
+    rows = [
+        {"prompt_id": "a", "task": "t", "text": "x", "data": {"answer": "1", "hint": None}, "split": None},
+        {"prompt_id": "b", "task": "t", "text": "y", "data": {"answer": None, "hint": "h"}, "split": "heldout"},
+        {"prompt_id": "c", "task": "t", "text": "z", "data": None, "split": None},
+    ]
+    prompts = read(write_parquet(tmp_path / "p.parquet", rows))
+    assert [(p.prompt_id, p.data, p.split) for p in prompts] == [
+        ("a", {"answer": "1"}, "train"),
+        ("b", {"hint": "h"}, "heldout"),
+        ("c", {}, "train"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"question": "q", "answer": "a"}],
+            "no column 'prompt_id', 'task', 'text'; its columns are question, answer",
+        ),
+        ([prompt(0), prompt(1) | {"text": None}], "row 2: text: Field required"),
+        ([prompt(0) | {"data": "{x"}], "row 1: data: '{x' is not JSON"),
+        ([prompt(0) | {"data": {"x": b"\x00"}}], r"row 1: data: b'\\x00' \(bytes\) is not JSON; make it text"),
+        ([prompt(0), prompt(1), prompt(0)], "row 3: prompt_id 'p0' appears twice"),
+    ],
+)
+def test_a_bad_parquet_file_is_refused_with_the_row(tmp_path, rows, message):
+    with pytest.raises(ConfigError, match=message):
+        read(write_parquet(tmp_path / "p.parquet", rows))
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"p\.parquet cannot be read: "):
+        read(write(tmp_path / "p.parquet", prompt(0)))
+
+
+def test_a_parquet_file_with_a_damaged_page_is_refused_and_not_half_read(tmp_path):
+    path = write_parquet(tmp_path / "p.parquet", [prompt(i, text=f"{i}" * 500) for i in range(50)])
+    content = bytearray(path.read_bytes())
+    content[200:3000] = bytes(2800)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"p\.parquet cannot be read: "):
+        read(path)
+
+
+def test_the_extra_is_named_when_a_library_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # what python does with a missing module
+    with pytest.raises(ConfigError, match=r"needs pyarrow, which is not installed; install the extra `data`"):
+        open_file(tmp_path / "p.parquet")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs datasets, which is not installed; install the extra `data`"):
+        open_source("hf:openai/gsm8k:main", hf_split="train")
 
 
 def test_a_run_needs_held_out_prompts(tmp_path):
     with pytest.raises(ConfigError, match="no prompt with split 'heldout'"):
         prompts_of(recipe_for(write(tmp_path / "p.jsonl", prompt(0))))
+
+
+def test_the_prompts_of_a_recipe_may_be_parquet(tmp_path):
+    rows = [prompt(0), prompt(1, split="heldout")]
+    assert len(prompts_of(recipe_for(write_parquet(tmp_path / "p.parquet", rows)))) == 2
 
 
 def test_chunks_keep_order_and_stay_below_both_limits():

@@ -169,3 +169,27 @@ def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys
 def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):
     assert main(["table", str(tmp_path)]) == 2
     assert f"is {tmp_path} the folder of a finished run?" in capsys.readouterr().err
+
+
+def test_a_fork_begins_with_the_evaluation_of_the_version_it_was_forked_from():
+    origin = {"source": "old/x", "version": "1-40", "state": "complete", "lineage": 2}
+    summary = summarise(
+        history(
+            ledger=[],
+            origin=origin,
+            lineage=4,
+            step=40,
+            # lineage 2 is the other run's own resume; the fork's first lineage, 3, was killed before it announced
+            parents={1: "0-0", 2: "1-40", 3: "1-40", 4: "1-40"},
+            evals=[evaluation("0-0", 0.1), evaluation("2-40", 0.2), evaluation("4-40", 0.4)],
+        )
+    )
+    assert (summary["start_accuracy"], summary["forked_from"], summary["began_with"]) == (0.4, "1-40", "old/x")
+
+
+def test_a_run_without_searchers_says_that_nothing_was_evaluated():
+    summary = summarise(history(evals=[], is_offline=True))
+    assert (summary["start_accuracy"], summary["final_accuracy"]) == (None, None)
+    lines = result_lines(summary, RunFolder(Path("/r")))
+    assert lines[0].startswith("not evaluated: the run had no searchers")
+    assert not any("pass@1" in line for line in lines)

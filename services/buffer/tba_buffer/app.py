@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 from tba.config import Recipe
 from tba.service import Authenticator, create_app
 from tba_buffer.buffer import Buffer
-from tba_buffer.routes import batches, evals, lineages, prompts, rollouts, run
+from tba_buffer.request_times import RequestTimes
+from tba_buffer.routes import batches, evals, lineages, prompts, rollout_views, rollouts, run, scores, snapshots
 
 
 def build_app(recipe: Recipe, tokens: Mapping[str, str] | None) -> FastAPI:
@@ -40,7 +41,10 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | None) -> FastAPI:
         ready=buffer.ready,
         registry=registry,
         lifespan=lifespan,
+        refresh_metrics=buffer.metrics.refresh,
     )
-    for routes in (rollouts, prompts, evals, batches, lineages, run):
+    app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
+    # requests try the routes in this order: what is asked most comes first
+    for routes in (rollouts, batches, run, prompts, evals, lineages, rollout_views, scores, snapshots):
         app.include_router(routes.router(buffer, auth))
     return app

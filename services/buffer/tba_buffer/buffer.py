@@ -1,13 +1,17 @@
 """The buffer: all parts, wired together, started and kept level.
 
-start    check Redis and its promise -> prompts, lineages -> index from the log -> ready
-upkeep   every UPKEEP_S: check Redis' promise again (it may have been restarted with another), level the index,
-         set the gauges. While the promise is not kept, pushes are refused and the service is not ready.
+start    check Redis and its promise -> own the run -> prompts, lineages -> index from the log -> bounds -> ready
+upkeep   every UPKEEP_S: check Redis' promise again (it may have been restarted with another) and that no newer process
+         owns the run, level the index, evict what has become too old, write a new base of the log when it is due,
+         sample the counters for the rates. While the promise is not kept, pushes are refused and the service is not
+         ready.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
@@ -17,20 +21,34 @@ from tba.api import RunInfo, Stats
 from tba.config import Recipe
 from tba.errors import ConfigError, UnavailableError
 from tba.logs import get_logger
-from tba_buffer.batches import Batches
+from tba_buffer import replica
+from tba_buffer.acks import Acks
+from tba_buffer.admission import Admission
+from tba_buffer.base import BaseWriter
 from tba_buffer.components import Components
 from tba_buffer.context import Context
+from tba_buffer.draws import Draws
 from tba_buffer.evals import Evals
+from tba_buffer.evictor import Evictor
+from tba_buffer.glance import Glances
 from tba_buffer.keys import Keys
 from tba_buffer.leases import Leases
 from tba_buffer.lineage import Lineages
 from tba_buffer.metrics import Metrics
+from tba_buffer.promise import Promise
 from tba_buffer.prompts import Catalog
-from tba_buffer.redis_link import check_at_start, connect, promise_problem
+from tba_buffer.redis_link import refused_writes
+from tba_buffer.rescore import Rescoring
+from tba_buffer.reward_link import RewardLink
+from tba_buffer.rollout_views import RolloutViews
 from tba_buffer.rollouts import Rollouts
 from tba_buffer.run_state import RunControl
+from tba_buffer.samples import Samples
+from tba_buffer.scorer import Scorer
+from tba_buffer.scoring import Scoring
 from tba_buffer.scripts import Scripts
-from tba_buffer.stats import read_stats
+from tba_buffer.snapshots import Snapshots
+from tba_buffer.stats import StatsReader
 from tba_buffer.view import IndexView
 
 UPKEEP_S = 1.0
@@ -44,30 +62,64 @@ class Buffer:
     Args:
         recipe: the run.
         registry: for metrics.
+        clock: Unix seconds; deadlines of leases and batches are told by it.
 
     Raises:
         ConfigError: settings that could never work together.
     """
 
-    def __init__(self, recipe: Recipe, registry: CollectorRegistry) -> None:
+    def __init__(self, recipe: Recipe, registry: CollectorRegistry, *, clock: Callable[[], float] = time.time) -> None:
         if recipe.sampling.min_size_to_sample > recipe.buffer.max_rollouts:
             raise ConfigError(
                 f"sampling.min_size_to_sample {recipe.sampling.min_size_to_sample} is above buffer.max_rollouts "
                 f"{recipe.buffer.max_rollouts}: no batch could ever be drawn"
             )
-        redis = connect(recipe.buffer.redis_url)
-        self.context = Context(recipe=recipe, redis=redis, keys=Keys(recipe.run.name), scripts=Scripts(redis))
-        self.metrics = Metrics(registry)
+        promise = Promise(recipe.buffer.redis_url, recipe.buffer.appendfsync)
+        self.context = Context(
+            recipe=recipe,
+            redis=promise.redis,
+            promise=promise,
+            keys=Keys(recipe.run.name),
+            scripts=Scripts(promise),
+            clock=clock,
+        )
         self.view = IndexView(self.context)
         self.catalog = Catalog(self.context)
         self.lineages = Lineages(self.context)
         self.run = RunControl(self.context)
         self.components = Components(self.context)
         self.evals = Evals(self.context, self.catalog)
-        self.rollouts = Rollouts(self.context, self.catalog, self.lineages)
-        self.leases = Leases(self.context, catalog=self.catalog, evals=self.evals, run=self.run, view=self.view)
-        self.batches = Batches(
-            self.context, catalog=self.catalog, run=self.run, view=self.view, components=self.components
+        self.evictor = Evictor(self.context, self.view, self.lineages, self.run)
+        self.base = BaseWriter(self.context)
+        self.admission = Admission(recipe)
+        self.rollouts = Rollouts(self.context, self.catalog, self.lineages, self.evictor)
+        reward = RewardLink(self.context, self.components)
+        scoring = Scoring(self.context, catalog=self.catalog, view=self.view, link=reward, evictor=self.evictor)
+        self.rescoring = Rescoring(self.context, catalog=self.catalog, view=self.view, scoring=scoring, link=reward)
+        self.scorer = Scorer(self.context, view=self.view, scoring=scoring, rescoring=self.rescoring, link=reward)
+        glances = Glances(self.context, self.view)
+        self.leases = Leases(self.context, catalog=self.catalog, evals=self.evals, glances=glances)
+        self.draws = Draws(self.context, catalog=self.catalog, glances=glances, components=self.components)
+        self.acks = Acks(self.context, self.evictor)
+        self.samples = Samples(self.context, glances)
+        self.stats_reader = StatsReader(self.context, catalog=self.catalog, view=self.view, lineages=self.lineages)
+        self.rollout_views = RolloutViews(
+            self.context, catalog=self.catalog, view=self.view, lineages=self.lineages, run=self.run
+        )
+        self.snapshots = Snapshots(
+            self.context,
+            view=self.view,
+            catalog=self.catalog,
+            lineages=self.lineages,
+            evictor=self.evictor,
+            components=self.components,
+        )
+        self.metrics = Metrics(
+            registry,
+            stats=self.stats_reader,
+            components=self.components,
+            catalog=self.catalog,
+            promise_problem=lambda: self.context.promise.problem,
         )
         self._upkeep: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
@@ -80,28 +132,35 @@ class Buffer:
             ConfigError: Redis cannot be reached, or could lose what it acknowledges.
             UnavailableError: Redis went away meanwhile.
         """
+        await replica.take(self.context)
         await self.catalog.load()
         await self.lineages.load()
         index = await self.view.level()
+        await self.evictor.enforce()
         log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
         self._not_ready = None
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
+        await self.snapshots.start()
+        self.scorer.start()
 
     async def stop(self) -> None:
         """End the upkeep and close the connections."""
         self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
+        await self.scorer.stop()
         if self._upkeep is not None:
             await asyncio.wait([self._upkeep], timeout=STOP_TIMEOUT_S)
-        await self.context.redis.aclose()
+        await self.context.promise.aclose()
 
     async def ready(self) -> str | None:
         """None when requests can be served, else a sentence why not."""
         if self._not_ready is not None:
             return self._not_ready
+        if self._upkeep is not None and self._upkeep.done() and not self._ending.is_set():
+            return f"the upkeep has failed ({self._upkeep.exception()!r}); restart the buffer"
         try:
             await self.context.redis.ping()
         except RedisError as error:
-            return f"Redis does not answer ({type(error).__name__})"
+            return refused_writes(error) or f"Redis does not answer ({type(error).__name__})"
         return self.rollouts.refuse_reason
 
     async def stats(self) -> Stats:
@@ -110,7 +169,7 @@ class Buffer:
         Raises:
             UnavailableError: Redis did not answer.
         """
-        return await read_stats(self.context, self.catalog, self.view)
+        return await self.stats_reader.read()
 
     async def run_info(self) -> RunInfo:
         """The run, its components, waits and evaluations.
@@ -133,17 +192,26 @@ class Buffer:
             components=components,
             waits=waits,
             evals=await self.evals.all(),
+            origin=await self.snapshots.origin(),
         )
 
+    async def _tend(self) -> None:
+        await replica.check(self.context)
+        await self.evictor.enforce()
+        if not self.snapshots.is_saving:
+            await self.base.keep_up(self.view.index)
+        await self.stats_reader.sample()
+
     async def _keep_up(self) -> None:
+        problem = None
         while not self._ending.is_set():
             try:
-                problem = await promise_problem(self.context.redis)
-                if problem != self.rollouts.refuse_reason:
-                    log.warning("redis_promise", problem=problem)
-                self.rollouts.refuse_reason = problem
-                fields = await self.run.read()
-                self.metrics.level(await self.stats(), fields.latest_version)
+                await self.context.promise.check()
+                if self.rollouts.refuse_reason != problem:
+                    problem = self.rollouts.refuse_reason
+                    log.warning("pushes_refused" if problem else "pushes_taken", problem=problem)
+                if self.context.promise.broken is None:
+                    await self._tend()
             except (RedisError, UnavailableError) as error:
                 log.warning("redis_unavailable", error=str(error))
             with suppress(TimeoutError):
@@ -158,10 +226,10 @@ def check_redis(recipe: Recipe) -> None:
     """
 
     async def check() -> None:
-        redis = connect(recipe.buffer.redis_url)
+        promise = Promise(recipe.buffer.redis_url, recipe.buffer.appendfsync)
         try:
-            await check_at_start(redis, recipe.buffer.redis_url)
+            await promise.check_at_start()
         finally:
-            await redis.aclose()
+            await promise.aclose()
 
     asyncio.run(check())

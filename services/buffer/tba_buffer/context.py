@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tba.config import Recipe
 from tba_buffer.keys import Keys
+from tba_buffer.promise import Promise
 from tba_buffer.redis_link import BytesRedis, redis_errors
 from tba_buffer.scripts import Scripts
 
@@ -42,16 +43,30 @@ class Signal:
             return
 
 
+@dataclass(slots=True)
+class Replica:
+    """Which buffer process owns the run. Scripts that change or remove stored rollouts compare `number` with Redis."""
+
+    number: int = 0
+    refused: str | None = None
+    """Why this process serves nothing any more, once it has found the number of a newer one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """The recipe, the Redis of the run, and the clock (Unix seconds)."""
 
     recipe: Recipe
     redis: BytesRedis
+    promise: Promise
     keys: Keys
     scripts: Scripts
     clock: Callable[[], float] = time.time
     changed: Signal = field(default_factory=Signal)
+    mutating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever changes or removes stored rollouts: evictor, scorer, rescoring, the end of a snapshot. Pushes do
+    not need it. Whoever takes it levels the index inside it, so that its view of what it changes is exact."""
+    replica: Replica = field(default_factory=Replica)
 
     @property
     def run(self) -> str:

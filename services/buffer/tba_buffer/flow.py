@@ -3,14 +3,20 @@
     streaming    sampling waits   until `min_size_to_sample` scored rollouts are stored and one can fill a slot
                                   ("rollouts"); with `samples_per_insert`, while
                                   drawn + batch > samples_per_insert * inserted + error   ("samples-per-insert")
-                 generation waits while samples_per_insert * (inserted + leased) > drawn + error ("trainer-ahead")
+                 generation waits while samples_per_insert * (inserted + pending + leased) > drawn + error
+                                  ("trainer-ahead")
     alternate    after each mark: generation runs until k batches' worth arrived, sampling waits ("alternate-generate");
                  then sampling runs for k batches, generation waits ("alternate-train"), until the next mark
+    either       generation waits ("unscored") when only rollouts whose reward is unknown keep it from going on: they
+                 count as if they were scored, and they fill at most half of the buffer
 
-Generation never waits while no batch could be drawn at all, and the error margin is at least one batch; so the two
-sides cannot wait for each other. `inserted` counts scored rollouts: only those can be trained on. Leased rollouts
-count for generation, so that many searchers do not overshoot together. What finished rollouts are pushed is always
-taken: a paid-for rollout is never refused.
+`inserted` counts scored rollouts: only those can be trained on. Leased and pending ones count for generation, so that
+many searchers do not overshoot together, and generation stops by itself while the reward service is away.
+
+The two sides never wait for each other: generation never waits while no batch could be drawn at all and nothing is on
+its way, and the error margin is at least one batch and one rollout's worth of samples. When both wait, rollouts are on
+lease (they arrive, or their lease expires) or pending (they are scored, or end as failed). What finished rollouts are
+pushed is always taken: a paid-for rollout is never refused for flow control (docs/adr/0006-leases-wait-not-pushes.md).
 """
 
 from __future__ import annotations
@@ -28,21 +34,23 @@ class FlowSettings:
     batch_rollouts: int
     sync_interval: int
     min_size_to_sample: int
+    max_pending: int
     samples_per_insert: float | None
     error: float
     alternate: bool
 
     @classmethod
     def of(cls, recipe: Recipe) -> FlowSettings:
-        """From a recipe; the error margin is at least one batch."""
+        """From a recipe; the error margin is at least one batch, and what one rollout allows to be drawn."""
         sampling = recipe.sampling
         batch_rollouts = sampling.prompts_per_batch * sampling.group_size
         return cls(
             batch_rollouts=batch_rollouts,
             sync_interval=recipe.trainer.sync_interval,
             min_size_to_sample=sampling.min_size_to_sample,
-            samples_per_insert=sampling.samples_per_insert,
-            error=max(sampling.samples_per_insert_error, batch_rollouts),
+            max_pending=max(1, recipe.buffer.max_rollouts // 2),
+            samples_per_insert=None if recipe.is_offline else sampling.samples_per_insert,
+            error=max(sampling.samples_per_insert_error, batch_rollouts, sampling.samples_per_insert or 0.0),
             alternate=sampling.alternate,
         )
 
@@ -58,8 +66,10 @@ class FlowCounts:
 
     stored: int
     """Scored rollouts stored now."""
+    pending: int
+    """Rollouts stored now whose reward is unknown and may become known."""
     can_fill_slot: bool
-    """Whether some prompt has enough of them for a group."""
+    """Whether some prompt has enough of the scored ones for a group."""
     inserted: int
     """Scored rollouts ever stored."""
     leased: int
@@ -68,10 +78,24 @@ class FlowCounts:
     """Rollouts drawn, batches that became void not counted."""
     inserted_since_mark: int
     batches_since_mark: int
+    marks: int
 
     def can_sample(self, settings: FlowSettings) -> bool:
         """Whether a batch could be drawn, flow control aside."""
         return self.can_fill_slot and self.stored >= settings.min_size_to_sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawLimits:
+    """What must still hold in the moment a batch is recorded, so that draws at once do not overshoot. None: no limit.
+
+    `max_drawn` is rollouts, the new batch counted; `max_batches` is batches since mark number `marks`, the newest one,
+    the new batch counted.
+    """
+
+    max_drawn: int | None = None
+    max_batches: int | None = None
+    marks: int | None = None
 
 
 def sampling_wait(counts: FlowCounts, settings: FlowSettings) -> str | None:
@@ -81,24 +105,37 @@ def sampling_wait(counts: FlowCounts, settings: FlowSettings) -> str | None:
     if settings.alternate:
         is_generating = counts.inserted_since_mark < settings.rollouts_per_interval
         return "alternate-generate" if is_generating or counts.batches_since_mark >= settings.sync_interval else None
-    if settings.samples_per_insert is not None:
-        allowed = settings.samples_per_insert * counts.inserted + settings.error
-        if counts.drawn + settings.batch_rollouts > allowed:
-            return "samples-per-insert"
+    limit = draw_limits(counts, settings).max_drawn
+    if limit is not None and counts.drawn + settings.batch_rollouts > limit:
+        return "samples-per-insert"
     return None
+
+
+def draw_limits(counts: FlowCounts, settings: FlowSettings) -> DrawLimits:
+    """What a batch that these counts allow may not exceed. More rollouts only ever raise the limits."""
+    if settings.alternate:
+        return DrawLimits(max_batches=settings.sync_interval, marks=counts.marks)
+    if settings.samples_per_insert is None:
+        return DrawLimits()
+    return DrawLimits(max_drawn=math.floor(settings.samples_per_insert * counts.inserted + settings.error))
 
 
 def generation_room(counts: FlowCounts, settings: FlowSettings) -> tuple[int | None, str | None]:
     """How many more rollouts may be leased (None: any number), and what generation waits for when that is 0."""
+    if counts.pending >= settings.max_pending:
+        return 0, "unscored"
     if settings.alternate:
-        room = settings.rollouts_per_interval - counts.inserted_since_mark - counts.leased
+        room = settings.rollouts_per_interval - counts.inserted_since_mark
         wait = "alternate-train"
     elif settings.samples_per_insert is not None:
-        room = math.floor((counts.drawn + settings.error) / settings.samples_per_insert)
-        room -= counts.inserted + counts.leased
+        room = math.floor((counts.drawn + settings.error) / settings.samples_per_insert) - counts.inserted
         wait = "trainer-ahead"
     else:
         return None, None
+    on_the_way = counts.leased + counts.pending
     if not counts.can_sample(settings):
-        room = max(room, settings.min_size_to_sample - counts.stored - counts.leased, int(counts.leased == 0))
-    return (room, None) if room > 0 else (0, wait)
+        room = max(room, settings.min_size_to_sample - counts.stored, int(on_the_way == 0))
+    room -= on_the_way
+    if room > 0:
+        return room, None
+    return 0, "unscored" if room + counts.pending > 0 else wait

@@ -1,20 +1,43 @@
 """The in-memory view of the log that batches are drawn from. A function of the log alone: a restart rebuilds it.
 
-Rows are numbered in log order and never renumbered; row r of the stored arrays is `r - self._base`. Eviction moves the
-first live row forward. A prompt's rows are the scored ones, ascending.
+    table     the columns, one row per rollout, in the order of the log      (table.py)
+    blocks    the rows of each prompt                                        (blocks.py)
+    counts    per prompt, per status, per policy version, kept up to date    (here)
+    trees     what draws from many rollouts need, built when first asked for (reward_trees.py)
+
+Row numbers ascend with log positions. They are valid until the next `apply`, which may number the rows anew.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.config import Recipe
 from tba.versions import PolicyVersion
-from tba_buffer.log import RECORD_DTYPE, SCORED, Event, Evicted, Mark, RolloutsAdded
+from tba_buffer.blocks import Blocks
+from tba_buffer.log import (
+    BASE_DTYPE,
+    FAILED,
+    PENDING,
+    RECORD_DTYPE,
+    SCORED,
+    Base,
+    Event,
+    Evicted,
+    Mark,
+    Rescored,
+    RolloutsAdded,
+)
+from tba_buffer.prompt_set import PromptSet
+from tba_buffer.ragged import Groups, group_by, ragged
+from tba_buffer.reward_trees import RewardTrees
+from tba_buffer.table import DEAD, Table
+from tba_buffer.version_numbers import VersionNumbers
 
-COMPACT_ROWS = 65_536
 Rows = NDArray[np.int64]
 
 
@@ -22,148 +45,384 @@ class LogGapError(Exception):
     """The log does not continue where the view ends: Redis lost or replaced data, so the view must be rebuilt."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSettings:
+    """What the index counts by. A prompt with more scored rollouts than `big_prompt` is drawn from by a tree, one with
+    fewer by looking at all of them; both are exact."""
+
+    num_marks_kept: int = 8
+    recent_window: str = "arrival"
+    recent_versions: int = 2
+    min_distinct: int = 2
+    success_reward: float = 1.0
+    big_prompt: int = 512
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> IndexSettings:
+        """The settings of a run."""
+        sampling = recipe.sampling
+        return cls(
+            # versions may be announced more than once; the newest distinct ones must be among the marks kept
+            num_marks_kept=max(2, 4 * sampling.recent_versions),
+            recent_window=sampling.recent_window,
+            recent_versions=sampling.recent_versions,
+            min_distinct=sampling.min_distinct,
+            success_reward=recipe.eval.success_reward,
+        )
+
+
 class Index:
-    """Live rollouts and marks at one log position.
+    """Live rollouts and marks at one log position."""
 
-    Args:
-        num_marks_kept: the newest marks that count for what is recent (>= 2).
-    """
-
-    def __init__(self, num_marks_kept: int) -> None:
-        self._num_marks_kept = num_marks_kept
+    def __init__(self, settings: IndexSettings) -> None:
+        self.settings = settings
         self.position = 0
-        self.first_live = 1
         self.marks: list[Mark] = []
-        self._base = 0
-        self._first_row = 0
-        self._records = np.zeros(1024, dtype=RECORD_DTYPE)
-        self._positions = np.zeros(1024, dtype=np.int64)
-        self._end_row = 0
-        self._rows_of: dict[int, array[int]] = {}
-        self.counts = np.zeros(0, dtype=np.int64)
+        self.table = Table()
+        self.blocks = Blocks(self._is_live)
+        self.trees = RewardTrees(self.table, self.blocks, self.settings.big_prompt)
+        self.drawable = PromptSet()
+        """Prompts with at least min_distinct scored rollouts."""
+        self.recent_drawable = PromptSet()
+        """Prompts with at least min_distinct recent ones."""
+        self._recent_from = 0
+        self._versions = VersionNumbers()
+        self._num_of = np.zeros(3, dtype=np.int64)
+        self._payload_bytes = 0
+        self._pending_from = 0
+        self._num_prompts = 0
+        self._per_prompt = np.zeros((4, 0), dtype=np.int64)
 
-    # ---- building the view ------------------------------------------------------------------------------------
+    # ---- following the log ------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
         """Advance the view by one event.
 
         Raises:
-            LogGapError: the event is not the next one. A fresh view accepts any first event: the log may be cut.
+            LogGapError: the event is not the next one. A fresh view accepts any first event.
         """
-        first = event.first_position if isinstance(event, RolloutsAdded) else event.position
-        if first != self.position + 1 and self.position:
-            raise LogGapError(f"the log continues at {first}, the view ends at {self.position}")
-        if isinstance(event, RolloutsAdded):
-            self._add(event)
-            self.position = first + len(event.records) - 1
-        elif isinstance(event, Mark):
-            self._keep_marks([*self.marks, event])
-            self.position = event.position
-        else:
-            self._evict(event)
-            self.position = event.position
+        self.apply_many([event])
 
-    def _add(self, event: RolloutsAdded) -> None:
-        num, at = len(event.records), self._end_row - self._base
-        if at + num > len(self._records):
-            size = max(2 * len(self._records), at + num)
-            self._records = np.concatenate([self._records, np.zeros(size - len(self._records), dtype=RECORD_DTYPE)])
-            self._positions = np.concatenate([self._positions, np.zeros(size - len(self._positions), dtype=np.int64)])
-        self._records[at : at + num] = event.records
-        self._positions[at : at + num] = event.first_position + np.arange(num)
-        for offset in np.flatnonzero(event.records["status"] == SCORED):
-            prompt = int(event.records["prompt"][offset])
-            self._rows_of.setdefault(prompt, array("q")).append(self._end_row + int(offset))
-            if prompt >= len(self.counts):
-                self.counts = np.concatenate([self.counts, np.zeros(prompt + 1, dtype=np.int64)])
-            self.counts[prompt] += 1
-        self._end_row += num
+    def apply_many(self, events: Sequence[Event]) -> None:
+        """Advance the view by several events; the result is that of one after the other.
 
-    def _evict(self, event: Evicted) -> None:
-        self._keep_marks(list(event.marks))
-        self.first_live = event.first_live
-        live = self._positions[self._first_row - self._base : self._end_row - self._base]
-        first_row = self._first_row + int(np.searchsorted(live, event.first_live))
-        gone = self._records[self._first_row - self._base : first_row - self._base]
-        for prompt, num in zip(*np.unique(gone["prompt"][gone["status"] == SCORED], return_counts=True), strict=True):
-            self.counts[prompt] -= num
-            rows = self._rows_of[int(prompt)]
-            if not self.counts[prompt]:
-                del self._rows_of[int(prompt)]
-            elif len(rows) > 2 * self.counts[prompt] + 16:
-                del rows[: len(rows) - int(self.counts[prompt])]
-        self._first_row = first_row
-        dead = self._first_row - self._base
-        if dead > COMPACT_ROWS and 2 * dead > self._end_row - self._base:
-            self._records = self._records[dead:].copy()
-            self._positions = self._positions[dead:].copy()
-            self._base = self._first_row
+        All additions go first, as one vector operation, then all changes, then all evictions: an eviction or a change
+        only names rollouts that were added before it, and what is gone stays gone.
 
-    def _keep_marks(self, marks: list[Mark]) -> None:
-        self.marks = marks[-self._num_marks_kept :]
+        Raises:
+            LogGapError: an event is not the next one; then nothing is applied.
+        """
+        position = self.position
+        for event in events:
+            first = event.first_position if isinstance(event, RolloutsAdded) else event.position
+            if first != position + 1 and position:
+                raise LogGapError(f"the log continues at {first}, the view ends at {position}")
+            position = first + len(event.records) - 1 if isinstance(event, RolloutsAdded) else first
+        self._add_all([event for event in events if isinstance(event, RolloutsAdded)])
+        if changes := [event.changes for event in events if isinstance(event, Rescored)]:
+            self._rescore(np.concatenate(changes))
+        if gone := [event.positions for event in events if isinstance(event, Evicted)]:
+            self._evict(np.concatenate(gone))
+        self.position = position
+        if marks := [event for event in events if isinstance(event, Mark)]:
+            self._set_marks([*self.marks, *marks])
 
-    # ---- reading it -------------------------------------------------------------------------------------------
+    def restore(self, base: Base) -> None:
+        """Begin with a base.
+
+        Raises:
+            ValueError: the view is not fresh.
+        """
+        if self.position:
+            raise ValueError(f"only a fresh index can begin with a base; this one is at position {self.position}")
+        if len(base.records):
+            self._add(base.records, base.records["position"].astype(np.int64))
+        self.position = base.position
+        self._set_marks(list(base.marks))
+
+    def base(self) -> Base:
+        """The state as a base."""
+        rows = self.live_rows()
+        records = np.empty(len(rows), dtype=BASE_DTYPE)
+        for name in BASE_DTYPE.names or ():
+            records[name] = self.column(name, rows)
+        return Base(self.position, tuple(self.marks), records)
+
+    def _add_all(self, events: list[RolloutsAdded]) -> None:
+        if not events:
+            return
+        if len(events) == 1:
+            records = events[0].records
+        else:  # joined as bytes: much faster than concatenating thousands of structured arrays
+            records = np.frombuffer(b"".join(event.records.tobytes() for event in events), dtype=RECORD_DTYPE)
+        firsts = np.array([event.first_position for event in events], dtype=np.int64)
+        if len(records):
+            self._add(records, ragged(firsts, np.array([len(event.records) for event in events])))
+
+    def _add(self, records: NDArray[np.void], positions: NDArray[np.int64]) -> None:
+        num = len(records)
+        if not self.table.has_room(num):
+            self._make_room(num)
+        versions = self._versions.number_of(records["lineage"], records["step"])
+        columns = {name: records[name] for name in RECORD_DTYPE.names or ()}
+        rows = self.table.append({**columns, "position": positions, "version": versions}, num)
+        prompts = records["prompt"]
+        self._grow_prompts(int(prompts.max()) + 1)
+        by_prompt = group_by(prompts)
+        self._account(rows, by_prompt, 1)
+        self._versions.count(versions, 1)
+        self._per_prompt[1, by_prompt.keys] += by_prompt.sizes
+        self.trees.note_moved(self.blocks.append(by_prompt, rows))
+        self.trees.note_added(by_prompt.keys)
+
+    def _rescore(self, changes: NDArray[np.void]) -> None:
+        _, newest = np.unique(changes["position"][::-1], return_index=True)
+        changes = changes[::-1][newest]
+        rows = self.table.rows_at(changes["position"])
+        changes, rows = changes[rows >= 0], rows[rows >= 0]
+        if not len(rows):
+            return
+        by_prompt = group_by(self.table.get("prompt", rows))
+        self._account(rows, by_prompt, -1)
+        for name in ("reward", "num_bytes", "status"):
+            self.table.put(name, rows, changes[name])
+        self._account(rows, by_prompt, 1)
+        if (pending := rows[changes["status"] == PENDING]).size:
+            self._pending_from = min(self._pending_from, int(pending[0]))
+        self.trees.note_changed(rows, by_prompt)
+
+    def _evict(self, positions: NDArray[np.uint64]) -> None:
+        rows = self.table.rows_at(np.unique(positions))
+        rows = rows[rows >= 0]
+        if not len(rows):
+            return
+        by_prompt = group_by(self.table.get("prompt", rows))
+        prompts = by_prompt.keys
+        self._account(rows, by_prompt, -1)
+        self._versions.count(self.table.get("version", rows), -1)
+        self._per_prompt[1, prompts] -= by_prompt.sizes
+        self.table.put("status", rows, DEAD)
+        self.trees.note_changed(rows, by_prompt)
+        self.trees.note_moved(self.blocks.trim(prompts, self._per_prompt[1, prompts]))
+        self.table.skip_dead()
+
+    def _account(self, rows: Rows, by_prompt: Groups, sign: int) -> None:
+        """Rows begin (+1) or cease (-1) to count with the reward, size and status that they have now."""
+        table, slots = self.table, self.table.slots(rows)
+        status, prompts = table.at("status", slots), by_prompt.keys
+        self._num_of += sign * np.bincount(status, minlength=3)
+        self._payload_bytes += sign * int(table.at("num_bytes", slots).sum())
+        scored = status == SCORED
+        counts, _, successes, recent = self._per_prompt
+        counts[prompts] += sign * by_prompt.count(scored)
+        successes[prompts] += sign * by_prompt.count(
+            scored & (table.at("reward", slots) >= self.settings.success_reward)
+        )
+        recent[prompts] += sign * by_prompt.count(scored & self.is_recent(rows))
+        self.drawable.put(prompts, counts[prompts] >= self.settings.min_distinct)
+        self.recent_drawable.put(prompts, recent[prompts] >= self.settings.min_distinct)
+
+    def _grow_prompts(self, num: int) -> None:
+        self._num_prompts = max(self._num_prompts, num)
+        if num > self._per_prompt.shape[1]:
+            size = max(64, num + num // 4)
+            grown = np.zeros((4, size), dtype=np.int64)
+            grown[:, : self._per_prompt.shape[1]] = self._per_prompt
+            self._per_prompt = grown
+            for part in (self.blocks, self.drawable, self.recent_drawable):
+                part.grow(size)
+
+    def _make_room(self, num: int) -> None:
+        in_use = self.table.end - self.table.first
+        if 4 * (in_use - self.num_live) <= in_use:
+            self.table.grow(num)
+            return
+        self.table.compact(self.live_rows(), num)
+        self.blocks = Blocks(self._is_live)
+        self.blocks.grow(self._per_prompt.shape[1])
+        rows = np.arange(self.table.end)
+        if len(rows):
+            self.blocks.append(group_by(self.table.get("prompt", rows)), rows)
+        self.trees = RewardTrees(self.table, self.blocks, self.settings.big_prompt)
+        self._pending_from = 0
+        self._find_recent()
+
+    def _is_live(self, rows: Rows) -> NDArray[np.bool_]:
+        return self.table.status(rows) != DEAD
+
+    # ---- what is recent ---------------------------------------------------------------------------------------
+
+    def _set_marks(self, marks: list[Mark]) -> None:
+        self.marks = marks[-self.settings.num_marks_kept :]
+        self._find_recent()
+
+    def _find_recent(self) -> None:
+        """`arrival`: after the mark before the newest one; before a second mark, all. `version`: made by one of the
+        versions of the last `recent_versions` marks; before any mark, all. O(recent), by version O(n)."""
+        table, settings = self.table, self.settings
+        self._recent_from = table.first
+        if settings.recent_window == "arrival" and len(self.marks) > 1:
+            self._recent_from = table.row_after(self.marks[-2].position)
+        elif settings.recent_window == "version" and self.marks:
+            newest_first = dict.fromkeys(mark.version for mark in reversed(self.marks))
+            self._versions.set_recent(set(list(newest_first)[: settings.recent_versions]))
+        recent = self.recent_rows()
+        self._per_prompt[3] = np.bincount(table.get("prompt", recent), minlength=self._per_prompt.shape[1])
+        self.recent_drawable.put_all(self._per_prompt[3] >= settings.min_distinct)
+
+    def first_recent(self) -> int:
+        """The first live row that is recent, whatever its status; none: the end. O(1) amortised.
+
+        By arrival it may be a row before it (one that is gone): all rows from there on are recent.
+        """
+        table = self.table
+        self._recent_from = max(self._recent_from, table.first)
+        while self.settings.recent_window == "version" and self._recent_from < table.end:
+            end = min(table.end, self._recent_from + 65_536)
+            rows = np.arange(self._recent_from, end)
+            found = np.flatnonzero(self._is_live(rows) & self.is_recent(rows))
+            self._recent_from += int(found[0]) if len(found) else len(rows)
+            if len(found):
+                break
+        return self._recent_from
+
+    def is_recent(self, rows: Rows) -> NDArray[np.bool_]:
+        """Whether rows [n] are recent, whatever their status. [n]"""
+        if self.settings.recent_window == "arrival":
+            return rows >= self._recent_from
+        return self._versions.recent[self.table.get("version", rows)]
+
+    def recent_rows(self) -> Rows:
+        """Live scored rows that are recent, ascending."""
+        first = self.first_recent()
+        rows = np.flatnonzero(self.table.scan("status", first, self.table.end) == SCORED) + first
+        return rows if self.settings.recent_window == "arrival" else rows[self.is_recent(rows)]
+
+    # ---- counts -----------------------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:
         """Stored rollouts, whatever their status."""
-        return self._end_row - self._first_row
+        return int(self._num_of.sum())
 
     @property
     def num_scored(self) -> int:
         """Stored rollouts that batches may hold."""
-        return int(self.counts.sum())
+        return int(self._num_of[SCORED])
 
-    def rows(self, prompt: int) -> Rows:
-        """Live scored rows of one prompt, ascending."""
-        rows = self._rows_of.get(prompt)
-        if rows is None:
+    @property
+    def num_pending(self) -> int:
+        """Stored rollouts whose reward is not known yet."""
+        return int(self._num_of[PENDING])
+
+    @property
+    def num_failed(self) -> int:
+        """Stored rollouts that could not be scored."""
+        return int(self._num_of[FAILED])
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the stored payloads."""
+        return self._payload_bytes
+
+    @property
+    def num_drawable(self) -> int:
+        """Prompts that can fill a slot: at least min_distinct scored rollouts."""
+        return self.drawable.num
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[P] scored live rollouts per prompt number (a view: read only); P is the highest number seen, plus 1."""
+        return self._per_prompt[0, : self._num_prompts]
+
+    @property
+    def live_counts(self) -> NDArray[np.int64]:
+        """[P] live rollouts, whatever their status."""
+        return self._per_prompt[1, : self._num_prompts]
+
+    @property
+    def successes(self) -> NDArray[np.int64]:
+        """[P] scored live rollouts with a reward of at least success_reward."""
+        return self._per_prompt[2, : self._num_prompts]
+
+    @property
+    def recent_counts(self) -> NDArray[np.int64]:
+        """[P] scored live rollouts that are recent."""
+        return self._per_prompt[3, : self._num_prompts]
+
+    def versions(self) -> dict[PolicyVersion, int]:
+        """Live rollouts per policy version, ascending."""
+        return self._versions.live()
+
+    # ---- rows -------------------------------------------------------------------------------------------------
+
+    def live_rows(self, *, newest: int | None = None) -> Rows:
+        """Live rows, ascending; only the `newest` so many, if given."""
+        table = self.table
+        wanted = self.num_live if newest is None else min(newest, self.num_live)
+        num, found = wanted, np.zeros(0, dtype=np.int64)
+        while len(found) < wanted:
+            first = max(table.first, table.end - num)
+            found = np.flatnonzero(table.scan("status", first, table.end) != DEAD) + first
+            num *= 2
+        return found[len(found) - wanted :]
+
+    def oldest_rows(self, num: int) -> Rows:
+        """The `num` oldest live rows, ascending."""
+        return self.table.live(self.table.first, num=num)
+
+    def pending_rows(self, num: int) -> Rows:
+        """The `num` oldest live rows whose reward is not known yet, ascending."""
+        first = max(self._pending_from, self.table.first)
+        rows = self.table.where(PENDING, first, num=min(num, self.num_pending))
+        if num > 0:
+            self._pending_from = int(rows[0]) if len(rows) else self.table.end
+        return rows
+
+    def prompt_rows(self, prompt: int, *, scored_only: bool = True) -> Rows:
+        """Live rows of one prompt, ascending."""
+        if not 0 <= prompt < self._num_prompts:
             return np.zeros(0, dtype=np.int64)
-        return np.array(rows[len(rows) - int(self.counts[prompt]) :], dtype=np.int64)
+        rows = self.blocks.rows(prompt)
+        status = self.table.status(rows)
+        return rows[status == SCORED if scored_only else status != DEAD]
 
-    def rewards(self, rows: Rows) -> NDArray[np.float64]:
-        """Rewards of rows."""
-        return self._records["reward"][rows - self._base]
+    def rows_at(self, positions: NDArray[np.integer]) -> Rows:
+        """The row of each log position [n], -1 where no live rollout has it."""
+        return self.table.rows_at(positions)
+
+    def column(self, name: str, rows: Rows) -> NDArray:
+        """A field of BASE_DTYPE for rows [n]. [n]
+
+        Raises:
+            KeyError: no such field.
+        """
+        if name in ("lineage", "step"):
+            values = self._versions.lineages if name == "lineage" else self._versions.steps
+            return values[self.table.get("version", rows)]
+        return self.table.get(name, rows).astype(BASE_DTYPE[name], copy=False)
 
     def rollout_ids(self, rows: Rows) -> list[bytes]:
         """16-byte ids of rows."""
-        return [self._records["rollout_id"][row - self._base].tobytes() for row in rows]
+        packed = self.table.get("rollout_id", rows).tobytes()
+        return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 
-    def recent_rows(self, window: str, num_versions: int) -> tuple[Rows, NDArray[np.int64]]:
-        """Live scored rows that are recent, ascending, and the prompt of each.
-
-        `arrival`: after the mark before the newest one; before a second mark, all. `version`: made by one of the
-        versions of the last `num_versions` marks; before any mark, all.
-        """
-        low, high = self._first_row - self._base, self._end_row - self._base
-        if window == "arrival":
-            after = self.marks[-2].position if len(self.marks) > 1 else 0
-            low += int(np.searchsorted(self._positions[low:high], after, side="right"))
-        records = self._records[low:high]
-        chosen = records["status"] == SCORED
-        if window == "version" and self.marks:
-            versions = _last_versions(self.marks, num_versions)
-            made_by = [(records["lineage"] == v.lineage) & (records["step"] == v.step) for v in versions]
-            chosen &= np.logical_or.reduce(made_by)
-        offsets = np.flatnonzero(chosen)
-        return offsets + (low + self._base), records["prompt"][offsets].astype(np.int64)
+    def memory_bytes(self) -> int:
+        """Memory of everything above."""
+        parts = (self.table, self.blocks, self.trees, self.drawable, self.recent_drawable)
+        return sum(part.num_bytes for part in parts) + self._per_prompt.nbytes
 
     def fingerprint(self) -> tuple[object, ...]:
         """Everything the view knows, comparable between two processes that read the same log."""
-        live = slice(self._first_row - self._base, self._end_row - self._base)
-        per_prompt = {
-            prompt: tuple(self._positions[self.rows(prompt) - self._base].tolist()) for prompt in sorted(self._rows_of)
-        }
+        base, positions = self.base(), self.table
+        prompts = np.flatnonzero(self.live_counts).tolist()
         return (
-            self.position,
-            self.first_live,
-            tuple(self.marks),
-            self._records[live].tobytes(),
-            self._positions[live].tobytes(),
-            per_prompt,
+            base.position,
+            base.marks,
+            base.records.tobytes(),
+            (self._num_of.tolist(), self._payload_bytes, self.num_drawable, self.recent_drawable.num),
+            [self._per_prompt[:, prompt].tolist() for prompt in prompts],
+            [positions.get("position", self.prompt_rows(prompt)).tolist() for prompt in prompts],
+            positions.get("position", self.recent_rows()).tolist(),
+            self.versions(),
         )
-
-
-def _last_versions(marks: list[Mark], num_versions: int) -> list[PolicyVersion]:
-    newest_first = dict.fromkeys(mark.version for mark in reversed(marks))
-    return list(newest_first)[:num_versions]

@@ -1,43 +1,60 @@
-"""Every Redis key of a run. All start with `tba:<run>:`; only `batch:<id>` ever expires.
+"""Every Redis key of a run: type, content, owner (what writes it), lifetime. All start with `tba:<run>:`.
 
-| key             | type   | content                                                           | written by            |
+Lifetime is that of the run unless the content column says otherwise; only `batch:<id>` and
+the pieces of a base that was never completed expire by themselves.
+
+| key             | type   | content                                                           | owner                 |
 |-----------------|--------|-------------------------------------------------------------------|-----------------------|
-| payloads        | hash   | rollout id (16 bytes) -> the msgpack bytes as they were pushed    | push.lua (also evicts)|
-| log             | stream | rollouts, evictions and marks in order (log.py); trimmed to what  | push.lua, mark.lua    |
-|                 |        | the index still needs                                             |                       |
-| marks           | list   | the newest marks, "position lineage step", oldest first           | mark.lua              |
+| payloads        | hash   | rollout id (16 bytes) -> msgpack bytes; until evicted             | push, score, evict    |
+| originals       | hash   | rollout id -> SHA-1 (hex) of the bytes as pushed, once they were  | score, evict          |
+|                 |        | replaced by re-scored ones; until evicted                         |                       |
+| log             | stream | the tail of the log (log.py); trimmed when a base replaces it     | push, mark, score,    |
+|                 |        |                                                                   | evict, base           |
+| base            | hash   | generation, position, num_pieces, marks (JSON) of the base;       | base.py, base         |
+|                 |        | attempts, the last generation that was begun                      |                       |
+| base:<g>:<i>    | string | piece i of base generation g (packed BASE_DTYPE); until the next; | base.py, base         |
+|                 |        | expires by itself when the base was never completed               |                       |
+| replica         | string | number of the buffer process that owns the run; every start takes | replica.py            |
+|                 |        | the next one                                                      |                       |
 | counters        | hash   | name -> whole number (below)                                      | every script          |
-| ages            | hash   | policy age in steps -> rollouts, from acks                        | ack.lua               |
-| prompts         | hash   | prompt id -> canonical JSON                                       | upload.lua            |
-| prompt_order    | list   | prompt ids in upload order; the index in it is the prompt number  | upload.lua            |
-| cursor          | string | "epoch:offset:size", the next visit                               | lease.lua             |
-| visits          | hash   | visit id -> JSON {p: prompt id, l: lease id or "", n: missing}    | lease.lua, push.lua   |
-|                 |        | for every visit that is not fulfilled                             |                       |
-| returned        | list   | visit ids that wait to be leased again                            | lease.lua, return.lua |
-| leases          | hash   | lease id -> JSON {k: kind, s: searcher, v: visit or u: eval unit} | lease.lua; removed by |
-| lease_deadlines | zset   | lease id -> Unix seconds; moved by renew.lua                      | push, return, results |
-| evals           | hash   | eval id -> JSON of one evaluation                                 | evals.py, eval_*.lua  |
-| eval_order      | list   | eval ids, oldest first                                            | eval_request.lua      |
+| ages            | hash   | policy age in steps -> rollouts, from acks                        | ack                   |
+| prompts         | hash   | prompt id -> canonical JSON                                       | upload                |
+| prompt_order    | list   | prompt ids in upload order; the index in it is the prompt number  | upload                |
+| cursor          | string | "epoch:offset:size", the next visit                               | lease                 |
+| visits          | hash   | visit id -> JSON {p: prompt id, l: lease id or "", n: missing};   | lease, push, release  |
+|                 |        | until the visit is fulfilled                                      |                       |
+| returned        | list   | visit ids that wait to be leased again                            | lease, release        |
+| leases          | hash   | lease id -> JSON {k: kind, s: searcher, v: visit or u: eval unit} | lease; ended by push, |
+| lease_deadlines | zset   | lease id -> Unix seconds; moved by renew                          | release, eval_results |
+| evals           | hash   | eval id -> JSON of one evaluation                                 | evals.py, eval_*      |
+| eval_order      | list   | eval ids, oldest first                                            | eval_request          |
 | eval_todo       | list   | units "eval id|kind|number" that wait for a lease                 | eval_request, lease   |
-| eval_units      | hash   | lease id -> unit, while the evaluation is open                    | lease.lua, evals.py   |
-| eval_results    | hash   | unit -> JSON of its result, while the evaluation is open          | eval_results.lua      |
-| eval_done       | hash   | eval id -> units with a result, while the evaluation is open      | eval_results.lua      |
-| lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | lineage.lua           |
-| run             | hash   | state, reason, lineage, token, step, latest_version, checkpoint,  | run scripts           |
-|                 |        | checkpoint_key, marked_version, marked_position                   |                       |
-| components      | hash   | component id -> JSON of its last heartbeat                        | components.py         |
-| announced       | set    | every version that a mark announced                               | mark.lua              |
-| open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw.lua, ack.lua     |
-| batches_since_  | set    | members of open_batches as drawn since the last mark, acked ones  | draw.lua, mark.lua,   |
-| mark            |        | too, void ones not                                                | void.lua, lineage.lua |
-| batch:<id>      | string | msgpack: what was drawn, until some time after its deadline       | draw.lua              |
-| ledger          | list   | JSON of acked batches in order                                    | ack.lua               |
-| ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack.lua               |
+| eval_units      | hash   | lease id -> unit, while the evaluation is open                    | lease, evals.py       |
+| eval_results    | hash   | unit -> JSON of its result, while the evaluation is open          | eval_results          |
+| eval_done       | hash   | eval id -> units with a result, while the evaluation is open      | eval_results          |
+| lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | lineage, adopt        |
+| run             | hash   | state, reason, lineage, token, step, latest_version, checkpoint,  | lineage, mark, ack,   |
+|                 |        | checkpoint_key, marked_version, marked_position; origin (JSON of  | command, checkpoint,  |
+|                 |        | the snapshot that the run began with), origin_cursor (how far in  | adopt                 |
+|                 |        | the log of the snapshot it is loaded), forked_from                |                       |
+| components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
+| announced       | hash   | every version that a mark announced -> log position of that mark  | mark                  |
+| open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw, ack, glance,    |
+|                 |        |                                                                   | lineage               |
+| open_steps      | hash   | "lineage|step" -> member of open_batches                          | draw, ack, glance,    |
+|                 |        |                                                                   | lineage               |
+| batches_since_  | set    | members of open_batches as drawn since the last mark, acked ones  | draw, mark, glance,   |
+| mark            |        | too, void ones not                                                | lineage               |
+| batch:<id>      | string | msgpack: what was drawn, until some time after its deadline       | draw                  |
+| ledger          | list   | JSON lines in order: acked batches and resumes                    | ack, lineage          |
+| ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack                   |
+| rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
-Counters: log_position, first_live, live, scored, pending, failed, payload_bytes (of what is stored now); generated,
-scored_total, pushed:<outcome>, refused:<code>, evicted:<reason> (ever); inflight (rollouts that open train leases
-still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches; slots:<what>;
-leases:<what>; marks; scored_at_mark.
+Counters: log_position (of the last event); evicted_number (of the last eviction); generated, scored_total,
+pushed:<outcome>, refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever);
+inflight (rollouts that open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became
+void), trained, batches; slots:<what>; leases:<what>; marks; scored_at_mark. What is stored now (live, by status, bytes)
+is not counted: the index knows.
 """
 
 from __future__ import annotations
@@ -53,8 +70,11 @@ class Keys:
     def __init__(self, run: str) -> None:
         self._prefix = f"tba:{run}:"
         self.payloads = self._prefix + "payloads"
+        self.originals = self._prefix + "originals"
         self.log = self._prefix + "log"
-        self.marks = self._prefix + "marks"
+        self.base = self._prefix + "base"
+        self.replica = self._prefix + "replica"
+        self.rescore = self._prefix + "rescore"
         self.counters = self._prefix + "counters"
         self.ages = self._prefix + "ages"
         self.prompts = self._prefix + "prompts"
@@ -74,6 +94,7 @@ class Keys:
         self.run = self._prefix + "run"
         self.components = self._prefix + "components"
         self.open_batches = self._prefix + "open_batches"
+        self.open_steps = self._prefix + "open_steps"
         self.batches_since_mark = self._prefix + "batches_since_mark"
         self.announced = self._prefix + "announced"
         self.ledger = self._prefix + "ledger"
@@ -82,3 +103,7 @@ class Keys:
     def batch(self, batch_id: str) -> str:
         """The record of one drawn batch."""
         return f"{self._prefix}batch:{batch_id}"
+
+    def base_piece(self, generation: int, number: int) -> str:
+        """One piece of a base."""
+        return f"{self._prefix}base:{generation}:{number}"

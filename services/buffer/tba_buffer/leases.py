@@ -3,26 +3,29 @@
 A visit is fulfilled once `rollouts_per_visit` rollouts that name it are stored, in one push or several, from whoever
 sampled them. A lease that ends earlier leaves the rest: the next lease of that visit asks for the missing rollouts
 only. Evaluation units come before visits; returned and expired visits before new ones. A searcher that is alive renews
-its leases, so a visit may take longer than `lease_s`; a visit that cannot be sampled (refused) ends.
+its leases, so a visit may take longer than `lease_s`; a visit that cannot be sampled (refused) ends. A prompt may be
+on lease any number of times at once, each time for another visit. A request that is sent again, because its reply was
+lost, is answered with the leases that it was granted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
+import time
 
 from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
-from tba.wire import new_id
+from tba_buffer.askers import Askers
 from tba_buffer.context import Context
 from tba_buffer.evals import Evals, Unit
 from tba_buffer.flow import FlowSettings, generation_room
-from tba_buffer.flow_counts import read_flow_counts
+from tba_buffer.glance import Glance, Glances
+from tba_buffer.index import Index
 from tba_buffer.prompts import Catalog, VisitOrder
 from tba_buffer.redis_link import redis_errors
-from tba_buffer.run_state import RunControl, RunFields
-from tba_buffer.view import IndexView
 
-RETRY_S = 0.25
 ATTEMPTS = 3
 
 
@@ -33,18 +36,17 @@ class Leases:
         context: Redis and settings.
         catalog: the prompts.
         evals: the evaluations.
-        run: the state of the run.
-        view: what is stored (for flow control).
+        glances: the state of the run and the counts of flow control.
     """
 
-    def __init__(self, context: Context, *, catalog: Catalog, evals: Evals, run: RunControl, view: IndexView) -> None:
+    def __init__(self, context: Context, *, catalog: Catalog, evals: Evals, glances: Glances) -> None:
         self._context = context
         self._catalog = catalog
         self._evals = evals
-        self._run = run
-        self._view = view
+        self._glances = glances
         self._lock = asyncio.Lock()
-        self._order = VisitOrder(catalog, context.recipe.run.seed)
+        self._askers = Askers()
+        self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)
         keys = context.keys
         self._keys = [
@@ -61,23 +63,28 @@ class Leases:
         ]
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Claim up to `max_leases` evaluation units and visits.
+        """Claim up to `max_leases` evaluation units and visits; what the same request was granted before, if anything.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
         leases: list[Lease] = []
         async with self._lock:  # what one request takes is no longer room for the next
-            fields = await self._run.read()
-            room, wait = await self._room(fields)
-            if fields.state in ("running", "stopping"):
-                leases = await self._claim(request, room if wait is None else 0)
+            glance = await self._glances.read()
+            room, wait = self._room(glance)
+            if glance.state in ("running", "stopping"):
+                leases = await self._claim(request, room if wait is None else 0, glance.index)
+        if leases:
+            self._askers.served(request.searcher_id)
+            retry_after_s = 0.0
+        else:
+            retry_after_s = self._askers.in_vain(request.searcher_id, time.monotonic())
         return LeaseReply(
             leases=leases,
-            latest_version=fields.latest_version,
-            run_state=fields.state,
+            latest_version=glance.latest_version,
+            run_state=glance.state,
             wait=None if leases else wait,
-            retry_after_s=0.0 if leases else RETRY_S,
+            retry_after_s=retry_after_s,
         )
 
     async def give_back(self, request: LeaseReturn) -> None:
@@ -101,24 +108,24 @@ class Leases:
         lost = await self._context.scripts.run("renew", [keys.leases, keys.lease_deadlines], args)
         return LeaseRenewalReply(lost_lease_ids=[lease_id.decode() for lease_id in lost])
 
-    async def _room(self, fields: RunFields) -> tuple[int | None, str | None]:
-        if fields.state != "running":
-            return 0, f"run-{fields.state}"
-        if fields.latest_version is None:
+    def _room(self, glance: Glance) -> tuple[int | None, str | None]:
+        if glance.state != "running":
+            return 0, f"run-{glance.state}"
+        if glance.latest_version is None:
             return 0, "no-version"
         if not self._catalog.train:
             return 0, "no-prompts"
-        index = await self._view.level()
-        return generation_room(await read_flow_counts(self._context, index), self._flow)
+        return generation_room(glance.counts, self._flow)
 
-    async def _claim(self, request: LeaseRequest, room: int | None) -> list[Lease]:
+    async def _claim(self, request: LeaseRequest, room: int | None, index: Index) -> list[Lease]:
         now, sampling = self._context.clock(), self._context.recipe.sampling
         lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
         max_train = request.max_leases if room is None else min(request.max_leases, math.ceil(room / num_visit))
+        lease_ids = ids_of(request)
         for _ in range(ATTEMPTS):
             with redis_errors("read the cursor"):
                 cursor = ((await self._context.redis.get(self._context.keys.cursor)) or b"").decode()
-            candidates = self._order.next(cursor, max_train)
+            candidates = self._order.next(cursor, max_train, index)
             moved, *flat = await self._context.scripts.run(
                 "lease",
                 self._keys,
@@ -132,7 +139,7 @@ class Leases:
                     -1 if room is None else room,
                     cursor,
                     len(candidates),
-                    *(new_id("lease") for _ in range(request.max_leases)),
+                    *lease_ids,
                     *(part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)),
                     *request.refused_versions,
                 ],
@@ -175,6 +182,12 @@ class Leases:
             eval_id=unit.eval_id,
             version=document["version"],
         )
+
+
+def ids_of(request: LeaseRequest) -> list[str]:
+    """The ids of the leases that a request may be granted: the same ones however often it is sent."""
+    request_digest = hashlib.sha256(json.dumps([request.searcher_id, request.request_id]).encode()).hexdigest()[:20]
+    return [f"lease-{request_digest}-{i}" for i in range(request.max_leases)]
 
 
 def _text(value: bytes | int) -> str:

@@ -1,10 +1,19 @@
-"""The ledger: one line per acked batch, in order. Lines outside the living lineage's history are abandoned."""
+"""The ledger: an append-only list of two kinds of lines, in the order in which they happened.
+
+    batch    step (lineage, step) consumed this batch (written by ack.lua)
+    resume   a trainer started: its new lineage, and the version that it goes on from (written by lineage.lua)
+
+Lines are never changed. What a resume abandoned follows from the lineages' parents: batch lines outside the living
+lineage's history.
+"""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from tba.api import LedgerEntry, LedgerReply
+from tba.api import AckRequest, LedgerEntry, LedgerLine, LedgerReply, ResumeEntry
+from tba_buffer.batch_record import BatchRecord
 from tba_buffer.context import Context
 from tba_buffer.lineage import Lineages
 from tba_buffer.redis_link import redis_errors
@@ -12,8 +21,25 @@ from tba_buffer.redis_link import redis_errors
 MAX_ENTRIES_PER_PAGE = 10_000
 
 
+def batch_line(record: BatchRecord, request: AckRequest, *, acked_at_s: float) -> dict[str, Any]:
+    """The line of an acked batch: a LedgerEntry without `abandoned`."""
+    return {
+        "kind": "batch",
+        "lineage": record.lineage,
+        "step": record.step,
+        "batch_id": record.batch_id,
+        "acked_at_s": acked_at_s,
+        "seed": record.seed,
+        "log_position": record.log_position,
+        "slots": record.slots(),
+        "num_rollouts": record.num_rollouts,
+        "rollout_ids": [rollout_id.hex() for rollout_id in record.rollout_ids],
+        "metrics": request.metrics,
+    }
+
+
 async def read_ledger(context: Context, lineages: Lineages, *, after: int, limit: int) -> LedgerReply:
-    """Lines from position `after` on. Abandoned is computed, never written: it follows from the lineages' parents.
+    """Lines from position `after` on. Abandoned is computed, never written.
 
     Raises:
         UnavailableError: Redis did not answer.
@@ -26,10 +52,13 @@ async def read_ledger(context: Context, lineages: Lineages, *, after: int, limit
             pipe.hget(context.keys.run, "lineage")
             lines, num_lines, lineage = await pipe.execute()
     living = lineages.living(int(lineage or 0))
-    entries = []
+    entries: list[LedgerLine] = []
     for line in lines:
         fields = json.loads(line)
-        abandoned = fields["step"] > living.get(fields["lineage"], -1)
-        entries.append(LedgerEntry(**fields, abandoned=abandoned))
+        if fields.get("kind") == "resume":
+            entries.append(ResumeEntry(**fields))
+        else:
+            abandoned = fields["step"] > living.get(fields["lineage"], -1)
+            entries.append(LedgerEntry(**fields, abandoned=abandoned))
     end = after + len(entries)
     return LedgerReply(entries=entries, next=end if entries and end < num_lines else None)

@@ -14,7 +14,6 @@ from tba.errors import ConflictError, FencedError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba_buffer.context import Context
 from tba_buffer.redis_link import redis_errors
-from tba_buffer.view import num_marks_kept
 
 
 def fenced(what: str) -> FencedError:
@@ -58,24 +57,44 @@ class Lineages:
         """A trainer starts from `request.parent`.
 
         Raises:
-            ConflictError: no trainer ever made the parent version.
+            ConflictError: no trainer ever made the parent version: it is not the start of its lineage, and was neither
+                acked nor announced nor checkpointed.
             UnavailableError: Redis did not answer.
         """
         parent, token, keys = PolicyVersion.parse(request.parent), secrets.token_hex(16), self._context.keys
-        document = {
+        now, trainer_id = self._context.clock(), request.trainer_id
+        document = {"parent": str(parent), "trainer_id": trainer_id, "created_at_s": now}
+        line = {  # the script puts its number in the place of the first "LINEAGE"
+            "kind": "resume",
+            "lineage": "LINEAGE",
             "parent": str(parent),
-            "trainer_id": request.trainer_id,
-            "created_at_s": self._context.clock(),
+            "trainer_id": trainer_id,
+            "resumed_at_s": now,
         }
         if parent.lineage == 0 and parent != START:
             raise ConflictError(f"no trainer made version {parent}: lineage 0 has only the starting model 0-0")
         reply = await self._context.scripts.run(
             "lineage",
-            [keys.run, keys.lineages, keys.open_batches, keys.counters, keys.batches_since_mark],
-            [token, json.dumps(document), parent.lineage, parent.step],
+            [
+                keys.run,
+                keys.lineages,
+                keys.open_batches,
+                keys.counters,
+                keys.batches_since_mark,
+                keys.open_steps,
+                keys.ledger,
+                keys.ledger_steps,
+                keys.announced,
+            ],
+            [token, json.dumps(document), parent.lineage, parent.step, json.dumps(line)],
         )
-        if reply[0] == b"unknown-parent":
+        if reply[0] == b"unknown-lineage":
             raise ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
+        if reply[0] == b"unknown-step":
+            raise ConflictError(
+                f"no trainer made version {parent}: lineage {parent.lineage} acked no step {parent.step}, and nobody "
+                "announced or checkpointed that version"
+            )
         await self.load()
         self._context.changed.notify()
         return LineageReply(lineage=int(reply[1]), token=token)
@@ -92,13 +111,8 @@ class Lineages:
         await self._check_history(version, request.token, f"the mark of version {version}")
         reply = await self._context.scripts.run(
             "mark",
-            [keys.run, keys.log, keys.counters, keys.marks, keys.batches_since_mark, keys.announced],
-            [
-                request.token,
-                version.lineage,
-                version.step,
-                num_marks_kept(self._context.recipe.sampling.recent_versions),
-            ],
+            [keys.run, keys.log, keys.counters, keys.batches_since_mark, keys.announced],
+            [request.token, version.lineage, version.step],
         )
         if reply[0] == b"fenced":
             raise fenced(f"the mark of version {version}")

@@ -1,29 +1,31 @@
-"""The log: one Redis stream of events that the index is a function of.
+"""The log: what the index is a function of. A base and a tail; nothing else changes what is stored.
 
-Every rollout, eviction and mark takes the next position (1, 2, 3, ...); an entry's stream id is `<last position>-0`.
+    base    packed records of everything that was live at one position, written by base.py every now and then
+    tail    one Redis stream of the events since
 
-| field | value                                                              | positions |
-|-------|--------------------------------------------------------------------|-----------|
-| r     | packed records, one per rollout that a push added                  | one each  |
-| e     | "first surviving position|reason|marks", marks as in the next line | 1         |
-| m     | "lineage step" of the version that was announced                   | 1         |
+Every rollout, eviction, rescoring and mark takes the next position (1, 2, 3, ...); an entry's stream id is
+`<last position>-0`.
 
-Eviction removes the oldest, so an entry before the first surviving position is cut off the stream; the eviction event
-repeats the newest marks, because theirs may be among the entries that are cut off.
+| field | value                                                                       | positions |
+|-------|-----------------------------------------------------------------------------|-----------|
+| r     | RECORD_DTYPE, one per rollout that a push added                             | one each  |
+| e     | uint64 positions of rollouts that are gone; the field `w` beside it says why | 1        |
+| s     | CHANGE_DTYPE, one per rollout whose reward became known or was scored again | 1         |
+| m     | "lineage step" of the version that was announced                            | 1         |
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tba.versions import PolicyVersion
-from tba.wire import Rollout
 
-_RECORD = struct.Struct("<16sdIQIIB")
+_RECORD = struct.Struct("<16sdIQIIIQB")
 RECORD_DTYPE = np.dtype(
     [
         ("rollout_id", "V16"),
@@ -32,13 +34,23 @@ RECORD_DTYPE = np.dtype(
         ("step", "<u8"),
         ("prompt", "<u4"),
         ("num_bytes", "<u4"),
+        ("num_tokens", "<u4"),
+        ("token_hash", "<u8"),
         ("status", "u1"),
     ]
 )
-"""45 bytes, little-endian, no padding. push.lua reads num_bytes and status."""
+"""57 bytes, little-endian, no padding. `num_tokens` counts response tokens; `token_hash` is 0 when nothing asks for
+deduplication; an unknown reward is NaN."""
+
+BASE_DTYPE = np.dtype([("position", "<u8"), *[(name, RECORD_DTYPE[name]) for name in RECORD_DTYPE.names or ()]])
+"""A record of the base: a live rollout and its position. 65 bytes."""
+
+CHANGE_DTYPE = np.dtype([("position", "<u8"), ("reward", "<f8"), ("num_bytes", "<u4"), ("status", "u1")])
+"""A rescored rollout: its position, new reward (NaN: unknown), new payload size, new status."""
 
 STATUS_CODES = {"scored": 0, "pending": 1, "failed": 2}
-SCORED = STATUS_CODES["scored"]
+STATUS_NAMES = {code: name for name, code in STATUS_CODES.items()}
+SCORED, PENDING, FAILED = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +71,93 @@ class RolloutsAdded:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Rollouts before `first_live` are gone; `marks` are the newest marks at that moment, oldest first."""
+    """The rollouts at `positions` [N] are gone. Positions that are not live are ignored."""
 
     position: int
-    first_live: int
+    positions: NDArray[np.uint64]
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """The rollouts named in `changes` [N] (CHANGE_DTYPE) have new rewards. Positions that are not live are ignored."""
+
+    position: int
+    changes: NDArray[np.void]
+
+
+Event = RolloutsAdded | Evicted | Rescored | Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Everything the index knew at `position`: records [N] (BASE_DTYPE) by ascending position, newest marks."""
+
+    position: int
     marks: tuple[Mark, ...]
+    records: NDArray[np.void]
 
 
-Event = RolloutsAdded | Evicted | Mark
-
-
-def pack_record(rollout: Rollout, *, prompt_number: int, num_bytes: int) -> bytes:
-    """The record of one rollout; an unknown reward is NaN and its status says why."""
-    version = rollout.version
-    reward = float("nan") if rollout.reward is None else rollout.reward
-    status = STATUS_CODES[rollout.reward_status]
-    return _RECORD.pack(rollout.rollout_id, reward, version.lineage, version.step, prompt_number, num_bytes, status)
+def pack_record(
+    rollout_id: bytes,
+    *,
+    reward: float | None,
+    version: PolicyVersion,
+    prompt: int,
+    num_bytes: int,
+    num_tokens: int,
+    token_hash: int,
+    status: str,
+) -> bytes:
+    """The record of one rollout."""
+    return _RECORD.pack(
+        rollout_id,
+        float("nan") if reward is None else reward,
+        version.lineage,
+        version.step,
+        prompt,
+        num_bytes,
+        num_tokens,
+        token_hash,
+        STATUS_CODES[status],
+    )
 
 
 def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
     """One stream entry as an event."""
     position = int(entry_id.split(b"-")[0])
-    (kind, value), *_ = fields.items()
-    if kind == b"r":
-        records = np.frombuffer(value, dtype=RECORD_DTYPE)
-        return RolloutsAdded(position - len(records) + 1, records)
-    if kind == b"m":
-        return Mark(position, PolicyVersion(*map(int, value.split())))
-    first_live, reason, marks = value.decode().split("|")
-    return Evicted(position, int(first_live), reason, tuple(_mark(text) for text in marks.split(";") if text))
+    if (records := fields.get(b"r")) is not None:
+        parsed = np.frombuffer(records, dtype=RECORD_DTYPE)
+        return RolloutsAdded(position - len(parsed) + 1, parsed)
+    if (gone := fields.get(b"e")) is not None:
+        return Evicted(position, np.frombuffer(gone, dtype="<u8"), fields[b"w"].decode())
+    if (changes := fields.get(b"s")) is not None:
+        return Rescored(position, np.frombuffer(changes, dtype=CHANGE_DTYPE))
+    return Mark(position, PolicyVersion(*map(int, fields[b"m"].split())))
 
 
-def _mark(text: str) -> Mark:
-    position, lineage, step = map(int, text.split())
-    return Mark(position, PolicyVersion(lineage, step))
+def parse_entries(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Event]:
+    """Stream entries as events; pushes that follow each other become one event."""
+    events: list[Event] = []
+    joined: list[bytes] = []
+    end = 0
+
+    def join() -> None:
+        if joined:
+            records = np.frombuffer(b"".join(joined), dtype=RECORD_DTYPE)
+            events.append(RolloutsAdded(end - len(records) + 1, records))
+            joined.clear()
+
+    for entry_id, fields in entries:
+        records = fields.get(b"r")
+        if records is None:
+            join()
+            events.append(parse_entry(entry_id, fields))
+            continue
+        position = int(entry_id.split(b"-")[0])
+        if position != end + len(records) // RECORD_DTYPE.itemsize:
+            join()
+        joined.append(records)
+        end = position
+    join()
+    return events

@@ -1,78 +1,201 @@
-"""What GET /metrics shows. Counters count what this process has seen; GET /v1/stats has the counts of the whole run."""
+"""What GET /metrics shows.
+
+Counts are those of the whole run: read from Redis and the index when /metrics is asked, so they neither start again
+with this process nor differ from GET /v1/stats. Only the times of requests are this process' own. docs/operations.md
+lists the metrics, and a test holds the two together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from tba.api import PushOutcome, Stats
 from tba.versions import PolicyVersion
+from tba_buffer.components import Components
+from tba_buffer.prompts import Catalog
+from tba_buffer.request_times import RequestMetrics
+from tba_buffer.stats import LEASE_EVENTS, PUSH_OUTCOMES, Levels, StatsReader
 
 AGE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WAITS_SHOWN = 30
+OTHER_WAITS = "other"
 
 
-class Metrics:
-    """The metrics of this process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What one answer of /metrics is made from."""
+
+    levels: Levels
+    by_length: Mapping[str, int]
+    waits: Mapping[str, int]
+    alive: Mapping[str, int]
+
+
+class Metrics(Collector):
+    """The metrics of the run.
 
     Args:
         registry: where they are registered.
+        stats: the counts.
+        components: who is alive, and who waits.
+        catalog: the prompts.
+        promise_problem: why Redis cannot keep what it acknowledges, or None.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._rollouts = Counter(
-            "tba_rollouts", "Rollouts pushed, by outcome", ["service", "outcome"], registry=registry
-        )
-        self._dropped = Counter(
-            "tba_buffer_dropped", "Rollouts refused or evicted, by reason", ["reason"], registry=registry
-        )
-        self._stored = Gauge("tba_buffer_rollouts", "Rollouts stored, by reward status", ["status"], registry=registry)
-        self._payload = Gauge("tba_buffer_payload_bytes", "Bytes of the stored rollouts", registry=registry)
-        self._leases = Gauge("tba_buffer_open_leases", "Leases that have not ended", registry=registry)
-        self._version = Gauge(
-            "tba_weight_version", "Optimizer step of the newest announced version", ["role"], registry=registry
-        )
-        self._ages = Histogram(
-            "tba_policy_age_steps",
-            "Policy age of rollouts when a step consumed them",
-            buckets=AGE_BUCKETS,
-            registry=registry,
-        )
-        self._batches = Counter("tba_buffer_batches", "Batches, by what became of them", ["event"], registry=registry)
-        self._slots = Counter("tba_buffer_slots", "Slots of drawn batches, by kind", ["kind"], registry=registry)
-        self._evicted_before: int | None = None
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        stats: StatsReader,
+        components: Components,
+        catalog: Catalog,
+        promise_problem: Callable[[], str | None],
+    ) -> None:
+        self._stats = stats
+        self._components = components
+        self._catalog = catalog
+        self._promise_problem = promise_problem
+        self._reading: Reading | None = None
+        self._redis_answers = False
+        self.times = RequestMetrics(registry)
+        registry.register(self)
 
-    def pushed(self, outcomes: Sequence[PushOutcome]) -> None:
-        """One push."""
-        for outcome in outcomes:
-            self._rollouts.labels(service="buffer", outcome=outcome.outcome).inc()
-            if outcome.reason is not None:
-                self._dropped.labels(reason=outcome.reason.split(":")[0]).inc()
+    async def refresh(self) -> None:
+        """Read what `collect` shows.
 
-    def drawn(self, slots: dict[str, int]) -> None:
-        """One drawn batch; a batch that is answered again has no slots and counts nothing."""
-        if not slots:
-            return
-        self._batches.labels(event="drawn").inc()
-        for kind in ("recent", "replay", "fallback"):
-            self._slots.labels(kind=kind).inc(slots[kind])
+        Raises:
+            UnavailableError: Redis did not answer; `collect` goes on with what it had.
+        """
+        self._redis_answers = False
+        levels = await self._stats.levels()
+        infos, waits = await self._components.read()
+        self._reading = Reading(
+            levels=levels,
+            by_length=self._stats.detail(levels).stored.by_length,
+            waits=shown_waits(Counter(wait.name for wait in waits)),
+            alive=Counter(info.kind for info in infos if info.alive),
+        )
+        self._redis_answers = True
 
-    def acked(self, policy_ages: Sequence[int]) -> None:
-        """One acked batch."""
-        self._batches.labels(event="acked").inc()
-        for age in policy_ages:
-            self._ages.observe(age)
+    def collect(self) -> Iterator[Metric]:
+        """Every metric but the times; only whether Redis keeps its promise before the first `refresh`."""
+        kept = self._redis_answers and self._promise_problem() is None
+        yield GaugeMetricFamily(
+            "tba_redis_keeps_promise", "1 while Redis answers and can keep what the buffer acknowledges", value=kept
+        )
+        if self._reading is not None:
+            yield from _counters(self._reading.levels)
+            yield from _gauges(self._reading)
+            yield from self._prompts(self._reading.levels)
 
-    def level(self, stats: Stats, latest_version: str | None) -> None:
-        """The gauges, and what was evicted since the last call."""
-        self._stored.labels(status="scored").set(stats.num_scored)
-        self._stored.labels(status="pending").set(stats.num_pending)
-        self._stored.labels(status="failed").set(stats.num_failed)
-        self._payload.set(stats.payload_bytes)
-        self._leases.set(stats.leases["open"])
-        if latest_version is not None:
-            self._version.labels(role="buffer").set(PolicyVersion.parse(latest_version).step)
-        evicted = stats.evicted.get("max_rollouts", 0)
-        if self._evicted_before is not None:
-            self._dropped.labels(reason="max_rollouts").inc(max(0, evicted - self._evicted_before))
-        self._evicted_before = evicted
+    def _prompts(self, levels: Levels) -> Iterator[Metric]:
+        prompts = GaugeMetricFamily("tba_prompts", "Prompts uploaded, by split", labels=["split"])
+        prompts.add_metric(["train"], len(self._catalog.train))
+        prompts.add_metric(["heldout"], len(self._catalog.heldout))
+        yield prompts
+        drawable = GaugeMetricFamily("tba_buffer_drawable_prompts", "Prompts that can fill a slot of a batch now")
+        drawable.add_metric([], levels.index.num_drawable)
+        yield drawable
+
+
+def _counters(levels: Levels) -> Iterator[Metric]:
+    counters = levels.counters
+    pushed = CounterMetricFamily("tba_rollouts", "Rollouts pushed, by outcome", labels=["service", "outcome"])
+    for outcome in PUSH_OUTCOMES:
+        pushed.add_metric(["buffer", outcome], counters.get(f"pushed:{outcome}", 0))
+    yield pushed
+    yield _by(
+        "tba_buffer_refused", "Pushed rollouts that were not stored, by reason", "reason", levels.group("refused")
+    )
+    dropped = CounterMetricFamily(
+        "tba_buffer_dropped",
+        "Stored rollouts that were evicted, by reason and number of response tokens",
+        labels=["reason", "length"],
+    )
+    for reason, lengths in levels.evicted_by_length().items():
+        for length, number in lengths.items():
+            dropped.add_metric([reason, length], number)
+    yield dropped
+    yield _by("tba_buffer_rescored", "Rollouts scored after they were stored", "outcome", levels.group("rescored"))
+    for name, counted, text in (
+        ("tba_drawn_rollouts", "drawn", "Rollouts drawn for batches"),
+        ("tba_void_rollouts", "void", "Rollouts of drawn batches that became void"),
+        ("tba_trained_rollouts", "trained", "Rollouts of batches that a step consumed"),
+        ("tba_sync_marks", "marks", "Versions announced"),
+    ):
+        yield CounterMetricFamily(name, text, value=counters.get(counted, 0))
+    events = {"drawn": counters.get("batches", 0), "acked": levels.num_acked}
+    yield _by("tba_buffer_batches", "Batches, by what became of them", "event", events)
+    slots = levels.group("slots")
+    kinds = {kind: slots.get(kind, 0) for kind in ("recent", "replay", "fallback")}
+    yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)
+    leases = levels.group("leases")
+    ended = {event: leases.get(event, 0) for event in LEASE_EVENTS}
+    yield _by("tba_buffer_leases", "Leases, by what became of them", "event", ended)
+    ages = [
+        *((str(float(edge)), _up_to(levels.ages, edge)) for edge in AGE_BUCKETS),
+        ("+Inf", sum(levels.ages.values())),
+    ]
+    yield HistogramMetricFamily(
+        "tba_policy_age_steps",
+        "Policy age of rollouts when a step consumed them",
+        buckets=ages,
+        sum_value=sum(age * number for age, number in levels.ages.items()),
+    )
+
+
+def _gauges(reading: Reading) -> Iterator[Metric]:
+    levels, index = reading.levels, reading.levels.index
+    stored = GaugeMetricFamily("tba_buffer_rollouts", "Rollouts stored now, by reward status", labels=["status"])
+    stored.add_metric(["scored"], index.num_scored)
+    stored.add_metric(["pending"], index.num_pending)
+    stored.add_metric(["failed"], index.num_failed)
+    yield stored
+    by_length = GaugeMetricFamily(
+        "tba_buffer_rollouts_by_length", "Rollouts stored now, by number of response tokens", labels=["length"]
+    )
+    for length, number in reading.by_length.items():
+        by_length.add_metric([length], number)
+    yield by_length
+    for name, value, text in (
+        ("tba_buffer_payload_bytes", index.payload_bytes, "Bytes of the stored rollouts, as pushed"),
+        ("tba_buffer_index_bytes", index.memory_bytes(), "Memory of the index"),
+        ("tba_buffer_log_tail_events", index.position - levels.base_position, "Log positions that a restart replays"),
+        ("tba_buffer_open_leases", levels.num_open_leases, "Leases that have not ended"),
+    ):
+        yield GaugeMetricFamily(name, text, value=value)
+    version = GaugeMetricFamily("tba_weight_version", "Step of the newest announced version", labels=["role"])
+    if levels.latest_version is not None:
+        version.add_metric(["buffer"], PolicyVersion.parse(levels.latest_version).step)
+    yield version
+    waits = GaugeMetricFamily("tba_waits", "Who waits now, by the name of the wait", labels=["name"])
+    for name, number in reading.waits.items():
+        waits.add_metric([name], number)
+    yield waits
+    alive = GaugeMetricFamily("tba_components_alive", "Components with a recent heartbeat, by kind", labels=["kind"])
+    for kind, number in reading.alive.items():
+        alive.add_metric([kind], number)
+    yield alive
+
+
+def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, number in counts.items():
+        family.add_metric([value], number)
+    return family
+
+
+def _up_to(ages: Mapping[int, int], edge: int) -> int:
+    return sum(number for age, number in ages.items() if age <= edge)
+
+
+def shown_waits(waits: Counter[str]) -> dict[str, int]:
+    """The most frequent waits by name, the rest as one: names come from heartbeats, and labels must stay few."""
+    shown = dict(waits.most_common(WAITS_SHOWN))
+    rest = waits.total() - sum(shown.values())
+    return {**shown, OTHER_WAITS: shown.get(OTHER_WAITS, 0) + rest} if rest else shown

@@ -1,7 +1,8 @@
 """Prompts: uploaded once, numbered in upload order, visited epoch after epoch in an order that the seed decides.
 
 The cursor "epoch:offset:size" lives in Redis, so a restart goes on where it was. An epoch visits the train prompts
-that existed when it began; prompts uploaded later join the next one. Visit ids are `visit-<epoch>-<offset>`.
+that existed when it began; prompts uploaded later join the next one. With `data.selection = "posterior"` an epoch is as
+many visits, but the prompt of each is chosen by selection.py. Visit ids are `visit-<epoch>-<offset>`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import ValidationError
 
 from tba.api import Prompt, PromptUploadReply
-from tba.errors import BadRequestError, ConflictError
+from tba.config import Recipe
+from tba.errors import ConflictError
 from tba_buffer.context import Context
+from tba_buffer.index import Index
 from tba_buffer.redis_link import redis_errors
+from tba_buffer.selection import Ints, SelectionSettings, choose
 
 
 class Catalog:
@@ -34,10 +37,15 @@ class Catalog:
         self.ids: list[str] = []
         self.train: list[Prompt] = []
         self.heldout: list[Prompt] = []
+        self._train_numbers: Ints = np.zeros(1024, dtype=np.int64)
 
     def find(self, prompt_id: str) -> tuple[int, Prompt] | None:
         """Number and content of a prompt."""
         return self._by_id.get(prompt_id)
+
+    def train_numbers(self) -> Ints:
+        """[P] prompt numbers of the train prompts."""
+        return self._train_numbers[: len(self.train)]
 
     async def load(self) -> None:
         """Read what Redis has beyond what is known here.
@@ -50,23 +58,30 @@ class Catalog:
             with redis_errors("read the prompts"):
                 while ids := await redis.lrange(keys.prompt_order, len(self.ids), len(self.ids) + 999):
                     for text in await redis.hmget(keys.prompts, ids):
-                        prompt = Prompt.model_validate_json(text)
-                        self._by_id[prompt.prompt_id] = (len(self.ids), prompt)
-                        self.ids.append(prompt.prompt_id)
-                        (self.train if prompt.split == "train" else self.heldout).append(prompt)
+                        self._add(Prompt.model_validate_json(text))
+
+    def _add(self, prompt: Prompt) -> None:
+        number = len(self.ids)
+        self._by_id[prompt.prompt_id] = (number, prompt)
+        self.ids.append(prompt.prompt_id)
+        if prompt.split == "heldout":
+            self.heldout.append(prompt)
+            return
+        if len(self.train) == len(self._train_numbers):
+            self._train_numbers = np.concatenate([self._train_numbers, np.zeros_like(self._train_numbers)])
+        self._train_numbers[len(self.train)] = number
+        self.train.append(prompt)
 
     async def upload(self, prompts: Sequence[Prompt]) -> PromptUploadReply:
         """Add prompts, all or none.
 
         Raises:
-            BadRequestError: a prompt that is stored could not be read back.
             ConflictError: an id is taken by other content.
             UnavailableError: Redis did not answer.
         """
         by_id: dict[str, str] = {}
         for prompt in prompts:
             text = json.dumps(prompt.model_dump(), sort_keys=True, ensure_ascii=False)
-            _check_readable(prompt.prompt_id, text)
             if by_id.setdefault(prompt.prompt_id, text) != text:
                 raise ConflictError(f"prompt id {prompt.prompt_id!r} occurs twice with different content")
         keys = self._context.keys
@@ -87,14 +102,6 @@ class Catalog:
         )
 
 
-def _check_readable(prompt_id: str, text: str) -> None:
-    try:
-        Prompt.model_validate_json(text.encode())
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise BadRequestError(f"prompt {prompt_id!r} could not be read back: {reason}; simplify its data") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """The next visit, and the cursor once it is taken."""
@@ -105,34 +112,51 @@ class Candidate:
 
 
 class VisitOrder:
-    """Turns a cursor into the visits that follow it.
+    """Turns a cursor into the visits that follow it: the same for the same cursor, seed, prompts and index.
 
     Args:
         catalog: the prompts.
-        seed: shuffles every epoch differently.
+        recipe: the seed, and how visits choose prompts (`data.selection`).
     """
 
-    def __init__(self, catalog: Catalog, seed: int) -> None:
+    def __init__(self, catalog: Catalog, recipe: Recipe) -> None:
         self._catalog = catalog
-        self._seed = seed
-        self._cached: tuple[tuple[int, int], np.ndarray] | None = None
+        self._seed = recipe.run.seed
+        self._selection = SelectionSettings.of(recipe)
+        self._shuffled: dict[tuple[int, int], Ints] = {}
 
-    def next(self, cursor: str, num: int) -> list[Candidate]:
+    def next(self, cursor: str, num: int, index: Index) -> list[Candidate]:
         """The `num` visits after `cursor` ('' is the beginning); none without train prompts."""
-        if not self._catalog.train:
+        num_train = len(self._catalog.train)
+        if not num_train or not num:
             return []
-        epoch, offset, size = map(int, cursor.split(":")) if cursor else (0, 0, len(self._catalog.train))
-        found = []
+        epoch, offset, size = map(int, cursor.split(":")) if cursor else (0, 0, num_train)
+        places = []
         for _ in range(num):
             if offset >= size:
-                epoch, offset, size = epoch + 1, 0, len(self._catalog.train)
-            prompt = self._catalog.train[self._order(epoch, size)[offset]]
+                epoch, offset, size = epoch + 1, 0, num_train
+            places.append((epoch, offset, size))
             offset += 1
-            found.append(Candidate(f"visit-{epoch}-{offset - 1}", prompt.prompt_id, f"{epoch}:{offset}:{size}"))
-        return found
+        chosen = self._in_turn(places) if self._selection is None else self._by_posterior(places, index)
+        return [
+            Candidate(f"visit-{epoch}-{offset}", self._catalog.train[at].prompt_id, f"{epoch}:{offset + 1}:{size}")
+            for (epoch, offset, size), at in zip(places, chosen, strict=True)
+        ]
 
-    def _order(self, epoch: int, size: int) -> np.ndarray:
-        if self._cached is None or self._cached[0] != (epoch, size):
-            rng = np.random.default_rng([self._seed, epoch])
-            self._cached = ((epoch, size), rng.permutation(size))
-        return self._cached[1]
+    def _in_turn(self, places: list[tuple[int, int, int]]) -> list[int]:
+        return [int(self._order(epoch, size)[offset]) for epoch, offset, size in places]
+
+    def _by_posterior(self, places: list[tuple[int, int, int]], index: Index) -> list[int]:
+        assert self._selection is not None
+        rng = np.random.default_rng([self._seed, *places[0][:2]])
+        numbers = self._catalog.train_numbers()
+        return choose(numbers, index.counts, index.successes, len(places), self._selection, rng).tolist()
+
+    def _order(self, epoch: int, size: int) -> Ints:
+        order = self._shuffled.get((epoch, size))
+        if order is None:
+            for key in list(self._shuffled)[:-1]:  # candidates reach into the next epoch: two are enough
+                del self._shuffled[key]
+            order = np.random.default_rng([self._seed, epoch]).permutation(size)
+            self._shuffled[epoch, size] = order
+        return order

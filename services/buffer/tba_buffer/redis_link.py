@@ -1,4 +1,4 @@
-"""The connection to Redis: what it must promise before this service acknowledges anything, and its errors as ours.
+"""The connection to Redis, and its errors as ours.
 
 The client repeats a command once when a connection turns out to be dead, so every script is safe to run twice; all
 further retries are the HTTP clients'. A timeout is never repeated here: the command may still be running.
@@ -6,41 +6,63 @@ further retries are the HTTP clients'. A timeout is never repeated here: the com
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterator
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, ResponseError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from tba.errors import ConfigError, UnavailableError
 
 SOCKET_TIMEOUT_S = 15.0
-LOADING_TIMEOUT_S = 300.0
-REQUIRED = {"appendonly": "yes", "appendfsync": "always"}
-
+MAX_CONNECTIONS = 64
+"""More commands at once than this wait for one of these: Redis works on one at a time."""
+REFUSALS = {
+    "OOM": "Redis is full (OOM: maxmemory is reached); raise maxmemory, or lower buffer.max_bytes and start again",
+    "READONLY": "Redis is a read-only replica (READONLY); point buffer.redis_url at the primary",
+    "MISCONF": "Redis cannot write to its disk (MISCONF); free space there, its log says more",
+    "NOREPLICAS": "Redis has fewer replicas than its min-replicas-to-write asks for (NOREPLICAS)",
+    "LOADING": "Redis is still loading its file (LOADING)",
+}
+"""Error code in the reply of Redis -> the state it is in. Inside a script the code is somewhere in the text."""
 
 BytesRedis = Any
 """A redis.asyncio.Redis whose replies are bytes: redis-py annotates each as bytes or str, whatever the client."""
 
 
-def connect(redis_url: str) -> BytesRedis:
+def connect(redis_url: str, on_connect: Callable[[Any], Awaitable[None]]) -> BytesRedis:
     """A client that answers bytes.
+
+    Args:
+        redis_url: where.
+        on_connect: is given every new connection; it must await `connection.on_connect()`.
 
     Raises:
         ConfigError: the URL is not one of Redis.
     """
-    retry = Retry(ConstantBackoff(0.05), 1, supported_errors=(ConnectionError,))
     try:
-        return Redis.from_url(
-            redis_url, retry=retry, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5.0, max_connections=256
+        pool = BlockingConnectionPool.from_url(
+            redis_url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=SOCKET_TIMEOUT_S,
+            retry=Retry(ConstantBackoff(0.05), 1, supported_errors=(ConnectionError,)),
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=5.0,
+            redis_connect_func=on_connect,
         )
     except ValueError as error:
         raise ConfigError(f"buffer.redis_url {redis_url!r} is not a Redis URL: {error}") from None
+    return Redis.from_pool(pool)
+
+
+def refused_writes(error: RedisError) -> str | None:
+    """The state in which Redis takes no writes, if that is what the error says."""
+    code = re.search(rf"\b({'|'.join(REFUSALS)})\b", f"{getattr(error, 'status_code', '')} {error}")
+    return REFUSALS[code[1]] if code is not None else None
 
 
 @contextmanager
@@ -53,58 +75,8 @@ def redis_errors(what: str) -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        raise UnavailableError(
-            f"Redis could not {what} ({type(error).__name__}: {error}); nothing was acknowledged, try again"
-        ) from None
-
-
-async def promise_problem(redis: BytesRedis) -> str | None:
-    """Why this Redis could lose what it acknowledges, or None.
-
-    Raises:
-        RedisError: Redis cannot be asked.
-    """
-    try:
-        config: dict[str, Any] = {**await redis.config_get("append*"), **await redis.config_get("maxmemory*")}
-    except ResponseError as error:
-        if isinstance(error, BusyLoadingError):
-            raise
-        return f"Redis does not let CONFIG GET be called ({error}), so nobody knows whether it keeps what it accepts"
-    for name, wanted in REQUIRED.items():
-        if config.get(name) != wanted:
-            return (
-                f"Redis has {name} {config.get(name)}, so it could lose rollouts it has acknowledged; "
-                f"set `{name} {wanted}` in redis.conf (or redis-server --{name} {wanted})"
-            )
-    if int(config.get("maxmemory", 0)) and config.get("maxmemory-policy") != "noeviction":
-        return (
-            f"Redis has maxmemory-policy {config.get('maxmemory-policy')}, so it could drop any key when it is full; "
-            "set `maxmemory-policy noeviction`"
-        )
-    return None
-
-
-async def check_at_start(redis: BytesRedis, redis_url: str) -> None:
-    """Wait while Redis loads its file, then check its promise.
-
-    Raises:
-        ConfigError: Redis cannot be reached, or could lose acknowledged data.
-    """
-    deadline = time.monotonic() + LOADING_TIMEOUT_S
-    while True:
-        try:
-            await redis.ping()
-            problem = await promise_problem(redis)
-        except BusyLoadingError:
-            if time.monotonic() > deadline:
-                raise ConfigError(f"Redis at {redis_url} is still loading after {LOADING_TIMEOUT_S:.0f} s") from None
-            await asyncio.sleep(0.2)
-            continue
-        except RedisError as error:
-            raise ConfigError(
-                f"Redis at {redis_url} cannot be reached ({type(error).__name__}); start it, or correct "
-                "buffer.redis_url"
-            ) from None
-        if problem is not None:
-            raise ConfigError(problem)
-        return
+        state = refused_writes(error)
+        if state is None and isinstance(error, ConnectionError | TimeoutError):
+            state = f"Redis does not answer ({type(error).__name__}: {error})"
+        state = state or f"{type(error).__name__}: {error}"
+        raise UnavailableError(f"Redis could not {what}: {state}; nothing was acknowledged, try again") from None

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 
-from tba.api import PushOutcome
+import msgspec
+
 from tba.errors import LimitError, SchemaVersionError, UnavailableError, WireError
-from tba.versions import START
-from tba.wire import Rollout, decode_rollout
+from tba.wire import RolloutDocument, check_push
 from tba_buffer.context import Context
+from tba_buffer.evictor import Evictor
 from tba_buffer.lineage import Lineages
 from tba_buffer.log import pack_record
 from tba_buffer.prompts import Catalog
 
-OUTCOMES = {1: "new", 0: "duplicate", -1: "refused"}
+NEW = ord("n")
+OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused"}
 CONFLICT = "conflict: this rollout id is stored with other bytes; every rollout needs its own id"
+REFUSALS: dict[type[WireError], str] = {LimitError: "too-large", SchemaVersionError: "schema-version"}
+
+
+class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
+    """What became of one item; items that cannot be read have no id. The JSON is `tba.api.PushOutcome`."""
+
+    rollout_id: str | None
+    outcome: str
+    reason: str | None = None
 
 
 class Refused(Exception):
     """One item may not be stored; `code` is what it is counted under. Items that cannot be read have no id."""
 
-    def __init__(self, code: str, detail: str, rollout_id: str | None = None) -> None:
-        super().__init__(f"{code}: {detail}")
+    def __init__(self, code: str, detail: str, rollout_id: bytes | None = None) -> None:
+        name = None if rollout_id is None else rollout_id.hex()
+        super().__init__(f"{code}: {detail}" if name is None else f"{code}: rollout {name}: {detail}")
         self.code = code
-        self.rollout_id = rollout_id
+        self.outcome = ItemOutcome(name, "refused", str(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """One outcome per item, in order, and where the run stands."""
+
+    outcomes: list[ItemOutcome]
+    latest_version: str | None
+    run_state: str
 
 
 class Rollouts:
@@ -34,16 +58,26 @@ class Rollouts:
         context: Redis and settings.
         catalog: the prompts that rollouts may answer.
         lineages: the lineages that may have made them.
+        evictor: keeps what is stored within the bounds, before a push is acknowledged.
     """
 
-    def __init__(self, context: Context, catalog: Catalog, lineages: Lineages) -> None:
+    def __init__(self, context: Context, catalog: Catalog, lineages: Lineages, evictor: Evictor) -> None:
         self._context = context
         self._catalog = catalog
         self._lineages = lineages
-        self.refuse_reason: str | None = None
-        """Why Redis cannot keep what it would acknowledge, while that is so."""
+        self._evictor = evictor
+        self._run = context.run
+        keys = context.keys
+        self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
+        self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
+        self._hashes_tokens = context.recipe.buffer.deduplicate
 
-    async def push(self, payloads: Sequence[bytes]) -> list[PushOutcome]:
+    @property
+    def refuse_reason(self) -> str | None:
+        """Why nothing is stored, while that is so: this process is not the owner, or Redis could not keep it."""
+        return self._context.replica.refused or self._context.promise.problem
+
+    async def push(self, payloads: Sequence[bytes]) -> PushResult:
         """Store the valid items; one outcome per item, in order.
 
         Raises:
@@ -51,63 +85,95 @@ class Rollouts:
         """
         if self.refuse_reason is not None:
             raise UnavailableError(f"nothing is stored now: {self.refuse_reason}")
-        outcomes: list[PushOutcome | None] = [None] * len(payloads)
-        codes: Counter[str] = Counter()
-        items: list[bytes | str] = []
-        accepted: list[tuple[int, str]] = []
-        for at, payload in enumerate(payloads):
+        refusals: dict[int, Refused] = {}
+        accepted: list[int] = []
+        ids: list[bytes] = []
+        records: list[bytes] = []
+        visits: dict[str, int] = {}
+        visit_numbers: list[int] = []
+        for at, item in enumerate(check_push(payloads)):
             try:
-                rollout, number = self._check(payload)
+                rollout, prompt = self._place(item)
             except Refused as refused:
-                codes[refused.code] += 1
-                outcomes[at] = PushOutcome(rollout_id=refused.rollout_id, outcome="refused", reason=str(refused))
+                refusals[at] = refused
                 continue
-            record = pack_record(rollout, prompt_number=number, num_bytes=len(payload))
-            items += [rollout.rollout_id, payload, record, rollout.visit_id]
-            accepted.append((at, rollout.rollout_id.hex()))
-        keys = self._context.keys
-        results = await self._context.scripts.run(
+            accepted.append(at)
+            ids.append(rollout.rollout_id)
+            records.append(rollout_record(rollout, prompt, len(payloads[at]), hashes_tokens=self._hashes_tokens))
+            visit_numbers.append(visits.setdefault(rollout.visit_id, len(visits)))
+        codes = Counter(refused.code for refused in refusals.values())
+        _, latest_version, run_state, results = await self._context.scripts.run(
             "push",
-            [keys.payloads, keys.log, keys.counters, keys.marks, keys.visits, keys.leases, keys.lease_deadlines],
+            self._keys,
             [
-                self._context.recipe.buffer.max_rollouts,
                 len(accepted),
-                len(codes),
-                *items,
+                len(visits),
+                b"".join(records),
+                struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
+                *(payloads[at] for at in accepted),
+                *visits,
                 *(part for pair in codes.items() for part in pair),
             ],
         )
-        for (at, rollout_id), result in zip(accepted, results, strict=True):
-            outcome = OUTCOMES[result]
-            reason = CONFLICT if outcome == "refused" else None
-            outcomes[at] = PushOutcome.model_construct(rollout_id=rollout_id, outcome=outcome, reason=reason)
-        if any(result == 1 for result in results):
-            self._context.changed.notify()
-        return [outcome for outcome in outcomes if outcome is not None]
+        stored = map(stored_outcome, ids, results.decode())
+        outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
+        await self._added([len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW])
+        return PushResult(
+            outcomes=outcomes, latest_version=latest_version.decode() or None, run_state=run_state.decode()
+        )
 
-    def _check(self, payload: bytes) -> tuple[Rollout, int]:
-        try:
-            rollout = decode_rollout(payload)
-        except LimitError as error:
-            raise Refused("too-large", str(error)) from None
-        except SchemaVersionError as error:
-            raise Refused("schema-version", str(error)) from None
-        except WireError as error:
-            raise Refused("malformed", str(error)) from None
-        rollout_id = rollout.rollout_id.hex()
-        if rollout.run != self._context.run:
-            detail = f"rollout {rollout_id} belongs to run {rollout.run!r}, this is {self._context.run!r}"
-            raise Refused("wrong-run", detail, rollout_id)
-        found = self._catalog.find(rollout.prompt_id)
+    def _place(self, item: RolloutDocument | WireError) -> tuple[RolloutDocument, int]:
+        """A rollout that belongs here, and the number of its prompt."""
+        if isinstance(item, WireError):
+            raise Refused(REFUSALS.get(type(item), "malformed"), str(item))
+        rollout_id, knows = item.rollout_id, self._lineages.knows
+        if item.run != self._run:
+            raise Refused("wrong-run", f"belongs to run {item.run!r}, this is {self._run!r}", rollout_id)
+        found = self._catalog.find(item.prompt_id)
         if found is None:
-            detail = f"rollout {rollout_id}: prompt {rollout.prompt_id!r} was never uploaded"
-            raise Refused("unknown-prompt", detail, rollout_id)
-        number, prompt = found
-        if prompt.split != "train":
-            detail = f"rollout {rollout_id}: prompt {rollout.prompt_id!r} is held out and never trained on"
+            raise Refused("unknown-prompt", f"prompt {item.prompt_id!r} was never uploaded", rollout_id)
+        if found[1].split != "train":
+            detail = f"prompt {item.prompt_id!r} is held out and never trained on"
             raise Refused("heldout-prompt", detail, rollout_id)
-        for span in rollout.version_spans:
-            if span.version != START and not self._lineages.knows(span.version.lineage):
-                detail = f"rollout {rollout_id}: no trainer ever made version {span.version}"
-                raise Refused("unknown-lineage", detail, rollout_id)
-        return rollout, number
+        for lineage, step, _, _ in item.version_spans:
+            if (lineage or step) and not knows(lineage):
+                raise Refused("unknown-lineage", f"no trainer ever made version {lineage}-{step}", rollout_id)
+        return item, found[0]
+
+    async def _added(self, sizes: list[int]) -> None:
+        """Before a push that added rollouts of these sizes is acknowledged."""
+        if not sizes:
+            return
+        self._context.changed.notify()
+        if self._evictor.note(len(sizes), sum(sizes)):
+            await self._evictor.enforce()
+
+
+def stored_outcome(rollout_id: bytes, result: str) -> ItemOutcome:
+    """What push.lua says of one item."""
+    return ItemOutcome(rollout_id.hex(), OUTCOMES[result], CONFLICT if result == "c" else None)
+
+
+def rollout_record(rollout: RolloutDocument, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:
+    """The record of a rollout for the log (log.py).
+
+    Args:
+        prompt: number of its prompt.
+        num_bytes: size of its payload.
+        hashes_tokens: whether `buffer.deduplicate` asks for a hash of its tokens.
+    """
+    return pack_record(
+        rollout.rollout_id,
+        reward=rollout.reward,
+        version=rollout.version,
+        prompt=prompt,
+        num_bytes=num_bytes,
+        num_tokens=len(rollout.response_tokens) // 4,
+        token_hash=token_hash(rollout.response_tokens) if hashes_tokens else 0,
+        status=rollout.reward_status,
+    )
+
+
+def token_hash(response_tokens: bytes) -> int:
+    """What tells two responses apart (64 bits of BLAKE2b of the raw tokens); never 0, which means not hashed."""
+    return int.from_bytes(blake2b(response_tokens, digest_size=8).digest(), "little") or 1

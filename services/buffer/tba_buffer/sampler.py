@@ -1,60 +1,75 @@
-"""Which rollouts a batch holds: MOP per slot (design.md, Semantics; algorithm.md, section 6). Pure functions.
+"""Which rollouts a batch holds: MOP per slot (design.md, Semantics; algorithm.md, section 6).
 
 A batch has `prompts_per_batch` slots. With probability m a slot draws from recent data, otherwise from everything:
 
-    slot:    one prompt, uniform among those of its pool that this batch has not used yet
+    slot:    one prompt of its pool that this batch has not used yet
              (once the batch has used every prompt there is, all may be used again)
+      within   uniform
+      across   recent slots: uniform; replay slots: p = (1 - u) M / sum of all M + u / P,
+               M = sum of exp(inverse_temperature * reward) over the prompt's rollouts
     recent:  K of the prompt's recent rollouts, uniformly
-    replay:  K of all its rollouts, p = (1 - u) softmax(reward * inverse_temperature) + u / n
-    K of n:  without replacement when n >= K, else with replacement (the distinct ones are counted)
+    replay:  K of all its rollouts, p = (1 - u) softmax(inverse_temperature * reward) + u / n
+    K of n:  one after the other without replacement when n >= K, unless `replacement`;
+             else with replacement (the distinct ones are counted)
 
-A prompt belongs to a pool when it has at least MIN_DISTINCT rollouts there: a group of one distinct rollout teaches
-nothing. Where no prompt is left in the recent pool, the slot falls back to everything, and that is counted.
+A prompt belongs to a pool when it has at least `min_distinct` scored rollouts there: a group of one distinct rollout
+teaches nothing. Where no prompt is left in the recent pool, the slot falls back to everything, and that is counted.
+What is recent: `Index`, by arrival or by policy version.
+
+A draw is a function of what the index holds, the settings and the seed: an index that was rebuilt draws the same. No
+probability is rounded by more than float64 rounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_DISTINCT = 2
-_LOWEST = -1e300
-Rows = NDArray[np.int64]
+from tba.config import Recipe
+from tba_buffer.index import Index, Rows
+from tba_buffer.log import SCORED
+from tba_buffer.priorities import LOWEST, Priorities, gumbel_keys
+from tba_buffer.prompt_choice import UniformChoice, WeightedChoice
+from tba_buffer.prompt_set import PromptSet
 
-
-class Pool(Protocol):
-    """What the sampler reads: live scored rollouts by prompt."""
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """[P] rollouts of each prompt."""
-        ...
-
-    def rows(self, prompt: int) -> Rows:
-        """Rows of one prompt, ascending."""
-        ...
-
-    def rewards(self, rows: Rows) -> NDArray[np.float64]:
-        """Rewards of rows."""
-        ...
+_MAX_ROUNDS = 8
+"""Independent draws, in multiples of K, before a slot weighs all its rollouts one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MopSettings:
+class DrawSettings:
     """The settings of `[sampling]` that decide a draw."""
 
     prompts_per_batch: int
     group_size: int
-    most_on_policy_prob: float
-    reward_inverse_temperature: float
-    uniform_share: float
+    most_on_policy_prob: float = 0.0
+    inverse_temperature: float = 0.0
+    uniform_share: float = 0.0
+    prioritise: Literal["within", "across"] = "within"
+    replacement: bool = False
+    min_distinct: int = 2
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> DrawSettings:
+        """The settings of a run."""
+        sampling = recipe.sampling
+        return cls(
+            prompts_per_batch=sampling.prompts_per_batch,
+            group_size=sampling.group_size,
+            most_on_policy_prob=sampling.most_on_policy_prob,
+            inverse_temperature=sampling.reward_inverse_temperature,
+            uniform_share=sampling.uniform_share,
+            prioritise=sampling.prioritise,
+            replacement=sampling.replacement,
+            min_distinct=sampling.min_distinct,
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(NamedTuple):
     """What one slot drew. `rows` has K entries; `wanted_recent` and `source` differ exactly on a fallback."""
 
     prompt: int
@@ -70,76 +85,251 @@ class Slot:
     @property
     def num_distinct(self) -> int:
         """Distinct rollouts among the K."""
-        return len(np.unique(self.rows))
+        return len(set(self.rows.tolist()))
 
 
-def drawable_prompts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Numbers of the prompts that can fill a slot, ascending."""
-    return np.flatnonzero(counts >= MIN_DISTINCT)
-
-
-def draw_slots(
-    pool: Pool, recent_rows: Rows, recent_prompts: NDArray[np.int64], settings: MopSettings, seed: int
-) -> list[Slot]:
+def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
     """The slots of one batch; the same view and seed give the same batch.
-
-    Args:
-        pool: everything.
-        recent_rows: [N] rows that are recent, ascending.
-        recent_prompts: [N] the prompt of each.
 
     Raises:
         ValueError: no prompt can fill a slot.
     """
-    everything = drawable_prompts(pool.counts)
-    if not len(everything):
-        raise ValueError("no prompt has enough rollouts to fill a slot")
-    order = np.argsort(recent_prompts, kind="stable")
-    by_prompt, rows = recent_prompts[order], recent_rows[order]
-    with_recent = drawable_prompts(np.bincount(by_prompt, minlength=len(pool.counts)))
     rng = np.random.default_rng(seed)
-    unused, slots = np.ones(len(pool.counts), dtype=bool), []
-    for wanted_recent in rng.random(settings.prompts_per_batch) < settings.most_on_policy_prob:
-        if not unused[everything].any():
-            unused[:] = True
-        candidates = with_recent[unused[with_recent]] if wanted_recent else with_recent[:0]
-        source = "recent" if len(candidates) else "replay"
-        prompt = int(rng.choice(candidates if len(candidates) else everything[unused[everything]]))
-        unused[prompt] = False
-        if source == "recent":
-            start, end = np.searchsorted(by_prompt, [prompt, prompt + 1])
-            chosen = rng.choice(rows[start:end], settings.group_size, replace=end - start < settings.group_size)
+    prompts, wanted, recent = _choose_prompts(index, settings, rng)
+    rows = np.empty((len(prompts), settings.group_size), dtype=np.int64)
+    num = np.where(recent, index.recent_counts[prompts], index.counts[prompts])
+    few = num <= index.settings.big_prompt
+    if few.any():
+        rows[few] = _draw_from_few(index, settings, prompts[few], recent[few], rng)
+    for prompt in np.unique(prompts[~few]).tolist():
+        for part in (True, False):
+            slots = np.flatnonzero(~few & (prompts == prompt) & (recent == part))
+            if len(slots):
+                rows[slots] = _draw_from_big(index, settings, prompt, part, len(slots), rng)
+    return [
+        Slot(prompt, "recent" if is_recent else "replay", wanted_recent, slot_rows)
+        for prompt, is_recent, wanted_recent, slot_rows in zip(
+            prompts.tolist(), recent.tolist(), wanted.tolist(), rows, strict=True
+        )
+    ]
+
+
+def draw_rollouts(index: Index, settings: DrawSettings, num: int, seed: int) -> Rows:
+    """`num` rollouts of all there are, whatever their prompt: p as in a replay slot, over everything. [num]
+
+    Raises:
+        ValueError: there is no scored rollout.
+    """
+    if not index.num_scored:
+        raise ValueError("there is no scored rollout to draw")
+    rng = np.random.default_rng(seed)
+    tree, table = index.trees.of_all(settings.inverse_temperature), index.table
+    draw, weigh = _replay_draws(tree, settings, rng)
+    leaves = draw(num) if settings.replacement or tree.num < num else _distinct(draw, weigh, 1, num, rng)[0]
+    first_slot = table.first % table.capacity
+    return table.first + (leaves - first_slot) % table.capacity
+
+
+def _choose_prompts(
+    index: Index, settings: DrawSettings, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """For each slot: the prompt, whether recent data was wanted, whether it is recent data."""
+    everything = _pool(index.drawable, index.counts, index, settings)
+    if not everything.num:
+        raise ValueError(f"no prompt has the {settings.min_distinct} scored rollouts that a slot needs")
+    num_slots = settings.prompts_per_batch
+    from_recent = UniformChoice(_pool(index.recent_drawable, index.recent_counts, index, settings), num_slots, rng)
+    if settings.prioritise == "across":
+        from_all = WeightedChoice(
+            index.trees,
+            index.counts,
+            min_distinct=settings.min_distinct,
+            inverse_temperature=settings.inverse_temperature,
+            uniform_share=settings.uniform_share,
+            num_slots=num_slots,
+            rng=rng,
+        )
+    else:
+        from_all = UniformChoice(everything, num_slots, rng)
+    wanted = rng.random(num_slots) < settings.most_on_policy_prob
+    used, prompts, recent = set[int](), [], []
+    for wanted_recent in wanted.tolist():
+        if len(used) == everything.num:
+            used.clear()
+            from_recent.restart()
+            from_all.restart()
+        prompt = from_recent.take(used) if wanted_recent else None
+        recent.append(prompt is not None)
+        if prompt is None:
+            prompt = from_all.take(used)
+        assert prompt is not None, "a prompt that is not used is left, or used was cleared"
+        used.add(prompt)
+        prompts.append(prompt)
+    return np.array(prompts), wanted, np.array(recent)
+
+
+def _pool(kept: PromptSet, counts: NDArray[np.int64], index: Index, settings: DrawSettings) -> PromptSet:
+    """Prompts with at least min_distinct: the set that the index keeps, if it is for the same number."""
+    if index.settings.min_distinct == settings.min_distinct:
+        return kept
+    pool = PromptSet()
+    pool.grow(len(counts))
+    pool.put_all(counts >= settings.min_distinct)
+    return pool
+
+
+def _draw_from_few(
+    index: Index,
+    settings: DrawSettings,
+    prompts: NDArray[np.int64],
+    recent: NDArray[np.bool_],
+    rng: np.random.Generator,
+) -> Rows:
+    """K rows for each slot, by looking at all rollouts of their prompts. [S, K]"""
+    rows, owner = _candidates(index, prompts, recent)
+    num_slots, size = len(prompts), settings.group_size
+    num = np.bincount(owner, minlength=num_slots)
+    log_p = _log_probabilities(index.table.get("reward", rows), num, recent, settings)
+    ends = np.cumsum(num)
+    filled = np.arange(num.max()) < num[:, None]
+    repeat = np.full(num_slots, settings.replacement) | (num < size)
+    chosen = np.empty((num_slots, size), dtype=np.int64)
+    if not repeat.all():
+        keys = np.full(filled.shape, -np.inf)
+        keys[filled] = -gumbel_keys(log_p, rng)
+        keys[~filled] = np.inf
+        keys = keys[~repeat]
+        if keys.shape[1] > 4 * size:
+            best = np.argpartition(keys, size - 1, axis=1)[:, :size]
+            best = np.take_along_axis(best, np.argsort(np.take_along_axis(keys, best, axis=1), axis=1), axis=1)
         else:
-            chosen = _by_reward(pool, prompt, settings, rng)
-        slots.append(Slot(prompt=prompt, source=source, wanted_recent=bool(wanted_recent), rows=chosen))
-    return slots
+            best = np.argsort(keys, axis=1)[:, :size]
+        chosen[~repeat] = best
+    if repeat.any():
+        p = np.zeros(filled.shape)
+        p[filled] = np.exp(log_p)
+        ends_p = np.cumsum(p[repeat], axis=1)
+        targets = rng.random((len(ends_p), size)) * ends_p[:, -1:]
+        at = np.count_nonzero(ends_p[:, None, :] <= targets[:, :, None], axis=2)
+        chosen[repeat] = np.minimum(at, num[repeat, None] - 1)
+    return rows[chosen + (ends - num)[:, None]]
 
 
-def log_probabilities(
-    rewards: NDArray[np.float64], *, inverse_temperature: float, uniform_share: float
+def _candidates(index: Index, prompts: NDArray[np.int64], recent: NDArray[np.bool_]) -> tuple[Rows, NDArray[np.int64]]:
+    """What each slot may draw, slot after slot, ascending within each; and the slot of each. [n], [n]"""
+    blocks = index.blocks
+    skip = np.zeros(len(prompts), dtype=np.int64)
+    for at in np.flatnonzero(recent & (blocks.lengths[prompts] > index.settings.big_prompt)).tolist():
+        skip[at] = np.searchsorted(blocks.rows(int(prompts[at])), index.first_recent())
+    rows, lengths = blocks.rows_from(prompts, skip)
+    owner = np.repeat(np.arange(len(prompts)), lengths)
+    scored = index.table.status(rows) == SCORED
+    rows, owner = rows[scored], owner[scored]
+    if recent.any():
+        chosen = ~recent[owner] | index.is_recent(rows)
+        rows, owner = rows[chosen], owner[chosen]
+    return rows, owner
+
+
+def _log_probabilities(
+    rewards: NDArray[np.float64], num: NDArray[np.int64], recent: NDArray[np.bool_], settings: DrawSettings
 ) -> NDArray[np.float64]:
-    """log of (1 - u) softmax(reward * inverse_temperature) + u / n, finite for any finite rewards. [n] -> [n]"""
-    num = len(rewards)
-    uniform = np.full(num, -np.log(num))
-    if inverse_temperature == 0 or uniform_share == 1:
+    """log p of each candidate [n]; num [S] candidates lie together for each slot."""
+    uniform = np.repeat(-np.log(num), num)
+    share, inverse_temperature = settings.uniform_share, settings.inverse_temperature
+    if not inverse_temperature or share >= 1 or recent.all():
         return uniform
+    starts = np.cumsum(num) - num
     with np.errstate(over="ignore"):
-        logits = np.maximum(inverse_temperature * (rewards - rewards.max()), _LOWEST)
-    softmax = logits - np.log(np.exp(logits).sum())
-    if uniform_share == 0:
-        return softmax
-    return np.logaddexp(np.log1p(-uniform_share) + softmax, np.log(uniform_share) + uniform)
+        top = np.repeat(np.maximum.reduceat(rewards, starts), num)
+        logits = np.maximum(inverse_temperature * (rewards - top), LOWEST)
+    log_p = logits - np.repeat(np.log(np.add.reduceat(np.exp(logits), starts)), num)
+    if share > 0:
+        log_p = np.logaddexp(np.log1p(-share) + log_p, np.log(share) + uniform)
+    return np.where(np.repeat(recent, num), uniform, log_p)
 
 
-def _by_reward(pool: Pool, prompt: int, settings: MopSettings, rng: np.random.Generator) -> Rows:
-    rows, size = pool.rows(prompt), settings.group_size
-    log_p = log_probabilities(
-        pool.rewards(rows),
-        inverse_temperature=settings.reward_inverse_temperature,
-        uniform_share=settings.uniform_share,
-    )
-    if len(rows) < size:
-        return rng.choice(rows, size, replace=True, p=np.exp(log_p))
-    # Gumbel-top-k: the same distribution as drawing one after the other without replacement, and no underflow
-    keys = log_p + rng.gumbel(size=len(rows))
-    return rows[np.argsort(-keys, kind="stable")[:size]]
+def _draw_from_big(
+    index: Index, settings: DrawSettings, prompt: int, recent: bool, num_slots: int, rng: np.random.Generator
+) -> Rows:
+    """K rows for each of `num_slots` slots with the same prompt, by its tree. [S, K]"""
+    tree = index.trees.of_prompt(prompt, settings.inverse_temperature)
+    num = (index.recent_counts if recent else index.counts)[prompt]
+    draw, weigh = _recent_draws(index, tree, prompt, rng) if recent else _replay_draws(tree, settings, rng)
+    size = settings.group_size
+    if settings.replacement or num < size:
+        leaves = draw(num_slots * size).reshape(num_slots, size)
+    else:
+        leaves = _distinct(draw, weigh, num_slots, size, rng)
+    return index.blocks.rows(prompt)[leaves]
+
+
+Draw = Callable[[int], NDArray[np.int64]]
+Weigh = Callable[[], tuple[NDArray[np.int64], NDArray[np.float64]]]
+
+
+def _distinct(draw: Draw, weigh: Weigh, num_slots: int, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """`size` different leaves for each slot, drawn one after the other without replacement. [S, size]
+
+    Args:
+        draw: independent draws of leaves.
+        weigh: all leaves and their log-probabilities, for when independent draws repeat themselves too often.
+    """
+    chosen = draw(num_slots * size).reshape(num_slots, size)
+    in_order = np.sort(chosen, axis=1)
+    repeats = np.flatnonzero((in_order[:, 1:] == in_order[:, :-1]).any(axis=1))
+    if not len(repeats):
+        return chosen
+    kept = {slot: dict.fromkeys(chosen[slot].tolist()) for slot in repeats.tolist()}
+    for _ in range(_MAX_ROUNDS):
+        missing = [slot for slot, leaves in kept.items() if len(leaves) < size]
+        if not missing:
+            break
+        for slot, more in zip(missing, draw(len(missing) * size).reshape(-1, size).tolist(), strict=True):
+            kept[slot].update(dict.fromkeys(more))
+    weighed = None
+    for slot, leaves in kept.items():
+        if len(leaves) < size:
+            weighed = weighed or weigh()
+            order = np.argsort(-gumbel_keys(weighed[1], rng), kind="stable")[: 2 * size]
+            leaves.update(dict.fromkeys(weighed[0][order].tolist()))
+        chosen[slot] = _first(leaves, size)
+    return chosen
+
+
+def _first(leaves: Iterable[int], num: int) -> list[int]:
+    return [leaf for _, leaf in zip(range(num), leaves, strict=False)]
+
+
+def _replay_draws(tree: Priorities, settings: DrawSettings, rng: np.random.Generator) -> tuple[Draw, Weigh]:
+    """Draws from all rollouts of a tree."""
+    share = settings.uniform_share
+    return (lambda num: tree.draw(num, share, rng)), (lambda: tree.log_probabilities(share))
+
+
+def _recent_draws(index: Index, tree: Priorities, prompt: int, rng: np.random.Generator) -> tuple[Draw, Weigh]:
+    """Uniform draws from the recent rollouts of a prompt that has many of them."""
+    block = index.blocks.rows(prompt)
+    first = tree.num_before(int(np.searchsorted(block, index.first_recent())))
+    by_version = index.settings.recent_window == "version"
+
+    def everything() -> NDArray[np.int64]:
+        leaves = tree.by_rank(np.arange(first, tree.num))
+        return leaves[index.is_recent(block[leaves])]
+
+    def weigh() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        leaves = everything()
+        return leaves, np.zeros(len(leaves))
+
+    if by_version and 16 * index.recent_counts[prompt] < tree.num - first:
+        recent = everything()
+        return (lambda num: recent[rng.integers(0, len(recent), num)]), weigh
+
+    def draw(num: int) -> NDArray[np.int64]:
+        drawn = np.zeros(0, dtype=np.int64)
+        while len(drawn) < num:
+            leaves = tree.by_rank(rng.integers(first, tree.num, num))
+            drawn = np.concatenate([drawn, leaves[index.is_recent(block[leaves])]])
+        return drawn[:num]
+
+    return draw, weigh

@@ -13,10 +13,16 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from tba_buffer.redis_link import BytesRedis, redis_errors
+from redis.exceptions import NoScriptError
+
+from tba_buffer.promise import Promise
+from tba_buffer.redis_link import redis_errors
 
 NAMES = (
     "push",
+    "evict",
+    "base",
+    "score",
     "mark",
     "lease",
     "return",
@@ -27,9 +33,10 @@ NAMES = (
     "lineage",
     "checkpoint",
     "command",
-    "void",
+    "glance",
     "draw",
     "ack",
+    "adopt",
 )
 PRELUDES = {"lease": "release", "return": "release"}
 
@@ -38,10 +45,12 @@ class Scripts:
     """Runs scripts by name.
 
     Args:
-        redis: the client they run on.
+        promise: of the Redis that they run on; while it is broken, nothing that writes runs.
     """
 
-    def __init__(self, redis: BytesRedis) -> None:
+    def __init__(self, promise: Promise) -> None:
+        self._promise = promise
+        redis = promise.redis
         folder = files("tba_buffer") / "lua"
         self._scripts = {}
         for name in NAMES:
@@ -52,7 +61,26 @@ class Scripts:
         """The script's reply; texts are bytes.
 
         Raises:
-            UnavailableError: Redis did not run it, or did not say that it did.
+            UnavailableError: Redis did not run it, did not say that it did, or could lose what it wrote.
         """
+        return (await self.run_with(name, keys, args))[0]
+
+    async def run_with(
+        self, name: str, keys: Sequence[str], args: Sequence[Any], *commands: Sequence[Any]
+    ) -> list[Any]:
+        """The script, then plain commands, in one round trip but not atomic together: one reply each.
+
+        Raises:
+            UnavailableError: Redis did not run them, did not say that it did, or could lose what it wrote.
+        """
+        script = self._scripts[name]
+        await self._promise.require()
         with redis_errors(f"run {name}"):
-            return await self._scripts[name](keys=keys, args=args)
+            evalsha = ("EVALSHA", script.sha, len(keys), *keys, *args)
+            try:
+                replies = await self._promise.lines.run(evalsha, *commands)
+            except NoScriptError:
+                await self._promise.redis.script_load(script.script)
+                replies = await self._promise.lines.run(evalsha, *commands)
+        await self._promise.require()  # Redis may have been reached over a new connection
+        return replies

@@ -59,6 +59,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | None) -> FastAPI:
 
     @app.post("/v1/score", operation_id="score", dependencies=[Depends(auth.require("searcher"))])
     async def score(body: ScoreRequest, request: Request) -> ScoreReply:
+        """Score completions: per item a reward or an error."""
         if len(body.items) > section.max_items:
             raise LimitError(
                 f"{len(body.items)} items, the limit is {section.max_items}; send smaller requests, or raise "
@@ -73,6 +74,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | None) -> FastAPI:
 
     @app.get("/v1/rewards", operation_id="rewards", dependencies=[Depends(auth.require("viewer", "searcher"))])
     async def list_rewards() -> RewardsReply:
+        """The tasks that are scored here."""
         return RewardsReply(
             rewards=[
                 RewardInfo(task=r.task, version=r.version, fast=r.fast, health=scorer.health[r.task])

@@ -13,10 +13,10 @@ from tba.api import MAX_LEASE_IDS, LeaseRenewal, LeaseReturn
 from tba.clients import BufferClient
 from tba.errors import ServiceError
 from tba.logs import get_logger
+from tba.threads import in_thread
 from tba_searcher.delivery import Delivery
 from tba_searcher.status import Status
 from tba_searcher.visits import Backlog
-from tba_searcher.waits import in_thread
 
 IDLE_S = 0.05
 CALL_TIMEOUT_S = 5.0

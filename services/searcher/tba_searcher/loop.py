@@ -41,6 +41,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.errors import ObjectNotFoundError, ServiceError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
+from tba.threads import in_thread
 from tba.versions import PolicyVersion
 from tba_searcher.delivery import Delivery
 from tba_searcher.engines.base import Completion, Engine, Request
@@ -49,7 +50,7 @@ from tba_searcher.pulling import Pulled, PulledVersions, swap
 from tba_searcher.status import Status
 from tba_searcher.text import TextCodec
 from tba_searcher.visits import Backlog, Visit
-from tba_searcher.waits import in_thread, patiently
+from tba_searcher.waits import patiently
 
 TICK_S = 0.05
 BEAT_S = 1.0

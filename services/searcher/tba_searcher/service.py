@@ -18,6 +18,7 @@ from tba.config import Recipe
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
 from tba.store import open_store
+from tba.threads import in_thread
 from tba.tokens import role_token
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
@@ -29,7 +30,7 @@ from tba_searcher.seeds import engine_seed, new_searcher_id
 from tba_searcher.status import Status
 from tba_searcher.text import TextCodec
 from tba_searcher.visits import Backlog
-from tba_searcher.waits import Waits, in_thread, patiently
+from tba_searcher.waits import Waits, patiently
 
 CLIENT_RETRY_S = 1.0
 CLIENT_TIMEOUT_S = 15.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from typing import TypeVar
 
 from tba.errors import BusyError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
+from tba.threads import in_thread
 from tba.wire import Wait
 
 T = TypeVar("T")
@@ -49,32 +48,6 @@ class Waits:
             return None
         now, entry = time.monotonic(), min(self._entries.values(), key=lambda entry: entry.since)
         return Wait(name=entry.name, for_s=now - entry.since, deadline_in_s=entry.deadline - now)
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """Run a blocking call in a daemon thread, so that a slow service never holds up the end of the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = call()
-        except BaseException as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await future
 
 
 async def patiently(

@@ -127,13 +127,17 @@ class Checkpoints:
         self._store, self._run = store, run
         self._prefix = f"runs/{run}/checkpoints/"
 
+    def key(self, version: PolicyVersion) -> str:
+        """Key of the checkpoint of a version, whether there is one or not."""
+        return f"{self._prefix}{version}"
+
     def save(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, manifest last; returns its key. Writing it again is harmless.
 
         Raises:
             StoreUnavailableError
         """
-        key = self._prefix + checkpoint.state.version
+        key = self.key(PolicyVersion.parse(checkpoint.state.version))
         objects = []
         for name, tensors in checkpoint.tensors.items():
             with tempfile.TemporaryDirectory(prefix="tba-checkpoint-") as folder:

@@ -1,4 +1,7 @@
-"""Evaluations on held-out prompts: the trainer asks for them, searchers do them, nothing here blocks training."""
+"""Evaluations on held-out prompts: the trainer asks for them, searchers do them, nothing here blocks training.
+
+A run without searchers has none.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,13 @@ class Evaluations:
     Args:
         token: of the lineage.
         start_step: step that this trainer starts from; what was due before is not asked for again.
+        enabled: False when nobody would do them.
     """
 
-    def __init__(self, buffer: BufferClient, section: EvalSection, *, token: str, start_step: int) -> None:
-        self._buffer, self._section, self._token = buffer, section, token
+    def __init__(
+        self, buffer: BufferClient, section: EvalSection, *, token: str, start_step: int, enabled: bool = True
+    ) -> None:
+        self._buffer, self._section, self._token, self._enabled = buffer, section, token, enabled
         self._last_step = start_step
 
     def num_prompts_due(self, step: int) -> int | None:
@@ -46,6 +52,8 @@ class Evaluations:
         Raises:
             FencedError: a newer lineage owns the run.
         """
+        if not self._enabled:
+            return None
         try:
             return self._buffer.request_eval(
                 EvalRequest(

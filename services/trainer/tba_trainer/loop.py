@@ -98,7 +98,7 @@ class TrainingLoop:
         self.step = session.parent.step
         self._submitted = session.first
         self._saved_step = self.step
-        self._checkpoint_due = False
+        self._checkpoint_due = session.borrowed
         self._num_rollouts_trained = session.num_rollouts_trained
         self._num_refused_acks = 0
         self._started = time.monotonic()

@@ -15,7 +15,6 @@ from tba.config import Recipe
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
 from tba.tokens import role_token
-from tba.versions import START
 from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
 from tba_trainer.checkpoint import Checkpoints
@@ -28,7 +27,7 @@ from tba_trainer.prefetch import Prefetcher
 from tba_trainer.publisher import Publisher
 from tba_trainer.signals import stop_on_signals
 from tba_trainer.snapshots import Snapshots
-from tba_trainer.startup import Session, begin, check_starting_model, starting_snapshot
+from tba_trainer.startup import Session, begin, check_starting_model, starting_snapshot, wait_for_origin
 from tba_trainer.status import Heartbeats, Status
 
 _RNG_STREAM = 0x7261
@@ -71,17 +70,23 @@ def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: thr
     learner = Learner(model, recipe, np.random.default_rng([recipe.run.seed, _RNG_STREAM]))
     snapshots = Snapshots(model, recipe)
     start = starting_snapshot(snapshots)
-    check_starting_model(start, versions)
+    origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=stop)
+    if stop.is_set():
+        return
+    check_starting_model(start, versions, origin)
     session = begin(
         recipe,
         trainer_id=trainer_id,
         buffer=buffer,
+        store=store,
         checkpoints=checkpoints,
         learner=learner,
         model_config_sha256=model_config_sha256,
     )
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
-    evaluations = Evaluations(buffer, recipe.eval, token=session.token, start_step=session.parent.step)
+    evaluations = Evaluations(
+        buffer, recipe.eval, token=session.token, start_step=session.parent.step, enabled=not recipe.is_offline
+    )
     collector = Collector(buffer, versions, checkpoints, keep_versions=recipe.trainer.keep_versions)
     publisher = Publisher(
         versions=versions,
@@ -124,7 +129,7 @@ def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: thr
         publisher.drain()
         if not session.fresh:
             # the evaluation of the start may have been cut off; one that is done is answered as it is
-            evaluations.request(START, evaluations.num_prompts_final)
+            evaluations.request(session.start, evaluations.num_prompts_final)
         prefetcher.start()
         loop.run()
     finally:

@@ -1,4 +1,5 @@
-"""How a trainer starts: from the starting model or from the last checkpoint, in a lineage of its own.
+"""How a trainer starts: from the starting model, from the last checkpoint, or from a version of another run (a fork),
+in a lineage of its own.
 
     verify (0, 0) -> GET /v1/run -> checkpoint or none -> POST /v1/lineages (parent, fencing token) -> restore
 
@@ -11,22 +12,27 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import save_file
 
-from tba.api import LineageRequest, RunInfo
+from tba.api import LineageRequest, OriginInfo, RunInfo
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.errors import ConfigError, ConflictError
+from tba.errors import ConfigError, ConflictError, WaitTimeoutError
 from tba.logs import get_logger
+from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_file
 from tba_trainer.checkpoint import Checkpoint, Checkpoints, restore
+from tba_trainer.fork import Fork
 from tba_trainer.learner import Learner
 from tba_trainer.snapshots import Snapshot, Snapshots
 
+_POLL_S = 0.5
 log = get_logger("startup")
 
 
@@ -42,12 +48,16 @@ class Session:
     """What this lineage started from."""
     first: PolicyVersion
     """The first version that this lineage announces: the starting model, or the parent's weights."""
+    start: PolicyVersion
+    """What the run began with, under the name that it was announced by: the starting model, or the fork's version."""
     lineages: LineageTree
     train_s: float
     """Seconds trained before this start, along the living lineage."""
     num_rollouts_trained: int
     fresh: bool
-    """True when nothing was announced before: the starting model is evaluated."""
+    """True when the starting model is still to be announced."""
+    borrowed: bool
+    """True when the state of this start is in another run's folders only: it is checkpointed after the first step."""
 
 
 def begin(
@@ -55,6 +65,7 @@ def begin(
     *,
     trainer_id: str,
     buffer: BufferClient,
+    store: ObjectStore,
     checkpoints: Checkpoints,
     learner: Learner,
     model_config_sha256: str,
@@ -64,9 +75,10 @@ def begin(
     Raises:
         ConflictError: the run is done. One that failed goes on from its last checkpoint.
         ConfigError: the checkpoint belongs to another model or policy temperature.
-        StoreError: the checkpoint is missing or damaged.
+        StoreError: the checkpoint or the version to fork is missing or damaged.
     """
     info = buffer.run()
+    fork = Fork.of(info.origin)
     if info.state == "done":
         raise ConflictError(
             f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
@@ -75,49 +87,108 @@ def begin(
     checkpoint = None if info.checkpoint_key is None else checkpoints.load(info.checkpoint_key)
     if checkpoint is not None:
         _check_same_run(checkpoint, recipe, model_config_sha256)
-    parent = START if checkpoint is None else PolicyVersion.parse(checkpoint.state.version)
+        if checkpoint.state.config_sha256 != config_sha256(recipe):
+            log.warning("config_changed_since_checkpoint", checkpoint=checkpoint.state.version)
+        parent = PolicyVersion.parse(checkpoint.state.version)
+    elif fork is not None:
+        _start_fork(fork, store, learner, recipe, model_config_sha256)
+        parent = fork.version
+    else:
+        parent = START
     reply = buffer.new_lineage(LineageRequest(trainer_id=trainer_id, parent=str(parent)))
     if checkpoint is not None:
         restore(learner, checkpoint)
-    fresh = info.latest_version in (None, str(START)) and checkpoint is None
+    fresh = info.latest_version in (None, str(START)) and checkpoint is None and fork is None
+    first = START if fresh else PolicyVersion(reply.lineage, parent.step)
     session = Session(
         trainer_id=trainer_id,
         lineage=reply.lineage,
         token=reply.token,
         parent=parent,
-        first=START if fresh else PolicyVersion(reply.lineage, parent.step),
+        first=first,
+        start=_start(first, parent, fork),
         lineages=_tree(buffer.run(), reply.lineage, parent),
         train_s=0.0 if checkpoint is None else checkpoint.state.train_s,
         num_rollouts_trained=0 if checkpoint is None else checkpoint.state.num_rollouts_trained,
         fresh=fresh,
+        borrowed=checkpoint is None and fork is not None,
     )
     log.info("lineage_started", lineage=session.lineage, parent=str(parent), resumed=checkpoint is not None)
     return session
 
 
-def check_starting_model(start: Snapshot, versions: WeightVersions) -> None:
-    """If (0, 0) exists, it must be the model at `model.path`: it is the reference, and every policy age counts from it.
+def _start_fork(fork: Fork, store: ObjectStore, learner: Learner, recipe: Recipe, model_config_sha256: str) -> None:
+    checkpoint = fork.checkpoint(store)
+    if checkpoint is None:
+        fork.load_weights(store, learner, model_config_sha256)
+        return
+    _check_same_run(checkpoint, recipe, model_config_sha256)
+    restore(learner, checkpoint)
+
+
+def _start(first: PolicyVersion, parent: PolicyVersion, fork: Fork | None) -> PolicyVersion:
+    """A fork that goes on from a checkpoint of its own was announced by its first lineage."""
+    if fork is None:
+        return START
+    return first if parent == fork.version else PolicyVersion(fork.last_lineage + 1, fork.version.step)
+
+
+def wait_for_origin(buffer: BufferClient, *, wait_s: float, stop: threading.Event) -> OriginInfo | None:
+    """What the run begins with, once the buffer has loaded it (the buffer shows its wait "snapshot-load").
+
+    Args:
+        stop: set when the process should end; then what is loaded so far is answered, and no lineage is given out.
+
+    Raises:
+        ConflictError: it could not be loaded.
+        WaitTimeoutError: it takes longer than `wait_s`.
+    """
+    deadline = time.monotonic() + wait_s
+    while (origin := buffer.run().origin) is not None and origin.state == "loading" and not stop.wait(_POLL_S):
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(
+                f"snapshot {origin.source} was not loaded within {wait_s:g} s (trainer.batch_wait_s): "
+                f"{origin.num_loaded} rollouts so far"
+            )
+    if origin is not None and origin.state == "failed":
+        raise ConflictError(f"snapshot {origin.source}, which this run begins with, was not loaded: {origin.reason}")
+    return origin
+
+
+def check_starting_model(start: Snapshot, versions: WeightVersions, origin: OriginInfo | None) -> None:
+    """The model at `model.path` must be the one that the run, and the run of the snapshot that it began with, started
+    from: it is the reference, and every policy age counts from it.
 
     Raises:
         ConfigError: it is another model, or the same one in another dtype.
     """
-    if not versions.exists(START):
+    manifest = versions.manifest(START) if versions.exists(START) else None
+    adopted = None if origin is None else origin.start_params_sha256
+    if manifest is None and adopted is None:
         return
-    manifest = versions.manifest(START)
-    if manifest.dtype != start.dtype:
+    if manifest is not None and manifest.dtype != start.dtype:
         raise ConfigError(
             f"model.dtype is {start.dtype}, but this run began with {manifest.dtype}; it is constant within a run: set "
             "it back, or choose another run.name"
         )
-    with tempfile.TemporaryDirectory(prefix="tba-start-") as folder:
-        path = Path(folder) / "model.safetensors"
-        save_file(start.tensors, path)
-        found = params_sha256_of_file(path)
-    if manifest.params_sha256 != found:
+    found = _params_sha256(start)
+    if manifest is not None and manifest.params_sha256 != found:
         raise ConfigError(
             "model.path holds another model than the one this run started from (version 0-0 has other parameters); "
             "restore that folder, or choose another run.name"
         )
+    if origin is not None and adopted is not None and adopted != found:
+        raise ConfigError(
+            f"model.path, in model.dtype {start.dtype}, is another model than the one that run {origin.run!r} of "
+            f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
+        )
+
+
+def _params_sha256(start: Snapshot) -> str:
+    with tempfile.TemporaryDirectory(prefix="tba-start-") as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file(start.tensors, path)
+        return params_sha256_of_file(path)
 
 
 def starting_snapshot(snapshots: Snapshots) -> Snapshot:
@@ -143,8 +214,6 @@ def _check_same_run(checkpoint: Checkpoint, recipe: Recipe, model_config_sha256:
             f"config.json in model.path is not the one that checkpoint {state.version} was trained with; "
             "restore that folder, or choose another run.name"
         )
-    if state.config_sha256 != config_sha256(recipe):
-        log.warning("config_changed_since_checkpoint", checkpoint=state.version)
 
 
 def _tree(info: RunInfo, lineage: int, parent: PolicyVersion) -> LineageTree:

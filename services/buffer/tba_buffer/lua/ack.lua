@@ -1,13 +1,13 @@
 -- Step (lineage, step) consumed a batch: one line of the ledger. Steps of a lineage are acked in order, once each.
--- KEYS: 1 run, 2 counters, 3 open_batches, 4 ledger, 5 ledger_steps, 6 ages, 7 batch:<id>
+-- KEYS: 1 run, 2 counters, 3 open_batches, 4 ledger, 5 ledger_steps, 6 ages, 7 batch:<id>, 8 open_steps
 -- ARGV: 1 token, 2 lineage, 3 step, 4 batch id, 5 now_s, 6 member of open_batches, 7 JSON of the ledger line,
 --       8 rollouts, then pairs of policy age, rollouts
 -- Returns {'fenced'}, {'other', batch id}, {'void'}, {'order', last step} or {'ok'}.
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] or redis.call('HGET', KEYS[1], 'lineage') ~= ARGV[2] then
   return {'fenced'}
 end
-local line = ARGV[2] .. '-' .. ARGV[3]
-local acked = redis.call('HGET', KEYS[5], line)
+local name = ARGV[2] .. '-' .. ARGV[3]
+local acked = redis.call('HGET', KEYS[5], name)
 if acked == ARGV[4] then return {'ok'} end
 if acked then return {'other', acked} end
 local deadline = redis.call('ZSCORE', KEYS[3], ARGV[6])
@@ -15,9 +15,10 @@ if not deadline or tonumber(deadline) < tonumber(ARGV[5]) then return {'void'} e
 local last = redis.call('HGET', KEYS[1], 'step')
 if tonumber(last) + 1 ~= tonumber(ARGV[3]) then return {'order', last} end
 redis.call('RPUSH', KEYS[4], ARGV[7])
-redis.call('HSET', KEYS[5], line, ARGV[4])
+redis.call('HSET', KEYS[5], name, ARGV[4])
 redis.call('HSET', KEYS[1], 'step', ARGV[3])
 redis.call('ZREM', KEYS[3], ARGV[6])
+redis.call('HDEL', KEYS[8], ARGV[2] .. '|' .. ARGV[3])
 redis.call('DEL', KEYS[7])
 redis.call('HINCRBY', KEYS[2], 'trained', ARGV[8])
 for i = 9, #ARGV, 2 do redis.call('HINCRBY', KEYS[6], ARGV[i], ARGV[i + 1]) end

@@ -3,7 +3,7 @@
 -- ARGV: 1 eval id, 2 JSON of the evaluation, 3 now_s, 4 token, 5 version, then its units
 -- Returns 'fenced', 'unknown-version' or 'ok'.
 if redis.call('HGET', KEYS[5], 'token') ~= ARGV[4] then return 'fenced' end
-if redis.call('SISMEMBER', KEYS[6], ARGV[5]) == 0 then return 'unknown-version' end
+if redis.call('HEXISTS', KEYS[6], ARGV[5]) == 0 then return 'unknown-version' end
 local text = redis.call('HGET', KEYS[1], ARGV[1])
 if text then
   local old = cjson.decode(text)

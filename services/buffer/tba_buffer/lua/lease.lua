@@ -1,5 +1,5 @@
--- Claim evaluation units and visits; expired leases come back first. Repeated with the same lease ids, it answers what
--- they were granted for.
+-- Claim evaluation units and visits; expired leases come back first. If some of the ids for new leases are open leases,
+-- the request has been here before: it is answered with those, whose deadline starts anew, and nothing else is granted.
 -- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
 --       9 eval_units, 10 eval_results
 -- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
@@ -17,16 +17,17 @@ local function answer(kind, lease_id, subject, prompt_id, num_rollouts)
   for _, value in ipairs({kind, lease_id, subject, prompt_id, num_rollouts}) do reply[#reply + 1] = value end
 end
 
--- Ids are used in order, so if the first is not known, none of them is.
-for i = FIRST_ID, FIRST_ID + max_leases - 1 do
-  local text = redis.call('HGET', KEYS[3], ARGV[i])
-  if not text then break end
-  local lease = cjson.decode(text)
-  if lease.k == 'eval' then
-    answer('eval', ARGV[i], lease.u, '', 0)
-  else
-    local visit = cjson.decode(redis.call('HGET', KEYS[1], lease.v))
-    answer('train', ARGV[i], lease.v, visit.p, visit.n)
+local known = redis.call('HMGET', KEYS[3], unpack(ARGV, FIRST_ID, FIRST_ID + max_leases - 1))
+for i = 1, max_leases do
+  if known[i] then
+    local lease_id, lease = ARGV[FIRST_ID + i - 1], cjson.decode(known[i])
+    redis.call('ZADD', KEYS[4], ARGV[2], lease_id)
+    if lease.k == 'eval' then
+      answer('eval', lease_id, lease.u, '', 0)
+    else
+      local visit = cjson.decode(redis.call('HGET', KEYS[1], lease.v))
+      answer('train', lease_id, lease.v, visit.p, visit.n)
+    end
   end
 end
 if #reply > 1 then return reply end

@@ -1,121 +1,99 @@
--- One push, all or nothing: deduplicate, log, store, count, fulfil visits, evict.
--- KEYS: 1 payloads, 2 log, 3 counters, 4 marks, 5 visits, 6 leases, 7 lease_deadlines
--- ARGV: 1 max_rollouts, 2 number of items, 3 number of refusal codes,
---       then per item: rollout id, payload, packed record (log.py), visit id; then per code: code, count
--- Returns one number per item: 1 new, 0 duplicate, -1 the id is taken by other bytes.
-local RECORD_BYTES, OFFSET_NUM_BYTES, OFFSET_STATUS = 45, 41, 45
-local STATUS = {[0] = 'scored', [1] = 'pending', [2] = 'failed'}
-local max_rollouts, num_items, num_codes = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+-- One push, all or nothing: deduplicate, log, store, count, fulfil visits.
+-- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 visits, 6 leases, 7 lease_deadlines, 8 run
+-- ARGV: 1 number of items N, 2 number of visits V, 3 all packed records (log.py), one after the other; a record begins
+--       with the rollout id, 4 per item the number (2 bytes, little-endian, from 0) of its visit,
+--       then N payloads, V visit ids, and per refusal code: code, count
+-- Returns {log position, latest version or '', state of the run, per item one character: 'n' new, 'd' duplicate,
+--          'c' conflict: the id is taken by other bytes}.
+-- A push has at most 512 items, so every unpack below stays far from Lua's limit of some 8000 values.
+local RECORD_BYTES, ID_BYTES, STATUS_AT, SCORED = 57, 16, 57, 0
+local FIRST = 5
+local FIELDS_PER_CALL = 16 -- id and payload of 8 rollouts: Redis copies them, and takes the same memory for each call
+local num_items, num_visits, records = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 
 local function whole(number) return string.format('%.0f', number) end
-local function count(name, by) redis.call('HINCRBY', KEYS[3], name, whole(by)) end
+local function count(name, by)
+  if by ~= 0 then redis.call('HINCRBY', KEYS[3], name, whole(by)) end
+end
 
-local outcomes, new, seen, num_duplicate, num_conflict = {}, {}, {}, 0, 0
+local ids = {}
 for i = 1, num_items do
-  local at = 3 + (i - 1) * 4
-  local rid, payload = ARGV[at + 1], ARGV[at + 2]
-  local old = seen[rid] or redis.call('HGET', KEYS[1], rid)
+  local at = (i - 1) * RECORD_BYTES
+  ids[i] = string.sub(records, at + 1, at + ID_BYTES)
+end
+local stored = num_items > 0 and redis.call('HMGET', KEYS[1], unpack(ids)) or {}
+
+local outcomes, new, fields, seen = {}, {}, {}, {}
+local num_duplicate, num_conflict, num_scored = 0, 0, 0
+for i = 1, num_items do
+  local id, payload = ids[i], ARGV[FIRST + i - 1]
+  local old = stored[i] or seen[id]
   if not old then
-    outcomes[i], seen[rid], new[#new + 1] = 1, payload, at
-  elseif old == payload then
-    outcomes[i], num_duplicate = 0, num_duplicate + 1
+    seen[id], outcomes[i] = payload, 'n'
+    new[#new + 1] = i
+    fields[#fields + 1] = id
+    fields[#fields + 1] = payload
+    if string.byte(records, (i - 1) * RECORD_BYTES + STATUS_AT) == SCORED then num_scored = num_scored + 1 end
+  elseif old == payload or redis.call('HGET', KEYS[4], id) == redis.sha1hex(payload) then
+    outcomes[i], num_duplicate = 'd', num_duplicate + 1
   else
-    outcomes[i], num_conflict = -1, num_conflict + 1
+    outcomes[i], num_conflict = 'c', num_conflict + 1
   end
+end
+
+local function fulfil(visit_id, number)
+  local text = redis.call('HGET', KEYS[5], visit_id)
+  if not text then return end
+  local visit = cjson.decode(text)
+  if visit.l ~= '' then count('inflight', -math.min(number, visit.n)) end
+  visit.n = visit.n - number
+  if visit.n > 0 then
+    redis.call('HSET', KEYS[5], visit_id, cjson.encode(visit))
+    return
+  end
+  redis.call('HDEL', KEYS[5], visit_id)
+  if visit.l ~= '' then
+    redis.call('HDEL', KEYS[6], visit.l)
+    redis.call('ZREM', KEYS[7], visit.l)
+  end
+  count('leases:fulfilled', 1)
 end
 
 -- The log entry comes first: if Redis refuses to write, it refuses here, and nothing is half done.
 local position = tonumber(redis.call('HGET', KEYS[3], 'log_position') or '0')
 if #new > 0 then
-  local records = {}
-  for i, at in ipairs(new) do records[i] = ARGV[at + 3] end
+  local added, per_visit = records, {}
+  if #new < num_items then
+    added = {}
+    for k, i in ipairs(new) do added[k] = string.sub(records, (i - 1) * RECORD_BYTES + 1, i * RECORD_BYTES) end
+    added = table.concat(added)
+  end
   position = position + #new
-  redis.call('XADD', KEYS[2], whole(position) .. '-0', 'r', table.concat(records))
+  redis.call('XADD', KEYS[2], whole(position) .. '-0', 'r', added)
+  for at = 1, #fields, FIELDS_PER_CALL do
+    redis.call('HSET', KEYS[1], unpack(fields, at, math.min(at + FIELDS_PER_CALL - 1, #fields)))
+  end
   redis.call('HSET', KEYS[3], 'log_position', whole(position))
-  local by_status, per_visit, payload_bytes = {scored = 0, pending = 0, failed = 0}, {}, 0
-  for _, at in ipairs(new) do
-    redis.call('HSET', KEYS[1], ARGV[at + 1], ARGV[at + 2])
-    local status = STATUS[string.byte(ARGV[at + 3], OFFSET_STATUS)]
-    by_status[status] = by_status[status] + 1
-    payload_bytes = payload_bytes + #ARGV[at + 2]
-    per_visit[ARGV[at + 4]] = (per_visit[ARGV[at + 4]] or 0) + 1
-  end
-  for status, number in pairs(by_status) do
-    if number > 0 then count(status, number) end
-  end
-  count('live', #new)
   count('generated', #new)
-  count('scored_total', by_status.scored)
-  count('payload_bytes', payload_bytes)
   count('pushed:new', #new)
-  for visit_id, number in pairs(per_visit) do
-    local text = redis.call('HGET', KEYS[5], visit_id)
-    if text then
-      local visit = cjson.decode(text)
-      if visit.l ~= '' then count('inflight', -math.min(number, visit.n)) end
-      visit.n = visit.n - number
-      if visit.n > 0 then
-        redis.call('HSET', KEYS[5], visit_id, cjson.encode(visit))
-      else
-        redis.call('HDEL', KEYS[5], visit_id)
-        if visit.l ~= '' then
-          redis.call('HDEL', KEYS[6], visit.l)
-          redis.call('ZREM', KEYS[7], visit.l)
-        end
-        count('leases:fulfilled', 1)
-      end
-    end
+  count('scored_total', num_scored)
+  for _, i in ipairs(new) do
+    local low, high = string.byte(ARGV[4], 2 * i - 1, 2 * i)
+    local number = low + 256 * high
+    per_visit[number] = (per_visit[number] or 0) + 1
+  end
+  for number = 0, num_visits - 1 do
+    if per_visit[number] then fulfil(ARGV[FIRST + num_items + number], per_visit[number]) end
   end
 end
-if num_duplicate > 0 then count('pushed:duplicate', num_duplicate) end
-local num_refused = num_conflict
-if num_conflict > 0 then count('refused:conflict', num_conflict) end
-for i = 1, num_codes do
-  local at = 3 + num_items * 4 + (i - 1) * 2
-  count('refused:' .. ARGV[at + 1], tonumber(ARGV[at + 2]))
-  num_refused = num_refused + tonumber(ARGV[at + 2])
-end
-if num_refused > 0 then count('pushed:refused', num_refused) end
 
--- Evict the oldest. The event names the first position that survives, and repeats the marks, so that everything
--- before that position can be cut off the log and the index stays a function of what is left.
-local excess = tonumber(redis.call('HGET', KEYS[3], 'live') or '0') - max_rollouts
-if excess > 0 then
-  local first_live, left, gone, gone_bytes = tonumber(redis.call('HGET', KEYS[3], 'first_live') or '1'), excess,
-    {scored = 0, pending = 0, failed = 0}, 0
-  while left > 0 do
-    local entries = redis.call('XRANGE', KEYS[2], whole(first_live) .. '-0', '+', 'COUNT', 16)
-    if #entries == 0 then break end
-    for _, entry in ipairs(entries) do
-      local last, records = tonumber(string.match(entry[1], '^(%d+)')), nil
-      if entry[2][1] == 'r' then records = entry[2][2] end
-      if records then
-        local first = last - #records / RECORD_BYTES + 1
-        while left > 0 and first_live <= last do
-          local at = (math.max(first_live, first) - first) * RECORD_BYTES
-          local record = string.sub(records, at + 1, at + RECORD_BYTES)
-          redis.call('HDEL', KEYS[1], string.sub(record, 1, 16))
-          local status = STATUS[string.byte(record, OFFSET_STATUS)]
-          gone[status] = gone[status] + 1
-          gone_bytes = gone_bytes + struct.unpack('<I4', record, OFFSET_NUM_BYTES)
-          first_live, left = math.max(first_live, first) + 1, left - 1
-        end
-      else
-        first_live = last + 1
-      end
-      if left == 0 then break end
-    end
-  end
-  position = position + 1
-  local marks = table.concat(redis.call('LRANGE', KEYS[4], 0, -1), ';')
-  redis.call('XADD', KEYS[2], whole(position) .. '-0', 'e', whole(first_live) .. '|max_rollouts|' .. marks)
-  redis.call('HSET', KEYS[3], 'log_position', whole(position), 'first_live', whole(first_live))
-  redis.call('XTRIM', KEYS[2], 'MINID', whole(first_live) .. '-0')
-  for status, number in pairs(gone) do
-    if number > 0 then count(status, -number) end
-  end
-  count('live', left - excess)
-  count('payload_bytes', -gone_bytes)
-  count('evicted:max_rollouts', excess - left)
+local num_refused = num_conflict
+for at = FIRST + num_items + num_visits, #ARGV, 2 do
+  count('refused:' .. ARGV[at], tonumber(ARGV[at + 1]))
+  num_refused = num_refused + tonumber(ARGV[at + 1])
 end
-return outcomes
+count('refused:conflict', num_conflict)
+count('pushed:duplicate', num_duplicate)
+count('pushed:refused', num_refused)
+local run = redis.call('HMGET', KEYS[8], 'latest_version', 'state')
+return {position, run[1] or '', run[2] or 'running', table.concat(outcomes)}

@@ -1,4 +1,4 @@
-"""Batches and the ledger."""
+"""Batches, samples and the ledger."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from tba.api import AckRequest, BatchRequest, LedgerReply
-from tba.service import Authenticator, MsgpackResponse
+from tba.api import AckRequest, BatchRequest, LedgerReply, Name, SampleRequest
+from tba.service import Authenticator, MsgpackResponse, problems
 from tba_buffer.buffer import Buffer
 from tba_buffer.ledger import MAX_ENTRIES_PER_PAGE, read_ledger
 
@@ -16,26 +16,51 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Draw, ack, read back."""
     api = APIRouter(prefix="/v1")
     trainer = [Depends(auth.require("trainer"))]
+    reader = [Depends(auth.require("viewer", "trainer"))]
 
-    @api.post("/batches", operation_id="draw_batch", response_class=MsgpackResponse, dependencies=trainer)
+    @api.post(
+        "/batches",
+        operation_id="draw_batch",
+        response_class=MsgpackResponse,
+        dependencies=trainer,
+        responses=problems(409, 429),
+    )
     async def draw_batch(body: BatchRequest) -> MsgpackResponse:
         """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
-        drawn = await buffer.batches.draw(body)
-        buffer.metrics.drawn(drawn.slots)
+        drawn = await buffer.draws.draw(body)
         return MsgpackResponse(drawn.body)
 
-    @api.post("/batches/{batch_id}/ack", operation_id="ack", status_code=204, dependencies=trainer)
-    async def ack(batch_id: str, body: AckRequest) -> None:
+    @api.post(
+        "/batches/{batch_id}/ack",
+        operation_id="ack",
+        status_code=204,
+        dependencies=trainer,
+        responses=problems(400, 409),
+    )
+    async def ack(batch_id: Name, body: AckRequest) -> None:
         """State that a step consumed the batch."""
-        await buffer.batches.ack(batch_id, body)
-        buffer.metrics.acked(body.policy_ages)
+        await buffer.acks.ack(batch_id, body)
 
-    @api.get("/ledger", operation_id="ledger", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    @api.post(
+        "/samples",
+        operation_id="sample",
+        response_class=MsgpackResponse,
+        dependencies=reader,
+        responses=problems(429),
+    )
+    async def sample(body: SampleRequest) -> MsgpackResponse:
+        """Draw stored rollouts by priority (msgpack, laid out as a push) and record nothing; headers `tba-seed` and
+        `tba-log-position` reproduce it."""
+        drawn = await buffer.samples.draw(body)
+        headers = {"tba-seed": str(drawn.seed), "tba-log-position": str(drawn.log_position)}
+        return MsgpackResponse(drawn.body, headers=headers)
+
+    @api.get("/ledger", operation_id="ledger", dependencies=reader)
     async def ledger(
         after: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES_PER_PAGE)] = 1000,
     ) -> LedgerReply:
-        """Acked batches in order."""
+        """Acked batches and trainer starts in order."""
         return await read_ledger(buffer.context, buffer.lineages, after=after, limit=limit)
 
     return api

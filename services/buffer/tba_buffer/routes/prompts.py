@@ -13,7 +13,7 @@ from tba.api import (
     PromptUpload,
     PromptUploadReply,
 )
-from tba.service import Authenticator
+from tba.service import Authenticator, problems
 from tba_buffer.buffer import Buffer
 
 
@@ -22,7 +22,12 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     api = APIRouter(prefix="/v1")
     searcher = [Depends(auth.require("searcher"))]
 
-    @api.post("/prompts", operation_id="upload_prompts", dependencies=[Depends(auth.require("operator"))])
+    @api.post(
+        "/prompts",
+        operation_id="upload_prompts",
+        dependencies=[Depends(auth.require("operator"))],
+        responses=problems(409),
+    )
     async def upload_prompts(body: PromptUpload) -> PromptUploadReply:
         """Add prompts; the same id with other content refuses the whole upload."""
         return await buffer.catalog.upload(body.prompts)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
 
 from tba.api import PushReply
-from tba.service import Authenticator, raw_body
+from tba.service import MSGPACK_BODY, Authenticator, problems, raw_body
 from tba.wire import decode_push
 from tba_buffer.buffer import Buffer
 
@@ -13,14 +14,25 @@ from tba_buffer.buffer import Buffer
 def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """The endpoint that searchers push to."""
     api = APIRouter(prefix="/v1")
+    max_bytes = buffer.context.recipe.buffer.max_body_bytes
 
-    @api.post("/rollouts", operation_id="push", dependencies=[Depends(auth.require("searcher"))])
-    async def push(request: Request) -> PushReply:
+    @api.post(
+        "/rollouts",
+        operation_id="push",
+        response_model=PushReply,
+        dependencies=[Depends(auth.require("searcher"))],
+        openapi_extra=MSGPACK_BODY,
+        responses=problems(429),
+    )
+    async def push(request: Request) -> Response:
         """Store rollouts (msgpack `tba.wire.encode_push`); answered only once they are durable."""
-        payloads = decode_push(await raw_body(request), max_bytes=buffer.context.recipe.buffer.max_body_bytes)
-        outcomes = await buffer.rollouts.push(payloads)
-        buffer.metrics.pushed(outcomes)
-        fields = await buffer.run.read()
-        return PushReply(outcomes=outcomes, latest_version=fields.latest_version, run_state=fields.state)
+        with buffer.admission.body(request):
+            result = await buffer.rollouts.push(decode_push(await raw_body(request), max_bytes=max_bytes))
+        body = {
+            "outcomes": result.outcomes,
+            "latest_version": result.latest_version,
+            "run_state": result.run_state,
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")
 
     return api

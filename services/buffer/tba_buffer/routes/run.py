@@ -7,7 +7,7 @@ from typing import Literal
 from fastapi import APIRouter, Depends, Request
 
 from tba.api import RunCommand, RunInfo, Stats
-from tba.service import Authenticator, raw_body
+from tba.service import MSGPACK_BODY, Authenticator, problems, raw_body
 from tba.wire import decode_heartbeat
 from tba_buffer.buffer import Buffer
 
@@ -21,6 +21,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         operation_id="heartbeat",
         status_code=204,
         dependencies=[Depends(auth.require("searcher", "trainer", "operator"))],
+        openapi_extra=MSGPACK_BODY,
+        responses=problems(409),
     )
     async def heartbeat(request: Request) -> None:
         """A sign of life (msgpack `tba.wire.encode_heartbeat`)."""
@@ -34,7 +36,12 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     _add_end_command(api, "done", buffer, auth)
     _add_end_command(api, "fail", buffer, auth)
 
-    @api.post("/run/{command}", operation_id="command", dependencies=[Depends(auth.require("operator"))])
+    @api.post(
+        "/run/{command}",
+        operation_id="command",
+        dependencies=[Depends(auth.require("operator"))],
+        responses=problems(409),
+    )
     async def command(command: Literal["pause", "resume", "stop"], body: RunCommand) -> RunInfo:
         """Pause, resume or stop the run."""
         await buffer.run.command(command, body)
@@ -56,4 +63,11 @@ def _add_end_command(api: APIRouter, name: Literal["done", "fail"], buffer: Buff
 
     # before /run/{command}, which would refuse the name
     dependencies = [Depends(auth.require("trainer"))]
-    api.add_api_route(f"/run/{name}", end, methods=["POST"], operation_id=name, dependencies=dependencies)
+    api.add_api_route(
+        f"/run/{name}",
+        end,
+        methods=["POST"],
+        operation_id=name,
+        dependencies=dependencies,
+        responses=problems(409),
+    )

@@ -22,7 +22,7 @@ STATE: dict[str, Any] = json.loads(STATE_PATH.read_text()) if STATE_PATH.exists(
 
 
 def living() -> list[dict[str, Any]]:
-    return [entry for entry in STATE["ledger"] if not entry["abandoned"]]
+    return [line for line in STATE["ledger"] if line["kind"] == "batch" and not line["abandoned"]]
 
 
 def run_info() -> dict[str, Any]:
@@ -105,16 +105,26 @@ class Handler(BaseHTTPRequestHandler):
             STATE["parents"][str(STATE["lineage"] + 1)] = f"{STATE['lineage']}-{step}"
             STATE["lineage"] += 1
             STATE["state"] = "running"
+            STATE["ledger"].append(
+                {
+                    "kind": "resume",
+                    "lineage": STATE["lineage"],
+                    "parent": STATE["parents"][str(STATE["lineage"])],
+                    "trainer_id": "fake",
+                    "resumed_at_s": time.time(),
+                }
+            )
             self.answer({"lineage": STATE["lineage"], "step": step})
         elif self.path == "/fake/step":
             STATE["ledger"].append(
                 {
+                    "kind": "batch",
                     "lineage": STATE["lineage"],
                     "step": body["step"],
                     "batch_id": f"batch-{STATE['lineage']}-{body['step']}",
                     "acked_at_s": time.time(),
                     "num_rollouts": 32,
-                    "rollout_ids": ["00" * 16],
+                    "rollout_ids": ["00" * 16] * 32,
                     "metrics": {"reward_mean": 0.5, "accuracy": 0.25, "policy_age_mean": 2.0, "wait_s": 0.0},
                     "abandoned": False,
                 }

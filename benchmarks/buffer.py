@@ -1,0 +1,124 @@
+"""How fast the buffer is, beside the same work done straight on Redis, in one run; prints one table.
+
+Everything runs on this machine: Redis with `appendfsync always`, one buffer process, client processes with the
+product's own client, 64 rollouts a push, prioritised sampling. The machine is shared and noisy: the ratios count.
+
+    python benchmarks/buffer.py [--json FILE] [--seconds 8] [--only pushes-4k ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.buffer_bench import figures
+from benchmarks.buffer_bench.figures import Figure
+from benchmarks.buffer_bench.index import index_alone
+
+MAX_PUSH_FALLBACK_PER_S = 25_000.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number of the table: which figure it is in, and the bound it is held to (`at_least` or below)."""
+
+    title: str
+    figure: str
+    name: str
+    bound: float
+    at_least: bool = True
+    unit: str = ""
+
+    def met(self, value: float) -> bool:
+        """Whether the value keeps the bound."""
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+TARGETS = (
+    Target("durable pushes, 4 KB, 8 clients", "pushes-4k", "http_per_s", 25_000, unit="rollouts/s"),
+    Target("... share of the direct way", "pushes-4k", "ratio", 0.55),
+    Target("durable pushes, 16 KB, 8 clients", "pushes-16k", "http_per_s", 11_000, unit="rollouts/s"),
+    Target("... share of the direct way", "pushes-16k", "ratio", 0.0),
+    Target("fresh batches of 64, recorded, 8 clients", "batches", "batches_rollouts_per_s", 60_000, unit="rollouts/s"),
+    Target("fresh samples of 64, read-only, 8 clients", "batches", "samples_rollouts_per_s", 60_000, unit="rollouts/s"),
+    Target("... batches, share of reading payloads", "batches", "ratio_batches", 0.0),
+    Target("batches of 160 while pushing at half", "mixed", "batches_per_s", 100, unit="batches/s"),
+    Target("... draw and ack, p99", "mixed", "draw_and_ack_p99_ms", 50, at_least=False, unit="ms"),
+    Target("draw of 512 of 1,000,000, groups", "index", "draw_groups_ms", 1, at_least=False, unit="ms"),
+    Target("draw of 512 of 1,000,000, one prompt", "index", "draw_flat_ms", 1, at_least=False, unit="ms"),
+    Target("index memory", "index", "bytes_per_rollout", 200, at_least=False, unit="bytes/rollout"),
+    Target("restart with 1,000,000 rollouts", "restart", "restart_s", 5, at_least=False, unit="s"),
+    Target("... from a base", "restart", "restart_from_base_s", 5, at_least=False, unit="s"),
+    Target("cost of a push, 10^6 to 10^4 stored", "restart", "push_growth", 1.3, at_least=False),
+    Target("cost of a draw, 10^6 to 10^4 stored", "restart", "draw_growth", 1.3, at_least=False),
+    Target("256 searchers, push p99", "searchers", "push_p99_ms", 100, at_least=False, unit="ms"),
+)
+
+
+def main() -> int:
+    """Measure what was asked for, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long each load runs")
+    parser.add_argument("--rollouts", type=int, default=1_000_000, help="stored rollouts of restart and growth")
+    parser.add_argument("--only", nargs="*", default=[], help="names of figures; default: all")
+    args = parser.parse_args()
+    results: dict[str, Figure] = {}
+
+    def max_push() -> float:
+        return results.get("pushes-4k", {}).get("http_per_s", MAX_PUSH_FALLBACK_PER_S)
+
+    stages: dict[str, Callable[[], Figure]] = {
+        "pushes-4k": lambda: figures.pushes(4096, args.seconds),
+        "pushes-16k": lambda: figures.pushes(16_384, args.seconds),
+        "batches": lambda: figures.fresh_batches(args.seconds),
+        "mixed": lambda: figures.batches_while_pushing(2 * args.seconds, max_push()),
+        "index": index_alone,
+        "restart": lambda: figures.restart_and_growth(args.rollouts, args.seconds / 2),
+        "searchers": lambda: figures.many_searchers(3 * args.seconds),
+    }
+    for name in args.only:
+        if name not in stages:
+            parser.error(f"--only {name}: no such figure; there are {', '.join(stages)}")
+    for name, measure in stages.items():
+        if not args.only or name in args.only:
+            began_s = time.perf_counter()
+            results[name] = measure()
+            print(f"{name}, {time.perf_counter() - began_s:.0f} s: {results[name]}", file=sys.stderr)
+    print_table(results)
+    if args.json:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
+        document = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine, **results}
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+def print_table(results: dict[str, Figure]) -> None:
+    """One line per target, and whether it is met."""
+    print("| figure | measured | target | met |")
+    print("|---|---|---|---|")
+    for target in TARGETS:
+        if target.figure not in results:
+            continue
+        value = results[target.figure][target.name]
+        bound = f"{'at least' if target.at_least else 'at most'} {target.bound:,g}" if target.bound else "-"
+        met = ("yes" if target.met(value) else "NO") if target.bound else "-"
+        print(f"| {target.title} | {_number(value)} {target.unit}".rstrip() + f" | {bound} | {met} |")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

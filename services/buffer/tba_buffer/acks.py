@@ -1,0 +1,103 @@
+"""Acking batches: ack.lua checks the living token, the open batch of this (lineage, step), and that it is the next step
+of the lineage; then the batch is one line of the ledger (ledger.py)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from tba.api import AckRequest
+from tba.errors import BadRequestError, ConflictError, VoidBatchError
+from tba.versions import PolicyVersion
+from tba_buffer.batch_record import BatchRecord, batch_member
+from tba_buffer.context import Context
+from tba_buffer.evictor import Evictor
+from tba_buffer.ledger import batch_line
+from tba_buffer.lineage import fenced
+from tba_buffer.redis_link import redis_errors
+
+
+class Acks:
+    """Acks batches.
+
+    Args:
+        context: Redis and settings.
+        evictor: told where the trainer stands; what has become too old is gone before the ack is answered.
+    """
+
+    def __init__(self, context: Context, evictor: Evictor) -> None:
+        self._context = context
+        self._evictor = evictor
+
+    async def ack(self, batch_id: str, request: AckRequest) -> None:
+        """Put the batch into the ledger as consumed by step (lineage, step); repeating it changes nothing.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+            VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
+            ConflictError: the step has acked another batch, or a step was left out.
+            BadRequestError: the number of policy ages is not the number of rollouts.
+            UnavailableError: Redis did not answer.
+        """
+        keys, now = self._context.keys, self._context.clock()
+        with redis_errors("read a batch"):
+            raw = await self._context.redis.get(keys.batch(batch_id))
+        record = None if raw is None else BatchRecord.decode(raw)
+        num_rollouts = 0 if record is None else record.num_rollouts
+        if record is not None and request.policy_ages and len(request.policy_ages) != num_rollouts:
+            raise BadRequestError(
+                f"batch {batch_id} has {num_rollouts} rollouts, the ack has {len(request.policy_ages)} policy ages"
+            )
+        ages = Counter(max(0, age) for age in request.policy_ages)
+        # without a record the script finds that the batch was acked already, or is void: the line is not used
+        line = {} if record is None else batch_line(record, request, acked_at_s=now)
+        reply = await self._context.scripts.run(
+            "ack",
+            [
+                keys.run,
+                keys.counters,
+                keys.open_batches,
+                keys.ledger,
+                keys.ledger_steps,
+                keys.ages,
+                keys.batch(batch_id),
+                keys.open_steps,
+            ],
+            [
+                request.token,
+                request.lineage,
+                request.step,
+                batch_id,
+                now,
+                batch_member(batch_id, num_rollouts, request.lineage, request.step),
+                json.dumps(line),
+                num_rollouts,
+                *(part for pair in sorted(ages.items()) for part in pair),
+            ],
+        )
+        _check_reply(reply, batch_id, request)
+        self._context.changed.notify()
+        if self._evictor.note_step(PolicyVersion(request.lineage, request.step)):
+            await self._evictor.enforce()
+
+
+def _check_reply(reply: list[bytes], batch_id: str, request: AckRequest) -> None:
+    match reply[0]:
+        case b"ok":
+            return
+        case b"fenced":
+            raise fenced(f"the ack of batch {batch_id} by step {request.step} of lineage {request.lineage}")
+        case b"other":
+            raise ConflictError(
+                f"step {request.step} of lineage {request.lineage} has acked batch {reply[1].decode()} already; "
+                f"batch {batch_id} was not added to the ledger"
+            )
+        case b"order":
+            raise ConflictError(
+                f"step {request.step} cannot be acked: the last acked step of lineage {request.lineage} is "
+                f"{int(reply[1])}, and steps are acked in order"
+            )
+    raise VoidBatchError(
+        f"batch {batch_id} is unknown, past its deadline, or was drawn for another step than {request.step}; "
+        "draw a new one for this step"
+    )

@@ -1,0 +1,235 @@
+"""Drawing batches.
+
+    look     run, counts and a level index (glance.py, shared by draws at once)  ->  the wait, if any (flow.py)
+    draw     slots by MOP, from the index, seeded (sampler.py)
+    record   draw.lua: living token, run running, no open batch for this step, limits of flow control; and the payloads,
+             in the same round trip
+
+Draws of different steps run at once; draw.lua decides between those that cannot all be. A second request for the same
+(lineage, step) is answered with the batch that is open for it. A batch past its deadline is void and never answered
+again. A draw that must wait holds the request (a named wait in GET /v1/run) until `wait_s`, then answers 429; whatever
+may end a wait notifies `context.changed`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from tba.api import BatchRequest
+from tba.errors import BusyError, ConflictError, FencedError, RunOverError
+from tba.wire import new_id
+from tba_buffer.batch_record import BatchRecord, GroupRecord
+from tba_buffer.components import Components
+from tba_buffer.context import Context
+from tba_buffer.flow import DrawLimits, FlowSettings, draw_limits, sampling_wait
+from tba_buffer.glance import Glance, Glances
+from tba_buffer.index import Index
+from tba_buffer.lineage import fenced
+from tba_buffer.prompts import Catalog
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.sampler import DrawSettings, draw_slots
+
+POLL_S = 0.5
+RETRY_S = 0.25
+RECORD_KEPT_S = 60.0
+REDRAWS = 5
+WAIT_SENTENCES = {
+    "rollouts": "not enough scored rollouts are stored yet (sampling.min_size_to_sample)",
+    "samples-per-insert": "training is ahead of generation (sampling.samples_per_insert)",
+    "alternate-generate": "this is the generating phase (sampling.alternate)",
+    "run-paused": "the run is paused; resume it with `tba resume`",
+    "eviction": "the drawn rollouts were evicted meanwhile",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """An encoded batch and how many slots of each kind it has; none when it is answered again."""
+
+    body: bytes
+    slots: dict[str, int]
+
+
+class Draws:
+    """Draws batches.
+
+    Args:
+        context: Redis and settings.
+        catalog: names the prompts.
+        glances: the run and its index.
+        components: where held waits are shown.
+    """
+
+    def __init__(self, context: Context, *, catalog: Catalog, glances: Glances, components: Components) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._glances = glances
+        self._components = components
+        self._flow = FlowSettings.of(context.recipe)
+        self._settings = DrawSettings.of(context.recipe)
+        self._deadline_s = context.recipe.buffer.batch_deadline_s
+
+    async def draw(self, request: BatchRequest) -> Drawn:
+        """The batch for optimizer step `request.step`, waiting up to `wait_s`.
+
+        Raises:
+            BusyError: none can be drawn yet; `wait` names what is waited for.
+            RunOverError: the run is stopping, done or failed.
+            FencedError: a newer lineage owns the run.
+            ConflictError: the step is acked already.
+            UnavailableError: Redis did not answer.
+        """
+        context, owner = self._context, request.trainer_id
+        deadline_s = context.clock() + request.wait_s
+        with ExitStack() as held_waits:
+            held = None
+            while True:
+                changed = context.changed.ticket()
+                try:
+                    return await self._attempt(request)
+                except BusyError as busy:
+                    left_s = deadline_s - context.clock()
+                    if left_s <= 0:
+                        raise
+                    if held is None or held.name != busy.wait:
+                        held_waits.close()
+                        held = held_waits.enter_context(self._components.waiting(owner, busy.wait, deadline_s))
+                    await context.changed.wait(changed, min(left_s, POLL_S))
+
+    async def _attempt(self, request: BatchRequest) -> Drawn:
+        for _ in range(REDRAWS):
+            glance = await self._glances.read()
+            if glance.token != request.token or glance.lineage != request.lineage:
+                raise _fenced(request)
+            _check_state(glance.state)
+            wait = sampling_wait(glance.counts, self._flow)
+            if wait is None:
+                drawn = await self._draw_anew(request, glance)
+            elif (member := await self._open_member(request)) is not None:
+                drawn = await self._answer_again(member)
+            else:
+                raise _busy(wait)
+            if drawn is not None:
+                return drawn
+        raise _busy("eviction")
+
+    async def _draw_anew(self, request: BatchRequest, glance: Glance) -> Drawn | None:
+        """A new batch, or the one that is open for this step; None when the run has moved on since the glance."""
+        keys, now = self._context.keys, self._context.clock()
+        try:
+            record = self._slots(request, glance.index, now + self._deadline_s)
+        except ValueError:  # evicted since
+            return None
+        limits, slots = draw_limits(glance.counts, self._flow), record.slots()
+        (verdict, *rest), payloads = await self._context.scripts.run_with(
+            "draw",
+            [
+                keys.run,
+                keys.counters,
+                keys.open_batches,
+                keys.batch(record.batch_id),
+                keys.batches_since_mark,
+                keys.open_steps,
+            ],
+            [
+                request.token,
+                request.lineage,
+                request.step,
+                record.member,
+                record.deadline_s,
+                now + self._deadline_s / 2,
+                record.encode(),
+                round((self._deadline_s + RECORD_KEPT_S) * 1000),
+                record.num_rollouts,
+                *_limit_args(limits),
+                *(part for pair in slots.items() for part in pair),
+            ],
+            ("HMGET", keys.payloads, *record.rollout_ids),
+        )
+        match verdict:
+            case b"ok" if None not in payloads:
+                return Drawn(record.body(payloads), slots)
+            case b"ok":  # evicted since
+                await self._glances.void(record.member)
+            case b"open":
+                return await self._answer_again(rest[0].decode())
+            case b"fenced":
+                raise _fenced(request)
+            case b"state":
+                _check_state(rest[0].decode())
+            case b"acked":
+                raise ConflictError(
+                    f"no batch for step {request.step}: lineage {request.lineage} has acked its steps up to "
+                    f"{int(rest[0])}"
+                )
+        return None
+
+    def _slots(self, request: BatchRequest, index: Index, deadline_s: float) -> BatchRecord:
+        """A batch of slots drawn now.
+
+        Raises:
+            ValueError: no prompt can fill a slot.
+        """
+        seed = secrets.randbits(63)
+        slots = draw_slots(index, self._settings, seed)
+        rollout_ids = iter(index.rollout_ids(np.concatenate([slot.rows for slot in slots])))
+        return BatchRecord(
+            batch_id=new_id("batch"),
+            lineage=request.lineage,
+            step=request.step,
+            seed=seed,
+            log_position=index.position,
+            deadline_s=deadline_s,
+            groups=[
+                GroupRecord(
+                    prompt_id=self._catalog.ids[slot.prompt],
+                    source=slot.source,
+                    fallback=slot.fallback,
+                    rollout_ids=b"".join(islice(rollout_ids, len(slot.rows))),
+                )
+                for slot in slots
+            ],
+        )
+
+    async def _open_member(self, request: BatchRequest) -> str | None:
+        """The batch that is open for this step, as a member of `open_batches`."""
+        with redis_errors("look for an open batch"):
+            member = await self._context.redis.hget(self._context.keys.open_steps, f"{request.lineage}|{request.step}")
+        return None if member is None else member.decode()
+
+    async def _answer_again(self, member: str) -> Drawn | None:
+        """The open batch as it was drawn; None, and it is void, when its rollouts are gone or its deadline is near."""
+        keys, worth_s = self._context.keys, self._context.clock() + self._deadline_s / 2
+        with redis_errors("read a batch"):
+            raw = await self._context.redis.get(keys.batch(member.split("|")[0]))
+            record = None if raw is None else BatchRecord.decode(raw)
+            if record is not None and record.deadline_s >= worth_s:
+                payloads = await self._context.redis.hmget(keys.payloads, record.rollout_ids)
+                if None not in payloads:
+                    return Drawn(record.body(payloads), {})
+        await self._glances.void(member)
+        return None
+
+
+def _limit_args(limits: DrawLimits) -> list[int | str]:
+    return ["" if limit is None else limit for limit in (limits.max_drawn, limits.max_batches, limits.marks)]
+
+
+def _check_state(state: str) -> None:
+    if state == "paused":
+        raise _busy("run-paused")
+    if state != "running":
+        raise RunOverError(f"the run is {state}: no new batches")
+
+
+def _busy(wait: str) -> BusyError:
+    return BusyError(f"no batch now: {WAIT_SENTENCES[wait]}", retry_after_s=RETRY_S, wait=wait)
+
+
+def _fenced(request: BatchRequest) -> FencedError:
+    return fenced(f"the draw for step {request.step} of lineage {request.lineage}")

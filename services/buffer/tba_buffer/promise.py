@@ -1,0 +1,194 @@
+"""What Redis must promise before this service acknowledges anything, asked again and again.
+
+broken    Redis could lose what it acknowledges, or takes no writes: nothing is written, the service is not ready.
+full      maxmemory is nearly reached: no rollouts are added, but draws, acks and leases go on with what is left.
+
+Asked at start, every second, and after every new connection before anything that was written over it is acknowledged:
+behind a new connection may be a Redis that was started again with other settings. A failed rewrite of the append-only
+file breaks nothing, since Redis goes on with the old file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from redis.exceptions import BusyLoadingError, RedisError, ResponseError
+
+from tba.errors import ConfigError, UnavailableError
+from tba_buffer.redis_line import RedisLines
+from tba_buffer.redis_link import BytesRedis, connect, redis_errors, refused_writes
+
+NUM_LINES = 8
+LOADING_TIMEOUT_S = 300.0
+FULL_SHARE = 0.95
+"""Of maxmemory; what is left keeps draws, acks, leases and marks going, which are small."""
+FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"
+STRONG_ENOUGH = {"always": ("always",), "everysec": ("everysec", "always")}
+
+
+class Promise:
+    """The promise of one Redis.
+
+    Args:
+        redis_url: where it is.
+        appendfsync: the least that it must promise (buffer.appendfsync).
+
+    Raises:
+        ConfigError: the URL is not one of Redis.
+    """
+
+    def __init__(self, redis_url: str, appendfsync: str) -> None:
+        self._url = redis_url
+        self._appendfsync = appendfsync
+        self._num_connections = 0
+        self._num_connections_checked = -1
+        self._rewrite_must_end = False
+        self._checking = asyncio.Lock()
+        self.redis: BytesRedis = connect(redis_url, self._on_connect)
+        self.lines = RedisLines(self.redis, NUM_LINES)
+        self.broken: str | None = None
+        """Why nothing may be written."""
+        self.full: str | None = None
+        """Why no rollouts may be added."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why pushes are refused, or None."""
+        return self.broken or self.full
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self.lines.aclose()
+        await self.redis.aclose()
+
+    async def check(self) -> None:
+        """Ask Redis.
+
+        Raises:
+            UnavailableError: Redis cannot be asked.
+        """
+        num_connections = self._num_connections
+        with redis_errors("be asked what it promises"):
+            self.broken, self.full = await self._ask()
+        self._num_connections_checked = num_connections
+
+    async def require(self) -> None:
+        """Return only if what is written now, and what was just written, is kept.
+
+        Raises:
+            UnavailableError: it may not be.
+        """
+        if self._num_connections != self._num_connections_checked:
+            async with self._checking:
+                if self._num_connections != self._num_connections_checked:
+                    await self.check()
+        if self.broken is not None:
+            raise UnavailableError(f"nothing is acknowledged now: {self.broken}")
+
+    async def check_at_start(self) -> None:
+        """Wait while Redis loads or first writes its file, then check its promise.
+
+        Raises:
+            ConfigError: Redis cannot be reached, or could lose acknowledged data.
+        """
+        deadline_s = time.monotonic() + LOADING_TIMEOUT_S
+        while True:
+            try:
+                self.broken, self.full = await self._ask()
+                if self.broken != FIRST_REWRITE:
+                    break
+                waiting_for = self.broken
+            except BusyLoadingError:
+                waiting_for = "it is loading its file"
+            except RedisError as error:
+                raise ConfigError(
+                    f"Redis at {self._url} cannot be reached ({type(error).__name__}); start it, or correct "
+                    "buffer.redis_url"
+                ) from None
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"Redis at {self._url} is not ready after {LOADING_TIMEOUT_S:.0f} s: {waiting_for}")
+            await asyncio.sleep(0.2)
+        if self.broken is not None:
+            raise ConfigError(self.broken)
+
+    async def _on_connect(self, connection: Any) -> None:
+        await connection.on_connect()
+        self._num_connections += 1
+
+    async def _ask(self) -> tuple[str | None, str | None]:
+        redis = self.redis
+        try:
+            config: dict[str, Any] = {**await redis.config_get("*append*"), **await redis.config_get("maxmemory*")}
+        except BusyLoadingError:
+            raise
+        except ResponseError as error:
+            return (
+                f"Redis does not let CONFIG GET be called ({error}), so nobody knows whether it keeps what it accepts",
+                None,
+            )
+        info = await redis.info()
+        problem = self._config_problem(config) or self._state_problem(info)
+        if problem is None:
+            problem = await self._write_problem()
+        return problem, _memory_problem(config, info)
+
+    def _config_problem(self, config: Mapping[str, str]) -> str | None:
+        wanted = {
+            "appendonly": ("yes",),
+            "appendfsync": STRONG_ENOUGH[self._appendfsync],
+            "no-appendfsync-on-rewrite": ("no",),
+        }
+        for name, values in wanted.items():
+            if config.get(name) not in values:
+                self._rewrite_must_end |= name == "appendonly"
+                return (
+                    f"Redis has {name} {config.get(name)}, so it could lose rollouts it has acknowledged; "
+                    f"set `{name} {values[0]}` in redis.conf (or redis-server --{name} {values[0]})"
+                )
+        if int(config.get("maxmemory", 0)) and config.get("maxmemory-policy") != "noeviction":
+            return (
+                f"Redis has maxmemory-policy {config.get('maxmemory-policy')}, so it could drop any key when it is "
+                "full; set `maxmemory-policy noeviction`"
+            )
+        return None
+
+    def _state_problem(self, info: Mapping[str, Any]) -> str | None:
+        if info["role"] != "master":
+            return (
+                f"Redis is a replica of {info.get('master_host')}:{info.get('master_port')}, which overwrites it; "
+                "point buffer.redis_url at the primary"
+            )
+        if info["aof_last_write_status"] != "ok":
+            return "Redis could not write its append-only file (aof_last_write_status); free space on its disk"
+        # Turned on at run time, the append-only file is nothing until its first rewrite has ended.
+        is_rewriting = bool(info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"])
+        if is_rewriting and self._num_connections_checked < 0 and not info["aof_base_size"]:
+            self._rewrite_must_end = True
+        self._rewrite_must_end &= is_rewriting or info["aof_last_bgrewrite_status"] != "ok"
+        if self._rewrite_must_end:
+            return FIRST_REWRITE
+        return None
+
+    async def _write_problem(self) -> str | None:
+        """Whether Redis takes writes, by one that changes nothing."""
+        try:
+            await self.redis.unlink("tba:no-such-key")
+        except RedisError as error:
+            if (state := refused_writes(error)) is None:
+                raise
+            return state
+        return None
+
+
+def _memory_problem(config: Mapping[str, str], info: Mapping[str, Any]) -> str | None:
+    limit = int(config.get("maxmemory", 0))
+    used = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
+    if not limit or used < FULL_SHARE * limit:
+        return None
+    return (
+        f"Redis is full: it uses {used / 2**20:,.1f} MiB of its maxmemory {limit / 2**20:,.1f} MiB (OOM); raise "
+        "maxmemory, or lower buffer.max_bytes or buffer.max_rollouts and restart the buffer"
+    )

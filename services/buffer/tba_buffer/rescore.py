@@ -1,0 +1,237 @@
+"""Re-scoring: everything that is stored, or a part of it, through the reward service again. One job at a time.
+
+    start    note the log position; what is stored up to it, and matches, is the job
+    advance  one chunk, oldest first: scores, then payloads, log entry and progress in one atomic call (score.lua)
+
+The progress is in Redis (`rescore`), so a restart goes on after the last chunk that was stored, and no rollout counts
+twice. Which rollouts are left is a function of the job and the index. A new score that is an error makes the rollout
+failed: its old reward belongs to the old version. The reward service being away only makes the job wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from tba.api import RescoreInfo, RescoreRequest
+from tba.errors import BadRequestError, ConflictError, NotFoundError, UnavailableError
+from tba.logs import get_logger
+from tba_buffer.context import Context
+from tba_buffer.index import Index
+from tba_buffer.log import STATUS_CODES
+from tba_buffer.prompts import Catalog
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.rescore_progress import progress, what
+from tba_buffer.reward_link import RewardLink
+from tba_buffer.scoring import Positions, Scored, Scoring
+from tba_buffer.view import IndexView
+
+log = get_logger("rescore")
+
+
+class Rescoring:
+    """The re-scoring job of the run.
+
+    Args:
+        context: Redis and settings.
+        catalog: names the tasks.
+        view: the index.
+        scoring: scores rollouts and stores what became of them.
+        link: to the reward service.
+    """
+
+    def __init__(
+        self, context: Context, *, catalog: Catalog, view: IndexView, scoring: Scoring, link: RewardLink
+    ) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._view = view
+        self._scoring = scoring
+        self._link = link
+        self._job: RescoreInfo | None = None
+        self._is_loaded = False
+        self._loading = asyncio.Lock()
+        self._left: Positions | None = None
+        """Positions of the rollouts that are left, ascending; None: not known, ask the index."""
+
+    async def info(self) -> RescoreInfo:
+        """The job that runs, or the last one.
+
+        Raises:
+            NotFoundError: there never was one.
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        if job is None:
+            raise NotFoundError("nothing was ever scored again in this run; start it with `tba rescore`")
+        if job.state != "running":
+            return job
+        return job.model_copy(update={"wait": self._link.wait, "problem": self._link.problem})
+
+    async def start(self, request: RescoreRequest) -> RescoreInfo:
+        """Start a job; a running one is answered when it is for the same.
+
+        Raises:
+            BadRequestError: no prompt has this task.
+            ConflictError: another job runs, or no reward scores the task of a rollout that would be scored again.
+            UnavailableError: Redis did not answer.
+        """
+        tasks = {self._task(prompt_id) for prompt_id in self._catalog.ids}
+        if request.task is not None and request.task not in tasks:
+            names = ", ".join(sorted(tasks)) or "none"
+            raise BadRequestError(f"no prompt of this run has the task {request.task!r}; its tasks: {names}")
+        known_tasks = await self._link.known_tasks()
+        async with self._context.mutating:
+            running = await self._read()
+            if running is not None and running.state == "running":
+                if running.is_for(request):
+                    return await self.info()
+                raise ConflictError(
+                    f"{what(running)} is being scored again since log position {running.start_position} "
+                    f"({running.num_done} of {running.num_total} done); wait for it, or cancel it"
+                )
+            index = await self._view.level()
+            job = RescoreInfo(
+                state="running",
+                task=request.task,
+                only=request.only,
+                started_at_s=self._context.clock(),
+                start_position=index.position,
+                num_total=0,
+            )
+            left = self._matching(index, job)
+            self._check_tasks(index, left, known_tasks)
+            job = job.model_copy(update={"num_total": len(left)})
+            await self._write([], job if len(left) else self._ended(job, "done"))
+            self._left = left
+        log.info("rescore_started", task=job.task, only=job.only, num_total=job.num_total)
+        return await self.info()
+
+    async def cancel(self) -> RescoreInfo:
+        """End the running job; what is scored again already stays so.
+
+        Raises:
+            NotFoundError: there never was one.
+            UnavailableError: Redis did not answer.
+        """
+        async with self._context.mutating:
+            job = await self._read()
+            if job is not None and job.state == "running":
+                await self._write([], self._ended(job, "cancelled"))
+        return await self.info()
+
+    async def takes_pending(self) -> bool:
+        """Whether the running job is about pending rollouts, which it then scores alone.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        return job is not None and job.state == "running" and job.only == "pending"
+
+    async def advance(self) -> bool:
+        """Score the next chunk of the running job; answers whether there was one.
+
+        Raises:
+            RewardAwayError: the reward service could not be asked; nothing has changed.
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        if job is None or job.state != "running":
+            return False
+        index = await self._view.level()
+        left = self._matching(index, job) if self._left is None else self._left
+        rows = index.rows_at(left[: self._link.num_items])
+        num_bytes = np.zeros(len(rows), dtype=np.int64)
+        num_bytes[rows >= 0] = index.column("num_bytes", rows[rows >= 0])
+        taken, left = np.split(left, [self._scoring.num_fitting(num_bytes)])
+        scored = await self._scoring.score(taken)
+        async with self._context.mutating:
+            if self._job is not job:  # cancelled meanwhile
+                return True
+            scored = await self._scoring.live(scored)
+            job = progress(job, scored, taken, num_left=len(left))
+            await self._write(scored, job if len(left) else self._ended(job, "done"))
+            self._left = left
+        await self._scoring.bound(scored)
+        return True
+
+    async def store_pending(self, scored: Sequence[Scored]) -> None:
+        """Store scores of pending rollouts that the job did not ask for; `context.mutating` is held.
+
+        Those that a job about one status has not passed yet join or leave it with their status: so what is left of
+        the job stays a function of the index.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        if job is None or job.state != "running":
+            await self._scoring.store(scored)
+            return
+        ahead = [item for item in scored if self._is_ahead(job, item)]
+        num_joining = sum(item.after.reward_status == job.only for item in ahead)
+        num_leaving = sum(item.before.reward_status == job.only for item in ahead)
+        if num_joining or num_leaving:
+            self._left = None
+            job = job.model_copy(update={"num_total": job.num_total + num_joining - num_leaving})
+        await self._write(scored, job)
+
+    def _is_ahead(self, job: RescoreInfo, item: Scored) -> bool:
+        found = self._catalog.find(item.before.prompt_id)
+        is_task = job.task is None or (found is not None and found[1].task == job.task)
+        return is_task and job.position < item.position <= job.start_position
+
+    def _matching(self, index: Index, job: RescoreInfo) -> Positions:
+        """Positions of what is left of the job, ascending."""
+        rows = index.live_rows()
+        positions = index.column("position", rows).astype(np.int64)
+        matches = (positions > job.position) & (positions <= job.start_position)
+        if job.only != "all":
+            matches &= index.column("status", rows) == STATUS_CODES[job.only]
+        if job.task is not None:
+            is_task = np.array([self._task(prompt_id) == job.task for prompt_id in self._catalog.ids], dtype=bool)
+            matches &= is_task[index.column("prompt", rows)]
+        return positions[matches]
+
+    def _task(self, prompt_id: str) -> str:
+        found = self._catalog.find(prompt_id)
+        assert found is not None, f"prompt {prompt_id!r} has a number and no content"
+        return found[1].task
+
+    def _check_tasks(self, index: Index, positions: Positions, known: set[str] | None) -> None:
+        """A reward that is missing would make every rollout of its task failed: refuse before anything is changed."""
+        if known is None:
+            return
+        prompts = np.unique(index.column("prompt", index.rows_at(positions)))
+        missing = {self._task(self._catalog.ids[prompt]) for prompt in prompts} - known
+        if missing:
+            raise ConflictError(
+                f"the reward service has no reward for {', '.join(sorted(missing))}, so the stored rewards would be "
+                f"lost (it knows {', '.join(sorted(known))}); name its module in reward.plugins, or choose another task"
+            )
+
+    def _ended(self, job: RescoreInfo, state: str) -> RescoreInfo:
+        log.info("rescore_ended", state=state, num_done=job.num_done, num_changed=job.num_changed)
+        return job.model_copy(update={"state": state, "finished_at_s": self._context.clock()})
+
+    async def _read(self) -> RescoreInfo | None:
+        async with self._loading:  # a slow reader must not bring back what another one has moved on from
+            if not self._is_loaded:
+                with redis_errors("read the re-scoring job"):
+                    text = await self._context.redis.get(self._context.keys.rescore)
+                self._job = None if text is None else RescoreInfo.model_validate_json(text)
+                self._is_loaded, self._left = True, None
+            return self._job
+
+    async def _write(self, scored: Sequence[Scored], job: RescoreInfo) -> None:
+        try:
+            await self._scoring.store(scored, job.model_dump_json())
+        except UnavailableError:
+            self._is_loaded = False  # Redis may have stored it: ask what it has
+            raise
+        self._job = job

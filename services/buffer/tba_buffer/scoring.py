@@ -1,0 +1,216 @@
+"""Stored rollouts through the reward service: what the background scorer and re-scoring have in common.
+
+    positions  ->  payloads from Redis  ->  items  ->  POST /v1/score (reward_link.py)  ->  new payloads  ->  score.lua
+
+The items are those that a searcher sends: task, text and data of the prompt, text and finish reason of the response.
+An item without a score is asked for again only if it timed out, TIMEOUT_TRIES times in all; then its rollout is failed,
+with the reason. A failed score is unknown, never a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import ScoreItem
+from tba.clients import RewardClient
+from tba.errors import BadRequestError
+from tba.threads import in_thread
+from tba.wire import Rollout, decode_rollout, encode_rollout
+from tba_buffer import replica
+from tba_buffer.context import Context
+from tba_buffer.evictor import Evictor
+from tba_buffer.log import CHANGE_DTYPE, STATUS_CODES
+from tba_buffer.prompts import Catalog
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.reward_link import RewardLink
+from tba_buffer.view import IndexView
+
+TIMEOUT_TRIES = 3
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and the version that gave it, or the reason why there is none."""
+
+    reward: float | None = None
+    version: str = ""
+    reason: str = ""
+    timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A stored rollout at one log position before and after it was scored; `payload` is the bytes of after."""
+
+    position: int
+    before: Rollout
+    num_bytes_before: int
+    after: Rollout
+    payload: bytes
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is its first known reward (a failed rollout keeps the version of its last one)."""
+        return self.after.reward is not None and self.before.reward_version is None
+
+
+class Scoring:
+    """Scores stored rollouts.
+
+    Args:
+        context: Redis and settings.
+        catalog: names the prompts.
+        view: the index.
+        link: to the reward service.
+        evictor: keeps the caps when new payloads are larger.
+    """
+
+    def __init__(
+        self, context: Context, *, catalog: Catalog, view: IndexView, link: RewardLink, evictor: Evictor
+    ) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._view = view
+        self._link = link
+        self._evictor = evictor
+
+    def num_fitting(self, num_bytes: NDArray[np.integer]) -> int:
+        """How many of these payloads, in order, one request may hold: at least one."""
+        num_bytes = num_bytes[: self._link.num_items]
+        fitting = np.cumsum(num_bytes, dtype=np.int64) <= self._context.recipe.reward.max_body_bytes
+        return max(1, int(np.count_nonzero(fitting)))
+
+    async def score(self, positions: Positions) -> list[Scored]:
+        """Ask for the scores of the rollouts at these positions; those that are gone are left out.
+
+        Raises:
+            RewardAwayError: the reward service could not be asked.
+            UnavailableError: Redis did not answer.
+        """
+        index = await self._view.level()
+        rows = index.rows_at(positions)
+        positions, rollout_ids = positions[rows >= 0], index.rollout_ids(rows[rows >= 0])
+        if not rollout_ids:
+            return []
+        with redis_errors("read rollouts"):
+            stored = await self._context.redis.hmget(self._context.keys.payloads, rollout_ids)
+        found = [(int(at), payload) for at, payload in zip(positions, stored, strict=True) if payload is not None]
+        if not found:
+            return []
+        before = await in_thread(lambda: [decode_rollout(payload) for _, payload in found])
+        items = [self._item(rollout) for rollout in before]
+        scores = await self._link.ask(lambda client: request_scores(client, items))
+        for _ in range(TIMEOUT_TRIES - 1):
+            again = [at for at, score in enumerate(scores) if score.timed_out]
+            if not again:
+                break
+            late = [items[at] for at in again]
+            repeated = await self._link.ask(lambda client, late=late: request_scores(client, late))
+            for at, score in zip(again, repeated, strict=True):
+                scores[at] = score
+        return await in_thread(
+            lambda: [
+                _scored(position, rollout, len(payload), score)
+                for (position, payload), rollout, score in zip(found, before, scores, strict=True)
+            ]
+        )
+
+    async def live(self, scored: Sequence[Scored]) -> list[Scored]:
+        """Those that are still stored; `context.mutating` must be held until they are stored.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        index = await self._view.level()
+        rows = index.rows_at(np.array([item.position for item in scored], dtype=np.int64))
+        return [item for item, row in zip(scored, rows, strict=True) if row >= 0]
+
+    async def store(self, scored: Sequence[Scored], job: str | None = None) -> None:
+        """Write new payloads, and with them the JSON of the re-scoring job, atomically; `context.mutating` is held.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer; both may have been written.
+        """
+        keys = self._context.keys
+        reply = await self._context.scripts.run(
+            "score",
+            [keys.payloads, keys.log, keys.counters, keys.originals, keys.replica, *([keys.rescore] if job else [])],
+            [
+                self._context.replica.number,
+                len(scored),
+                *(part for item in scored for part in _arguments(item)),
+                *([job] if job else []),
+            ],
+        )
+        if reply == replica.SUPERSEDED:
+            raise replica.lost(self._context, "storing new rewards")
+        self._context.changed.notify()
+
+    async def bound(self, scored: Sequence[Scored]) -> None:
+        """Keep the caps after payloads were stored that may be larger; `context.mutating` is free again.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        if self._evictor.note(0, sum(len(item.payload) - item.num_bytes_before for item in scored)):
+            await self._evictor.enforce()
+
+    def _item(self, rollout: Rollout) -> ScoreItem:
+        found = self._catalog.find(rollout.prompt_id)
+        assert found is not None, (
+            f"rollout {rollout.rollout_id.hex()} names prompt {rollout.prompt_id!r}, never uploaded"
+        )
+        prompt = found[1]
+        return ScoreItem(
+            item_id=rollout.rollout_id.hex(),
+            task=prompt.task,
+            prompt=prompt.text,
+            response=rollout.response_text,
+            data=prompt.data,
+            finish_reason=rollout.finish_reason,
+        )
+
+
+def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Score]:
+    """One score per item; what a request that is refused as a whole holds is asked for in halves.
+
+    Raises:
+        ServiceError: there was no usable answer.
+    """
+    try:
+        results = client.score(items).results
+    except BadRequestError as error:
+        if len(items) == 1:
+            return [Score(reason=f"refused: {error}")]
+        half = len(items) // 2
+        return request_scores(client, items[:half]) + request_scores(client, items[half:])
+    scores = []
+    for result in results:
+        if result.error is None:
+            scores.append(Score(reward=result.reward, version=result.reward_version or "unknown"))
+        else:
+            reason = f"{result.error.reason}: {result.error.detail}"
+            scores.append(Score(reason=reason, timed_out=result.error.reason == "timeout"))
+    return scores
+
+
+def _scored(position: int, before: Rollout, num_bytes_before: int, score: Score) -> Scored:
+    if score.reward is None:
+        after = before.with_failure(score.reason)
+    else:
+        after = before.with_reward(score.reward, score.version)
+    return Scored(position, before, num_bytes_before, after, encode_rollout(after))
+
+
+def _arguments(item: Scored) -> tuple[bytes, bytes, bytes, int]:
+    reward = np.nan if item.after.reward is None else item.after.reward
+    change = np.array(
+        [(item.position, reward, len(item.payload), STATUS_CODES[item.after.reward_status])], dtype=CHANGE_DTYPE
+    )
+    return item.before.rollout_id, item.payload, change.tobytes(), int(item.is_first)

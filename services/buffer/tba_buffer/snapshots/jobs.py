@@ -1,0 +1,300 @@
+"""Saving and loading as jobs of the buffer service: one at a time, shown in GET /v1/run while they go on.
+
+A run that is to begin with a snapshot (`run.snapshot`, or POST /v1/snapshots/load) takes no trainer before everything
+is loaded. A load that was cut off goes on at the next start of the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from tba.api import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList
+from tba.errors import ConflictError, StoreUnavailableError, SupersededError, TbaError, UnavailableError
+from tba.logs import get_logger
+from tba.store import ObjectStore, open_store
+from tba.threads import in_thread
+from tba.wire.snapshot import MANIFEST_NAME, SnapshotSource
+from tba_buffer.components import Components
+from tba_buffer.context import Context
+from tba_buffer.evictor import Evictor
+from tba_buffer.lineage import Lineages
+from tba_buffer.prompts import Catalog
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.snapshots.load import OriginDocument, SnapshotLoad
+from tba_buffer.snapshots.reader import read_manifest
+from tba_buffer.snapshots.save import SnapshotSave
+from tba_buffer.view import IndexView
+
+OWNER = "buffer"
+SAVE, LOAD = "snapshot-save", "snapshot-load"
+DEADLINE_S = 3600.0
+STOP_TIMEOUT_S = 5.0
+RETRY_S = 2.0
+log = get_logger("snapshots")
+
+
+class Snapshots:
+    """The snapshots of this run, and the one it began with.
+
+    Args:
+        context: Redis and settings.
+        view: the index.
+        catalog: the prompts.
+        lineages: the lineage table.
+        evictor: evicts what a load brings too much.
+        components: where waits are shown.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        view: IndexView,
+        catalog: Catalog,
+        lineages: Lineages,
+        evictor: Evictor,
+        components: Components,
+    ) -> None:
+        self._context, self._view, self._catalog, self._lineages = context, view, catalog, lineages
+        self._evictor, self._components = evictor, components
+        self._opened: ObjectStore | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._save: tuple[SnapshotSource, SnapshotSave] | None = None
+        self._load: tuple[LoadRequest, SnapshotLoad] | None = None
+        self._failed: dict[str, str] = {}
+        """Why a job failed, by the name of its wait; until the next of its kind begins."""
+        self._trouble: str | None = None
+        """What the load last waited for."""
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a snapshot is being written: the log must not be cut."""
+        return self._is_going and self._save is not None
+
+    @property
+    def _is_going(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    @property
+    def _store(self) -> ObjectStore:
+        if self._opened is None:
+            self._opened = open_store(self._context.recipe.store)
+        return self._opened
+
+    async def start(self) -> None:
+        """Go on with a load that was cut off, or begin the one that the recipe asks for.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        section, (origin, cursor, lineage) = self._context.recipe.run, await self._read()
+        if origin is not None:
+            if cursor < origin.last:
+                self._begin_load(LoadRequest(source=origin.source, version=origin.version))
+        elif section.snapshot is not None:
+            if lineage is not None:
+                log.warning("begun_without_its_snapshot", snapshot=section.snapshot)
+                return
+            self._begin_load(LoadRequest(source=section.snapshot, version=section.fork_version))
+
+    async def stop(self) -> None:
+        """End the job; a save leaves no snapshot, a load goes on at the next start."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
+
+    async def save(self, name: str) -> SnapshotInfo:
+        """Begin to save.
+
+        Raises:
+            ConflictError: a snapshot of this name exists, or another job goes on.
+            StoreError
+        """
+        source = SnapshotSource(self._context.run, name)
+        store = await in_thread(lambda: self._store)
+        if await in_thread(lambda: store.size_bytes(source.manifest_key)) is not None:
+            raise ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")
+        self._check_idle()
+        save = SnapshotSave(self._context, self._view, self._catalog, store, source)
+        self._save, self._load = (source, save), None
+        self._start(save.run(), what=f"saving snapshot {source}", wait="snapshot-save")
+        return await self.info(name)
+
+    async def load(self, request: LoadRequest) -> OriginInfo:
+        """Begin to load; the same request again answers how far it is.
+
+        Raises:
+            ConflictError: the run began with something else, or another job goes on.
+            UnavailableError: Redis did not answer.
+        """
+        origin, _, lineage = await self._read()
+        going_on = self._is_going and self._load is not None and self._load[0] == request
+        loaded = origin is not None and (origin.source, origin.version) == (request.source, request.version)
+        if not going_on:
+            if not loaded and (origin is not None or lineage is not None):
+                what = "a trainer" if origin is None else f"snapshot {origin.source}"
+                raise ConflictError(f"run {self._context.run!r} has begun with {what}: choose another run.name")
+            self._check_idle()
+            self._begin_load(request)
+        found = await self.origin()
+        assert found is not None, "a load goes on"
+        return found
+
+    async def info(self, name: str) -> SnapshotInfo:
+        """One snapshot of this run.
+
+        Raises:
+            NotFoundError: there is none of this name, and none is being saved.
+            StoreError, MalformedError
+        """
+        source = SnapshotSource(self._context.run, name)
+        if self._save is not None and self._save[0] == source and (self._is_going or SAVE in self._failed):
+            save, reason = self._save[1], None if self._is_going else self._failed[SAVE]
+            return SnapshotInfo(
+                source=str(source),
+                state="saving" if reason is None else "failed",
+                reason=reason,
+                num_rollouts=save.num_rollouts,
+                num_written=save.writer.num_written,
+                num_bytes=save.writer.num_bytes,
+            )
+        manifest, _ = await read_manifest(self._store, source)
+        return SnapshotInfo(
+            source=str(source),
+            state="complete",
+            log_position=manifest.log_position,
+            num_rollouts=manifest.num_rollouts,
+            num_written=manifest.num_rollouts,
+            num_bytes=sum(stored.size_bytes for stored in manifest.objects),
+        )
+
+    async def names(self) -> SnapshotList:
+        """The complete snapshots of this run.
+
+        Raises:
+            StoreError
+        """
+        prefix = f"runs/{self._context.run}/snapshots/"
+        keys = await in_thread(lambda: self._store.list(prefix))
+        found = [key.removeprefix(prefix).split("/") for key in keys]
+        return SnapshotList(names=[parts[0] for parts in found if parts[1:] == [MANIFEST_NAME]])
+
+    async def origin(self) -> OriginInfo | None:
+        """What the run began with, or is to begin with; None when that is nothing.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        origin, cursor, _ = await self._read()
+        if origin is not None and cursor >= origin.last:
+            return OriginInfo(
+                source=origin.source,
+                version=origin.version,
+                state="complete",
+                num_rollouts=origin.num_rollouts,
+                num_checked=origin.num_rollouts,
+                num_loaded=origin.num_rollouts,
+                lineage=origin.lineage,
+                start_params_sha256=origin.start_params_sha256,
+            )
+        if self._load is None:
+            return None
+        (request, load), failed = self._load, self._failed.get(LOAD)
+        return OriginInfo(
+            source=request.source,
+            version=request.version,
+            state="loading" if failed is None else "failed",
+            reason=failed or self._trouble,
+            num_rollouts=load.progress.num_rollouts,
+            num_checked=load.progress.num_checked,
+            num_loaded=load.progress.num_loaded,
+        )
+
+    async def check_may_train(self) -> None:
+        """Refuse a trainer while the run has not got what it is to begin with.
+
+        Raises:
+            UnavailableError: it is being loaded; try again.
+            ConflictError: it could not be loaded.
+        """
+        origin = await self.origin()
+        if origin is not None and origin.state == "loading":
+            raise UnavailableError(f"snapshot {origin.source} is being loaded, {origin.num_loaded} rollouts so far")
+        if origin is not None and origin.state == "failed":
+            raise ConflictError(
+                f"this run is to begin with snapshot {origin.source}, which could not be loaded: {origin.reason}"
+            )
+        section = self._context.recipe.run
+        if origin is None and section.snapshot is not None:
+            raise ConflictError(
+                f"run.snapshot is {section.snapshot}, but run {section.name!r} has begun without it; remove that key, "
+                "or choose another run.name"
+            )
+
+    def _begin_load(self, request: LoadRequest) -> None:
+        load = SnapshotLoad(
+            self._context,
+            catalog=self._catalog,
+            lineages=self._lineages,
+            evictor=self._evictor,
+            store=self._store,
+            request=request,
+        )
+        self._load, self._save, self._trouble = (request, load), None, None
+        self._start(self._keep_loading(load), what=f"loading snapshot {request.source}", wait="snapshot-load")
+
+    async def _keep_loading(self, load: SnapshotLoad) -> None:
+        """Load; while Redis or the store is away, wait for it."""
+        while True:
+            try:
+                await load.run()
+                return
+            except SupersededError:
+                raise
+            except (UnavailableError, StoreUnavailableError) as error:
+                self._trouble = str(error)
+                log.warning("snapshot_load_waits", error=self._trouble)
+            await asyncio.sleep(RETRY_S)
+
+    def _check_idle(self) -> None:
+        if self._is_going:
+            what = f"saving {self._save[0]}" if self._save is not None else "loading a snapshot"
+            raise ConflictError(f"the buffer is {what} now; it does one such job at a time: try again later")
+
+    def _start(self, job: Coroutine[Any, Any, object], *, what: str, wait: str) -> None:
+        self._failed.pop(wait, None)
+        self._task = asyncio.create_task(self._work(job, what, wait), name=what)
+
+    async def _work(self, job: Coroutine[Any, Any, object], what: str, wait: str) -> None:
+        log.info("snapshot_job_begins", job=what)
+        deadline = self._context.clock() + DEADLINE_S
+        try:
+            with self._components.waiting(OWNER, wait, deadline):
+                async with asyncio.timeout(DEADLINE_S):
+                    await job
+        except TbaError as error:
+            self._failed[wait] = str(error)
+            log.warning("snapshot_job_failed", job=what, error=str(error))
+        except TimeoutError:
+            self._failed[wait] = f"{what} took more than {DEADLINE_S:.0f} s"
+            log.warning("snapshot_job_failed", job=what, error=self._failed[wait])
+        except asyncio.CancelledError:
+            self._failed[wait] = "the buffer service is ending"
+            raise
+        except Exception as error:
+            self._failed[wait] = f"{type(error).__name__}: {error}; the log of the buffer service has more"
+            log.error("snapshot_job_failed", job=what, exc_info=error)
+        else:
+            log.info("snapshot_job_done", job=what)
+
+    async def _read(self) -> tuple[OriginDocument | None, int, bytes | None]:
+        """(origin, how far it is loaded, living lineage) as Redis has them."""
+        with redis_errors("read the origin of the run"):
+            fields = await self._context.redis.hmget(self._context.keys.run, "origin", "origin_cursor", "lineage")
+        origin, cursor, lineage = fields
+        document = None if origin is None else msgspec.json.decode(origin, type=OriginDocument)
+        return document, int(cursor or -1), lineage

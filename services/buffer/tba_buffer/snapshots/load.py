@@ -1,0 +1,284 @@
+"""Beginning a run with a snapshot.
+
+    check      every digest, every rollout and prompt: a damaged snapshot changes nothing
+    prompts    uploaded in their order
+    parts      adopt.lua, in the order of the saved log: rollouts, and between them the newest marks, so that what is
+               recent is what was recent when it was saved
+
+How far it came is in Redis, changed in the same atomic call as what was loaded: after a kill the next start goes on
+there. What is loaded counts as loaded, not as generated: it fulfils no visit, and flow control does not see it.
+
+A fork takes what arrived before the mark of its version. The mark itself is left out, because the fork's trainer sets
+it again when it announces those weights under its own name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import LoadRequest
+from tba.errors import ConflictError, MalformedError, WireError
+from tba.store import ObjectStore
+from tba.versions import PolicyVersion
+from tba.wire import RolloutDocument, check_push
+from tba.wire.codec import MAX_NAME_CHARS
+from tba.wire.snapshot import SavedMark, SnapshotManifest, SnapshotSource
+from tba_buffer import replica
+from tba_buffer.context import Context
+from tba_buffer.evictor import Evictor
+from tba_buffer.index import IndexSettings
+from tba_buffer.lineage import Lineages
+from tba_buffer.prompts import Catalog
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.rollouts import rollout_record
+from tba_buffer.snapshots.reader import SnapshotReader, read_manifest
+
+PART_ROLLOUTS, PART_BYTES = 256, 4 << 20
+PROMPTS_PER_UPLOAD = 1000
+
+
+class OriginDocument(msgspec.Struct, frozen=True):
+    """The field `origin` of the run: what it began with. Written by the first part, the same ever after.
+
+    `last` is the position in the saved log that the load is complete at, `lineage` the last lineage of the snapshot.
+    """
+
+    source: str
+    version: str | None
+    manifest_sha256: str
+    start_params_sha256: str | None
+    num_rollouts: int
+    lineage: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rollouts [N] (PLACE_DTYPE), then perhaps a mark; together they reach to `cursor` in the saved log."""
+
+    places: NDArray[np.void]
+    mark: SavedMark | None
+    cursor: int
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """How far a load has come."""
+
+    num_rollouts: int | None = None
+    num_checked: int = 0
+    num_loaded: int = 0
+
+
+class SnapshotLoad:
+    """One load.
+
+    Args:
+        evictor: evicts when the snapshot holds more than this run may store.
+        request: which snapshot, and the version to fork from, if any.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        catalog: Catalog,
+        lineages: Lineages,
+        evictor: Evictor,
+        store: ObjectStore,
+        request: LoadRequest,
+    ) -> None:
+        self._context, self._catalog, self._lineages, self._evictor = context, catalog, lineages, evictor
+        self._store, self._source = store, SnapshotSource.parse(request.source)
+        self._version = None if request.version is None else PolicyVersion.parse(request.version)
+        self._num_marks_kept = IndexSettings.of(context.recipe).num_marks_kept
+        self.progress = LoadProgress()
+
+    async def run(self) -> None:
+        """Load, or go on with a load that was cut off.
+
+        Raises:
+            NotFoundError: there is no such snapshot.
+            ConflictError: the run has begun, the snapshot has no mark of the version, or another policy temperature,
+                or prompts that this run has with other content.
+            DigestError, MalformedError: the snapshot is damaged; nothing was changed.
+            SupersededError: a newer buffer process owns the run.
+            StoreError, UnavailableError: the store or Redis failed; the load can be repeated.
+        """
+        self.progress = LoadProgress()
+        manifest, digest = await read_manifest(self._store, self._source)
+        self._check_temperature(manifest)
+        end = self._end(manifest)
+        reader = SnapshotReader(self._store, manifest)
+        places = await reader.places()
+        places = places[places["position"] <= end]
+        origin = OriginDocument(
+            source=str(self._source),
+            version=None if self._version is None else str(self._version),
+            manifest_sha256=digest,
+            start_params_sha256=manifest.start_params_sha256,
+            num_rollouts=len(places),
+            lineage=max(manifest.lineages, default=0),
+            last=end,
+        )
+        await self._check_may_begin(origin)
+        self.progress.num_rollouts = len(places)
+        await self._check(reader, places)
+        await self._upload(reader)
+        marks = [mark for mark in manifest.marks if mark.position <= end][-self._num_marks_kept :]
+        await self._adopt(reader, origin, manifest, list(parts(places, marks, end)))
+
+    def _check_temperature(self, manifest: SnapshotManifest) -> None:
+        wanted = self._context.recipe.model.policy_temperature
+        if manifest.policy_temperature != wanted:
+            raise ConflictError(
+                f"snapshot {self._source} was saved with model.policy_temperature {manifest.policy_temperature:g}, and "
+                f"this run has {wanted:g}: set that key"
+            )
+
+    def _end(self, manifest: SnapshotManifest) -> int:
+        """The last position of the saved log that is taken."""
+        if self._version is None:
+            return manifest.log_position
+        mark = manifest.mark_of(self._version)
+        if mark is None:
+            known = ", ".join(mark.version for mark in manifest.marks[-8:]) or "none"
+            raise ConflictError(
+                f"snapshot {self._source} has no mark of version {self._version}, so nobody knows which rollouts came "
+                f"before it; the newest marks are those of {known}"
+            )
+        return mark.position - 1
+
+    async def _check_may_begin(self, origin: OriginDocument) -> None:
+        """Say early what adopt.lua would say after everything was read."""
+        context = self._context
+        with redis_errors("read the run"):
+            async with context.redis.pipeline(transaction=True) as pipe:
+                pipe.hmget(context.keys.run, "origin", "lineage")
+                pipe.hget(context.keys.counters, "log_position")
+                (found, lineage), position = await pipe.execute()
+        if found is not None:
+            begun = found != msgspec.json.encode(origin)
+        else:
+            begun = lineage is not None or int(position or 0) > 0
+        if begun:
+            raise self._has_begun()
+
+    def _has_begun(self) -> ConflictError:
+        return ConflictError(
+            f"run {self._context.run!r} has begun, and not with snapshot {self._source} as it is now; only a run that "
+            "stores nothing and has no trainer yet can begin with one: choose another run.name"
+        )
+
+    async def _check(self, reader: SnapshotReader, places: NDArray[np.void]) -> None:
+        """Read everything once. An object that the live table does not name is never read."""
+        train = set()
+        async for prompts in reader.prompts():
+            for prompt in prompts:
+                known = self._catalog.find(prompt.prompt_id)
+                if known is not None and known[1] != prompt:
+                    raise ConflictError(
+                        f"prompt {prompt.prompt_id!r} of snapshot {self._source} has other content in this run; give "
+                        "changed prompts a new id"
+                    )
+                if prompt.split == "train":
+                    train.add(prompt.prompt_id)
+        for part in parts(places, [], 0):
+            for rollout in _documents(await reader.payloads(part.places)):
+                if rollout.prompt_id not in train:
+                    raise MalformedError(
+                        f"snapshot {self._source}: rollout {rollout.rollout_id.hex()} answers prompt "
+                        f"{rollout.prompt_id!r}, which is not a train prompt of the snapshot"
+                    )
+            self.progress.num_checked += len(part.places)
+
+    async def _upload(self, reader: SnapshotReader) -> None:
+        async for prompts in reader.prompts():
+            for at in range(0, len(prompts), PROMPTS_PER_UPLOAD):
+                await self._catalog.upload(prompts[at : at + PROMPTS_PER_UPLOAD])
+
+    async def _adopt(
+        self, reader: SnapshotReader, origin: OriginDocument, manifest: SnapshotManifest, todo: list[Part]
+    ) -> None:
+        context, keys = self._context, self._context.keys
+        lineages = json.dumps({str(n): lineage.model_dump_json() for n, lineage in manifest.lineages.items()})
+        head = [
+            context.replica.number,
+            msgspec.json.encode(origin),
+            lineages,
+            origin.lineage,
+            origin.version or "",
+        ]
+        with redis_errors("read how far the load has come"):
+            cursor = int(await context.redis.hget(keys.run, "origin_cursor") or -1)
+        for part in todo:
+            if part.cursor > cursor:
+                payloads, records = self._rewrite(await reader.payloads(part.places))
+                version = None if part.mark is None else part.mark.policy_version
+                marks = [] if version is None else [f"{version.lineage} {version.step}"]
+                reply = await context.scripts.run(
+                    "adopt",
+                    [keys.run, keys.lineages, keys.payloads, keys.log, keys.counters, keys.replica],
+                    [*head, part.cursor, len(payloads), b"".join(records), *payloads, *marks],
+                )
+                if reply == replica.SUPERSEDED:
+                    raise replica.lost(context, f"loading snapshot {self._source}")
+                if reply == b"begun":
+                    raise self._has_begun()
+                if self._evictor.note(len(payloads), sum(map(len, payloads))):
+                    await self._evictor.enforce()
+            self.progress.num_loaded += len(part.places)
+        await self._lineages.load()
+        context.changed.notify()
+
+    def _rewrite(self, payloads: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """(payloads, records) for this run. The visits of another run are not this run's, though they may be named
+        alike, so they get its name too."""
+        rewritten, records = [], []
+        for payload, rollout in zip(payloads, _documents(payloads), strict=True):
+            if rollout.run != self._context.run:
+                visit_id = f"{rollout.visit_id}@{self._source.run}"[:MAX_NAME_CHARS]
+                rollout = msgspec.structs.replace(rollout, run=self._context.run, visit_id=visit_id)
+                payload = msgspec.msgpack.encode(rollout)
+            found = self._catalog.find(rollout.prompt_id)
+            assert found is not None, "its prompt was uploaded before"
+            hashes_tokens = self._context.recipe.buffer.deduplicate
+            rewritten.append(payload)
+            records.append(rollout_record(rollout, found[0], len(payload), hashes_tokens=hashes_tokens))
+        return rewritten, records
+
+
+def parts(places: NDArray[np.void], marks: list[SavedMark], end: int) -> Iterator[Part]:
+    """Places and marks in the order of the saved log; the last part reaches to `end`, and there is at least one."""
+    positions = places["position"].astype(np.int64)
+    at = 0
+    for mark in [*marks, None]:
+        stop = len(places) if mark is None else int(np.searchsorted(positions, mark.position))
+        while at < stop:
+            total = np.cumsum(places["num_bytes"][at : min(stop, at + PART_ROLLOUTS)], dtype=np.int64)
+            num = max(1, int(np.searchsorted(total, PART_BYTES, side="right")))
+            yield Part(places[at : at + num], None, int(positions[at + num - 1]))
+            at += num
+        if mark is not None:
+            yield Part(places[:0], mark, mark.position)
+    yield Part(places[:0], None, end)
+
+
+def _documents(payloads: list[bytes]) -> list[RolloutDocument]:
+    rollouts = []
+    for item in check_push(payloads):
+        if isinstance(item, WireError):
+            raise MalformedError(f"a rollout of the snapshot cannot be read: {item}")
+        rollouts.append(item)
+    return rollouts
+
+
+def is_complete(origin: OriginDocument, cursor: int) -> bool:
+    """Whether everything is loaded."""
+    return cursor >= origin.last

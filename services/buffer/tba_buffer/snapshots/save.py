@@ -1,0 +1,277 @@
+"""Saving the buffer: exactly what is live at one position of the log, while pushes, evictions and re-scoring go on.
+
+    pass 1        every payload that is live
+    pass 2, 3 ..  what was pushed or scored again during the pass before, until little is left
+    last pass     the same under `context.mutating`: nothing is evicted or scored again, pushes go on. Its position is
+                  the one that is saved: what is live there is in the live table, what was written in vain is not
+    end           live table, prompts, and last the manifest
+
+What was scored again is read from the log, because the new payload may have the old reward and size. So the log must
+not be cut meanwhile: the buffer writes no new base while it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+import tba
+from tba.errors import ConflictError, MalformedError, ObjectExistsError, ObjectNotFoundError, UnavailableError
+from tba.store import ObjectStore
+from tba.threads import in_thread
+from tba.versions import START
+from tba.weights import WeightVersions
+from tba.wire import StoredObject
+from tba.wire.snapshot import SavedLineage, SavedMark, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
+from tba_buffer import replica
+from tba_buffer.context import Context
+from tba_buffer.index import Index
+from tba_buffer.log import FAILED, PENDING, SCORED, Rescored, parse_entry
+from tba_buffer.prompts import Catalog
+from tba_buffer.redis_link import redis_errors
+from tba_buffer.snapshots.format import OBJECT_BYTES, ROWS_PER_TABLE, encode_places
+from tba_buffer.snapshots.writer import SnapshotWriter
+from tba_buffer.view import IndexView
+
+READ_ROLLOUTS, READ_BYTES = 512, 4 << 20
+LITTLE_BYTES = OBJECT_BYTES // 2
+MAX_PASSES = 8
+LOG_ENTRIES_PER_READ = 500
+PROMPTS_PER_READ = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """What is live at one position: columns [N], copied at one moment, by ascending position."""
+
+    log_position: int
+    positions: NDArray[np.uint64]
+    rollout_ids: NDArray[np.void]
+    num_bytes: NDArray[np.uint32]
+    statuses: NDArray[np.uint8]
+    marks: tuple[SavedMark, ...]
+
+    def only(self, chosen: NDArray[np.bool_]) -> _Captured:
+        """The chosen rows."""
+        return replace(
+            self,
+            positions=self.positions[chosen],
+            rollout_ids=self.rollout_ids[chosen],
+            num_bytes=self.num_bytes[chosen],
+            statuses=self.statuses[chosen],
+        )
+
+
+class SnapshotSave:
+    """One attempt to save one snapshot.
+
+    Args:
+        view: the index.
+        catalog: the prompts.
+        source: what the snapshot is called.
+    """
+
+    def __init__(
+        self, context: Context, view: IndexView, catalog: Catalog, store: ObjectStore, source: SnapshotSource
+    ) -> None:
+        self._context, self._view, self._catalog = context, view, catalog
+        self._store, self._source = store, source
+        self.writer = SnapshotWriter(store, source.prefix)
+        self.num_rollouts: int | None = None
+        """Live rollouts, once something is known of them."""
+
+    async def run(self) -> SnapshotManifest:
+        """Save; returns the manifest, which is then in the store.
+
+        Raises:
+            ConflictError: a snapshot of this name exists, or appeared meanwhile.
+            SupersededError: a newer buffer process owns the run.
+            StoreError, UnavailableError: the store or Redis failed; nothing can be loaded from what was written.
+        """
+        await in_thread(self._delete_leftovers)
+        position = 0
+        for _ in range(MAX_PASSES):
+            captured = _capture(await self._view.level())
+            due = await self._due(captured, since=position)
+            position = captured.log_position
+            self.num_rollouts = len(captured.positions)
+            await self._write(due, is_last=False)
+            if int(due.num_bytes.sum()) <= LITTLE_BYTES:
+                break
+        async with self._context.mutating:
+            live = _capture(await self._view.level())
+            self.num_rollouts = len(live.positions)
+            await self._write(await self._due(live, since=position), is_last=True)
+            beside = await self._beside()
+        await self.writer.flush()
+        places = self.writer.places()
+        places = places[np.isin(places["position"], live.positions)]
+        assert len(places) == len(live.positions), "every live rollout was written"
+        tables = [
+            await self.writer.put("live", number, "msgpack", [encode_places(places[at : at + ROWS_PER_TABLE])])
+            for number, at in enumerate(range(0, len(places), ROWS_PER_TABLE))
+        ]
+        prompts = await self._prompts(beside.num_prompts)
+        manifest = beside.model_copy(
+            update={
+                "log_position": live.log_position,
+                "marks": _join(beside.marks, live),
+                "num_scored": int((live.statuses == SCORED).sum()),
+                "num_pending": int((live.statuses == PENDING).sum()),
+                "num_failed": int((live.statuses == FAILED).sum()),
+                "start_params_sha256": await in_thread(self._start_params),
+                "rollouts": self.writer.objects,
+                "live": tables,
+                "prompts": prompts,
+            }
+        )
+        await self._finish(manifest)
+        return manifest
+
+    def _delete_leftovers(self) -> None:
+        keys = self._store.list(self._source.prefix)
+        if self._source.manifest_key in keys:
+            raise _taken(self._source)
+        for key in keys:
+            self._store.delete(key)
+
+    async def _due(self, captured: _Captured, *, since: int) -> _Captured:
+        """Of what is live, what was pushed or scored again after the log position `since`."""
+        again = (
+            await self._rescored(after=since, until=captured.log_position) if since else np.zeros(0, dtype=np.uint64)
+        )
+        return captured.only((captured.positions > since) | np.isin(captured.positions, again))
+
+    async def _rescored(self, *, after: int, until: int) -> NDArray[np.uint64]:
+        """Positions of the rollouts that log entries in (after, until] gave a new reward."""
+        context, found = self._context, [np.zeros(0, dtype=np.uint64)]
+        while after < until:
+            with redis_errors("read the log"):
+                async with context.redis.pipeline(transaction=True) as pipe:
+                    pipe.hget(context.keys.base, "position")
+                    pipe.xrange(context.keys.log, f"({after}-0", f"{until}-0", LOG_ENTRIES_PER_READ)
+                    base, entries = await pipe.execute()
+            if int(base or 0) > after:
+                raise UnavailableError("the log was cut while the snapshot was written; save it again")
+            if not entries:
+                break
+            for entry_id, fields in entries:
+                event = parse_entry(entry_id, fields)
+                if isinstance(event, Rescored):
+                    found.append(event.changes["position"])
+                after = int(entry_id.split(b"-")[0])
+        return np.concatenate(found)
+
+    async def _write(self, due: _Captured, *, is_last: bool) -> None:
+        """Write payloads. One that is gone was evicted after `due` was captured, which cannot be in the last pass."""
+        for rows in _read_sizes(due.num_bytes):
+            ids = [rollout_id.tobytes() for rollout_id in due.rollout_ids[rows]]
+            with redis_errors("read rollouts"):
+                payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
+            for position, payload in zip(due.positions[rows].tolist(), payloads, strict=True):
+                if payload is not None:
+                    await self.writer.add(position, payload)
+                elif is_last:
+                    raise UnavailableError(
+                        f"the rollout at log position {position} disappeared while nothing may be evicted: another "
+                        "buffer process changes this run; save again when only one is left"
+                    )
+
+    async def _beside(self) -> SnapshotManifest:
+        """What stands beside the rollouts; the manifest without objects."""
+        context, keys = self._context, self._context.keys
+        with redis_errors("read the run"):
+            async with context.redis.pipeline(transaction=True) as pipe:
+                pipe.hmget(keys.run, "lineage", "step", "latest_version")
+                pipe.hgetall(keys.lineages)
+                pipe.hgetall(keys.announced)
+                (lineage, step, latest), lineages, announced = await pipe.execute()
+        marks = [SavedMark(position=int(at), version=version.decode()) for version, at in announced.items()]
+        return SnapshotManifest(
+            run=context.run,
+            name=self._source.name,
+            log_position=0,
+            created_at_s=context.clock(),
+            tba_version=tba.__version__,
+            lineage=int(lineage or 0),
+            step=int(step or 0),
+            latest_version=None if latest is None else latest.decode(),
+            lineages={int(number): SavedLineage.model_validate_json(text) for number, text in lineages.items()},
+            marks=marks,
+            num_scored=0,
+            num_pending=0,
+            num_failed=0,
+            num_prompts=len(self._catalog.ids),
+            policy_temperature=context.recipe.model.policy_temperature,
+            start_params_sha256=None,
+            rollouts=[],
+            live=[],
+            prompts=[],
+        )
+
+    async def _prompts(self, num_prompts: int) -> list[StoredObject]:
+        """The first `num_prompts` prompts as JSON lines, in upload order."""
+        objects: list[StoredObject] = []
+        lines: list[bytes] = []
+        for at in range(0, num_prompts, PROMPTS_PER_READ):
+            ids = self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]
+            with redis_errors("read the prompts"):
+                lines += [text + b"\n" for text in await self._context.redis.hmget(self._context.keys.prompts, ids)]
+            if sum(map(len, lines)) > OBJECT_BYTES:
+                objects.append(await self.writer.put("prompts", len(objects), "jsonl", lines))
+                lines = []
+        if lines:
+            objects.append(await self.writer.put("prompts", len(objects), "jsonl", lines))
+        return objects
+
+    def _start_params(self) -> str | None:
+        try:
+            return WeightVersions(self._store, self._context.run).manifest(START).params_sha256
+        except ObjectNotFoundError:
+            return None
+        except MalformedError as error:
+            raise ConflictError(f"the snapshot cannot say which model this run starts from: {error}") from None
+
+    async def _finish(self, manifest: SnapshotManifest) -> None:
+        await replica.check(self._context)
+        try:
+            await in_thread(
+                lambda: self._store.put(self._source.manifest_key, encode_snapshot_manifest(manifest), create_only=True)
+            )
+        except ObjectExistsError:
+            raise _taken(self._source) from None
+
+
+def _capture(index: Index) -> _Captured:
+    rows = index.live_rows()
+    return _Captured(
+        log_position=index.position,
+        positions=index.column("position", rows).astype(np.uint64),
+        rollout_ids=index.column("rollout_id", rows),
+        num_bytes=index.column("num_bytes", rows),
+        statuses=index.column("status", rows),
+        marks=tuple(SavedMark(position=mark.position, version=str(mark.version)) for mark in index.marks),
+    )
+
+
+def _join(announced: list[SavedMark], live: _Captured) -> list[SavedMark]:
+    """The marks that Redis remembers by version, and the newest ones of the index, up to the saved position."""
+    marks = {(mark.position, mark.version): mark for mark in (*announced, *live.marks)}
+    return [marks[key] for key in sorted(marks) if key[0] <= live.log_position]
+
+
+def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:
+    """Runs of rows that are read at once: at most READ_ROLLOUTS and, unless one alone is larger, READ_BYTES."""
+    at = 0
+    while at < len(num_bytes):
+        total = np.cumsum(num_bytes[at : at + READ_ROLLOUTS], dtype=np.int64)
+        end = at + max(1, int(np.searchsorted(total, READ_BYTES, side="right")))
+        yield slice(at, end)
+        at = end
+
+
+def _taken(source: SnapshotSource) -> ConflictError:
+    return ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")

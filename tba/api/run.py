@@ -1,0 +1,57 @@
+"""The run, its components and its waits."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tba.api.base import Name, RunState, VersionText
+from tba.api.evals import EvalInfo
+from tba.api.snapshots import OriginInfo
+from tba.config.base import StrictModel
+
+
+class WaitInfo(StrictModel):
+    """Who waits for what since when, until when at most."""
+
+    owner: str
+    name: str
+    for_s: float
+    deadline_in_s: float
+
+
+class ComponentInfo(StrictModel):
+    """One component as its last heartbeat showed it."""
+
+    component_id: str
+    kind: str
+    state: str
+    version: VersionText | None
+    alive: bool
+    heartbeat_age_s: float
+    gauges: dict[str, float]
+
+
+class RunInfo(StrictModel):
+    """GET /v1/run."""
+
+    run: str
+    state: RunState
+    state_reason: str | None
+    step: int
+    lineage: int
+    parents: dict[int, VersionText]
+    latest_version: VersionText | None
+    checkpoint: VersionText | None
+    checkpoint_key: str | None
+    components: list[ComponentInfo]
+    waits: list[WaitInfo]
+    evals: list[EvalInfo]
+    origin: OriginInfo | None = None
+    """The snapshot that the run began with; None: with nothing stored."""
+
+
+class RunCommand(StrictModel):
+    """POST /v1/run/{pause,resume,stop,done,fail}; reason is shown to people. `token`: done and fail only."""
+
+    reason: str | None = Field(default=None, max_length=10_000)
+    token: Name | None = None

@@ -1,0 +1,96 @@
+"""GET /v1/stats."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tba.api.base import VersionText
+from tba.config.base import StrictModel
+
+NUM_DECILES = 11
+"""Smallest, nine deciles, largest."""
+
+
+class Rates(StrictModel):
+    """Rollouts per second over the last `window_s` seconds, as this process has seen them."""
+
+    window_s: float
+    generated_per_s: float
+    evicted_per_s: float
+    drawn_per_s: float
+    trained_per_s: float
+
+
+class StoredStats(StrictModel):
+    """What is stored, in detail, at `log_position`; of large buffers it may be seconds old.
+
+    Buckets are texts such as `0`, `1`, `3-4`, `17-32`: the numbers they hold, both ends included. Deciles are eleven
+    values that occur, from the smallest to the largest (nearest rank); none when nothing is there.
+    """
+
+    log_position: int
+    by_version: dict[VersionText, int]
+    """Policy version (the oldest of a rollout's) -> rollouts; the newest 50 versions."""
+    num_of_older_versions: int
+    """Rollouts of all versions that `by_version` leaves out."""
+    by_policy_age: dict[str, int]
+    """Bucket of the policy age, in steps of the living lineage, that a rollout would have if it were trained on now."""
+    policy_age_deciles: list[int] | None = Field(min_length=NUM_DECILES, max_length=NUM_DECILES)
+    by_length: dict[str, int]
+    """Bucket of the number of response tokens -> rollouts."""
+    reward_deciles: list[float] | None = Field(min_length=NUM_DECILES, max_length=NUM_DECILES)
+    """Of the scored rollouts."""
+
+
+class Stats(StrictModel):
+    """GET /v1/stats: what is stored now, and what has happened since the run began.
+
+    Fields with a default are absent in the histories of older releases.
+    """
+
+    run: str
+    num_rollouts: int
+    """Stored now; scored, pending and failed add up to it."""
+    num_scored: int
+    num_pending: int
+    num_failed: int
+    num_prompts_train: int
+    num_prompts_heldout: int
+    num_prompts_seen: int
+    """Prompts with a scored rollout stored now."""
+    num_prompts_drawable: int = 0
+    """Prompts that can fill a slot of a batch now."""
+    payload_bytes: int
+    log_position: int
+    base_position: int = 0
+    """Up to here the log is a base; the tail of events is what a restart reads one by one."""
+    index_bytes: int = 0
+    """Memory of the index in this process."""
+    replica: int = 0
+    """Number of the buffer process that owns the run."""
+    num_marks: int
+    pushed: dict[str, int]
+    refused: dict[str, int]
+    evicted: dict[str, int]
+    """Reason -> rollouts."""
+    evicted_by_length: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Reason -> bucket of response tokens -> rollouts; beside `stored.by_length` it shows a bias against long ones."""
+    rescored: dict[str, int] = Field(default_factory=dict)
+    leases: dict[str, int]
+    rollouts_generated: int
+    rollouts_drawn: int
+    rollouts_trained: int
+    samples_per_insert: float | None
+    """Trained per generated rollout."""
+    slots: dict[str, int]
+    """Slots of drawn batches: total, recent, replay, fallback; and their rollouts, distinct_rollouts."""
+    unique_ratio: float | None = None
+    """Distinct rollouts of each group, per drawn rollout."""
+    realised_most_on_policy: float | None
+    """Share of slots that drew from recent data."""
+    mean_reward_recent: float | None
+    policy_age_histogram: dict[int, int]
+    """Policy age in steps when a step consumed them -> rollouts."""
+    rates: Rates | None = None
+    """None until a window of a second is known."""
+    stored: StoredStats | None = None

@@ -1,0 +1,140 @@
+"""The snapshot manifest: the immutable JSON document that makes one saved buffer exist.
+
+    runs/<run>/snapshots/<name>/rollouts-<attempt>-00000.msgpack   rollouts, one msgpack document after the other
+                                live-<attempt>-00000.msgpack       where in them each live rollout lies
+                                prompts-<attempt>-00000.jsonl      prompts in upload order
+                                manifest.json                      written last, create-only
+
+It lists every object with size and sha256, and says what stood beside the rollouts: lineages, marks, the living
+lineage. Its source is written RUN/NAME.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from tba.config.base import StrictModel
+from tba.errors import ConfigError, MalformedError
+from tba.versions import PolicyVersion
+from tba.wire.manifest import Sha256, StoredObject
+
+MANIFEST_NAME = "manifest.json"
+SOURCE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}/[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+Version = Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")]
+
+
+class SavedLineage(StrictModel):
+    """One start of a trainer, as the buffer remembers it. `created_at_s` is Unix seconds."""
+
+    parent: Version
+    trainer_id: str
+    created_at_s: float
+
+
+class SavedMark(StrictModel):
+    """A sync mark: where it stands in the log, and the version it announced."""
+
+    position: int = Field(ge=1)
+    version: Version
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version as a value."""
+        return PolicyVersion.parse(self.version)
+
+
+class SnapshotManifest(StrictModel):
+    """One saved buffer: exactly what was live at `log_position`."""
+
+    schema_version: Literal[1] = 1
+    run: str
+    name: str
+    log_position: int = Field(ge=0)
+    created_at_s: float
+    tba_version: str
+    lineage: int = Field(ge=0)
+    """The living lineage; 0 when no trainer had started."""
+    step: int = Field(ge=0)
+    latest_version: Version | None
+    lineages: dict[int, SavedLineage]
+    marks: list[SavedMark]
+    """Every mark whose position is known, by position."""
+    num_scored: int = Field(ge=0)
+    num_pending: int = Field(ge=0)
+    num_failed: int = Field(ge=0)
+    num_prompts: int = Field(ge=0)
+    policy_temperature: float = Field(gt=0)
+    start_params_sha256: Sha256 | None
+    """Digest of version 0-0, if it was published: the model that policy ages count from, and the reference."""
+    rollouts: list[StoredObject]
+    live: list[StoredObject]
+    prompts: list[StoredObject]
+
+    @property
+    def num_rollouts(self) -> int:
+        """Live rollouts."""
+        return self.num_scored + self.num_pending + self.num_failed
+
+    @property
+    def objects(self) -> list[StoredObject]:
+        """Every object of the snapshot but the manifest."""
+        return [*self.rollouts, *self.live, *self.prompts]
+
+    def mark_of(self, version: PolicyVersion) -> SavedMark | None:
+        """The last mark that announced a version."""
+        return next((mark for mark in reversed(self.marks) if mark.policy_version == version), None)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSource:
+    """Which snapshot of which run; written RUN/NAME."""
+
+    run: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> SnapshotSource:
+        """Read RUN/NAME.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if re.fullmatch(SOURCE_PATTERN, text) is None:
+            raise ConfigError(f"snapshot {text!r} is not of the form RUN/NAME, for example quickstart/end")
+        return cls(*text.split("/"))
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.name}"
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of its objects begin with."""
+        return f"runs/{self.run}/snapshots/{self.name}/"
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of the manifest."""
+        return self.prefix + MANIFEST_NAME
+
+
+def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
+    """JSON bytes, keys in a fixed order."""
+    return manifest.model_dump_json(indent=1).encode() + b"\n"
+
+
+def decode_snapshot_manifest(data: bytes) -> SnapshotManifest:
+    """Parse a manifest.
+
+    Raises:
+        MalformedError: naming the first field that is wrong.
+    """
+    try:
+        return SnapshotManifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "document"
+        raise MalformedError(f"snapshot manifest: {where}: {first['msg']}") from None

@@ -1,0 +1,144 @@
+"""Clients and clocks that misbehave: half a body, thousands of equal pushes at once, a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer.buffer import Buffer
+
+from tba.api import AckRequest, BatchRequest, LeaseRequest, LineageRequest, MarkRequest
+from tba.errors import ServiceError, VoidBatchError
+from tba.wire import decode_batch, encode_push
+from tests.support.buffer import Stack, make_payloads, make_prompts, make_recipe, start_stack
+from tests.support.chaos import Trial
+from tests.support.redis_process import RedisProcess, start_redis
+
+Counts = list[Counter[str]]
+
+
+def half_bodies(stack: Stack, rng: random.Random) -> None:
+    """Sixty clients declare a body, send a part of it, and stay silent, hang up or reset."""
+    place = urlsplit(stack.buffer.url)
+    body = encode_push(make_payloads(["train-0"], per_prompt=8))
+    kept: list[socket.socket] = []
+    for _ in range(60):
+        sock = socket.create_connection((place.hostname or "", place.port or 0), timeout=5)
+        head = f"POST /v1/rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        sock.sendall(head + body[: rng.randrange(len(body))])
+        match rng.randrange(3):
+            case 0:
+                sock.close()
+            case 1:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                sock.close()
+            case _:
+                kept.append(sock)
+    time.sleep(0.3)
+    for sock in kept:
+        sock.close()
+
+
+def test_clients_that_stop_half_way_through_a_body(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path)
+    try:
+        counts = Trial(stack, seed).run(half_bodies)
+        assert counts["failed_pushes"] == 0, "others were hurt"
+        count.append(counts)
+    finally:
+        stack.stop()
+
+
+def test_the_same_ids_pushed_at_once_reordered_and_split(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path)
+    try:
+        client = stack.client
+        client.upload_prompts(make_prompts(2))
+        payloads = make_payloads(["train-0", "train-1"], per_prompt=40)
+        outcomes: Counter[str] = Counter()
+        lock = threading.Lock()
+
+        def push(number: int) -> None:
+            rng = random.Random(f"{seed}-{number}")
+            order = payloads[:]
+            rng.shuffle(order)
+            mine, size = stack.buffer.client(), rng.choice([1, 7, 40, 80])
+            for at in range(0, len(order), size):
+                reply = mine.push([*order[at : at + size], *order[at : at + 1]])
+                with lock:
+                    outcomes.update(item.outcome for item in reply.outcomes)
+
+        threads = [threading.Thread(target=push, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stats = client.stats()
+        assert outcomes["new"] == len(payloads) == stats.num_rollouts == stats.rollouts_generated
+        assert outcomes["refused"] == 0
+        assert stats.pushed["duplicate"] == outcomes["duplicate"]
+        count.append(outcomes)
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    process = start_redis(tmp_path_factory.mktemp("redis"))
+    yield process
+    process.stop()
+
+
+def test_a_clock_that_jumps(redis: RedisProcess, seed: int, count: Counts) -> None:
+    """Leases and batches may end early or late; rollouts, ledger and counts stay right."""
+    count.append(asyncio.run(_jumping(redis, random.Random(seed))))
+
+
+async def _jumping(redis: RedisProcess, rng: random.Random) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    offset_s = [0.0]
+    recipe = make_recipe(buffer={"redis_url": redis.url, "batch_deadline_s": 30, "lease_s": 20, "port": 0})
+    buffer = Buffer(recipe, CollectorRegistry(), clock=lambda: time.time() + offset_s[0])
+    await buffer.context.redis.flushall()
+    await buffer.start()
+    try:
+        await buffer.catalog.upload(make_prompts(6))
+        lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+        await buffer.lineages.mark(MarkRequest(version="0-0", token=lineage.token))
+        step, num_pushed = 1, 0
+        for _ in range(60):
+            offset_s[0] += rng.choice([0, 0, 3, 25, 100, 86_400 * 365, -25, -100, -86_400 * 365])
+            payloads = make_payloads([f"train-{rng.randrange(6)}"], per_prompt=4)
+            num_pushed += len(payloads)
+            await buffer.rollouts.push(payloads)
+            await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
+            request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token)
+            try:
+                batch = decode_batch((await buffer.draws.draw(request)).body)
+                offset_s[0] += rng.choice([0, 0, 0, 100, -100])
+                ack = AckRequest(lineage=lineage.lineage, step=step, token=lineage.token)
+                await buffer.acks.ack(batch.batch_id, ack)
+                step += 1
+                counts["acked_steps"] += 1
+            except VoidBatchError:
+                counts["void"] += 1
+            except ServiceError as error:
+                counts[error.slug] += 1
+        stats = await buffer.stats()
+        assert stats.num_rollouts == num_pushed
+        assert stats.rollouts_trained == 16 * (step - 1)
+        assert counts["acked_steps"] > 0
+        assert stats.leases["open"] <= stats.leases["granted"]
+        assert min(stats.leases.values()) >= 0
+    finally:
+        await buffer.stop()
+    return counts

@@ -1,0 +1,174 @@
+"""kill -9 of Redis, also during an AOF rewrite and under a slow fsync; Redis refusing writes; a full disk."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+
+from tests.support.buffer import Stack, start_stack
+from tests.support.chaos import Trial, until_ready
+
+Counts = list[Counter[str]]
+
+
+def kill(stack: Stack, rng: random.Random) -> None:
+    stack.redis.kill()
+    time.sleep(rng.uniform(0, 0.5))
+    stack.redis.start()
+
+
+def freeze(stack: Stack, rng: random.Random) -> None:
+    stack.redis.process.send_signal(signal.SIGSTOP)
+    time.sleep(rng.uniform(0.2, 2))
+    stack.redis.process.send_signal(signal.SIGCONT)
+
+
+def kill_during_rewrite(stack: Stack, rng: random.Random) -> None:
+    with Redis.from_url(stack.redis.url) as redis:
+        redis.bgrewriteaof()
+    time.sleep(rng.uniform(0, 0.08))
+    kill(stack, rng)
+
+
+def refuse_writes(stack: Stack, rng: random.Random) -> None:
+    """`maxmemory` below what is used: every write is answered with OOM."""
+    with Redis.from_url(stack.redis.url) as redis:
+        redis.config_set("maxmemory", 1_000_000)
+        time.sleep(rng.uniform(0.3, 2.5))
+        redis.config_set("maxmemory", 0)
+
+
+def test_kill_9_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path)
+    try:
+        count.append(Trial(stack, seed).run(kill))
+    finally:
+        stack.stop()
+
+
+def test_kill_9_of_redis_while_it_evicts(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path, buffer={"max_rollouts": 200})
+    try:
+        count.append(Trial(stack, seed).run(kill))
+    finally:
+        stack.stop()
+
+
+def test_kill_9_of_redis_and_the_buffer(tmp_path: Path, seed: int, count: Counts) -> None:
+    def both(stack: Stack, rng: random.Random) -> None:
+        stack.redis.kill()
+        stack.buffer.kill()
+        time.sleep(rng.uniform(0, 0.3))
+        stack.redis.start()
+        stack.buffer.start()
+
+    stack = start_stack(tmp_path)
+    try:
+        count.append(Trial(stack, seed).run(both))
+    finally:
+        stack.stop()
+
+
+def test_sigstop_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path)
+    try:
+        count.append(Trial(stack, seed).run(freeze))
+    finally:
+        stack.stop()
+
+
+def test_kill_9_of_redis_during_an_aof_rewrite(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path)
+    try:
+        count.append(Trial(stack, seed, num_tokens=2000).run(kill_during_rewrite))
+    finally:
+        stack.stop()
+
+
+def test_redis_refuses_writes_and_takes_them_again(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path)
+    try:
+        counts = Trial(stack, seed).run(refuse_writes)
+        assert counts["failed_pushes"] > 0
+        count.append(counts)
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def slow_fsync(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the slow fsync with")
+    library = tmp_path_factory.mktemp("slow") / "slow_fsync.so"
+    source = Path(__file__).with_name("slow_fsync.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+def test_kill_9_of_redis_under_a_slow_fsync(tmp_path: Path, seed: int, count: Counts, slow_fsync: Path) -> None:
+    stack = start_stack(tmp_path, redis_environ={"LD_PRELOAD": str(slow_fsync)})
+    try:
+        count.append(Trial(stack, seed).run(kill, before_s=2.0, after_s=1.5))
+    finally:
+        stack.stop()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip("no right to mount a small tmpfs (needs root)")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_the_disk_under_the_aof_is_full(tmp_path: Path, small_disk: Path, seed: int, count: Counts) -> None:
+    """With `appendfsync always` Redis ends itself when it cannot write; it starts again once there is room."""
+
+    def fill(stack: Stack, rng: random.Random) -> None:
+        ballast = small_disk / "ballast"
+        with ballast.open("wb") as file:
+            try:
+                while True:
+                    file.write(bytes(64 * 1024))
+                    file.flush()
+            except OSError:
+                pass
+        deadline = time.monotonic() + 20
+        while _writes(stack) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _writes(stack), "Redis still writes to a full disk"
+        time.sleep(rng.uniform(0, 0.5))
+        ballast.unlink()
+        if stack.redis.process.poll() is not None:
+            stack.redis.start()
+        until_ready(stack)
+
+    stack = start_stack(tmp_path, redis_folder=small_disk / "redis")
+    try:
+        counts = Trial(stack, seed).run(fill)
+        assert counts["failed_pushes"] > 0
+        count.append(counts)
+    finally:
+        stack.stop()
+
+
+def _writes(stack: Stack) -> bool:
+    try:
+        with Redis.from_url(stack.redis.url, retry=None, socket_timeout=2) as redis:
+            return bool(redis.set("probe", "x" * 4096))
+    except RedisError:
+        return False

@@ -1,0 +1,137 @@
+"""Runs that begin with another run's rollouts: offline training from a saved buffer, and a fork."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis import Redis
+from safetensors.torch import load_file
+
+from tba.local.run_folder import RunFolder
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire import decode_rollout
+from tests.e2e.conftest import MakePlace
+from tests.support.e2e import RUN, Place, stored_rollouts
+from tests.support.redis_process import RedisProcess, free_port
+
+NUM_STEPS, FORKED_AT, NUM_MORE = 12, PolicyVersion(1, 6), 4
+
+
+@pytest.fixture(scope="module")
+def ended(make_place: MakePlace) -> Place:
+    """A run that has ended, with a checkpoint of the version that is forked and no other of its kind."""
+    place = make_place(
+        trainer={"num_steps": NUM_STEPS, "sync_interval": 2, "checkpoint_interval": 6, "keep_checkpoints": 5}
+    )
+    started = place.start()
+    assert started.wait() == 0, started.err + started.out
+    return place
+
+
+def folder_of(place: Place, run: str) -> RunFolder:
+    return RunFolder(place.path / "runs" / run)
+
+
+def summary_of(place: Place, run: str) -> dict[str, Any]:
+    return json.loads(folder_of(place, run).summary_path.read_text())
+
+
+def rollouts_of(place: Place, run: str) -> dict[bytes, bytes]:
+    redis = RedisProcess(folder=folder_of(place, run).redis_path, port=free_port())
+    redis.start()
+    try:
+        return stored_rollouts(redis.url, run)
+    finally:
+        redis.stop()
+
+
+def arrived_before(place: Place, version: PolicyVersion) -> set[bytes]:
+    """Ids of the rollouts of the first run that are before the mark of a version in its log."""
+    found: set[bytes] = set()
+    redis = RedisProcess(folder=place.folder / "redis", port=free_port())
+    redis.start()
+    try:
+        with Redis.from_url(redis.url) as client:
+            entries: Any = client.xrange(f"tba:{RUN}:log")
+    finally:
+        redis.stop()
+    for _, fields in entries:
+        if fields.get(b"m") == f"{version.lineage} {version.step}".encode():
+            return found
+        records = fields.get(b"r", b"")
+        found |= {records[at : at + 16] for at in range(0, len(records), 57)}
+    raise AssertionError(f"there is no mark of {version}")
+
+
+def tensors_of(place: Place, run: str, version: PolicyVersion, path: Path) -> dict[str, torch.Tensor]:
+    file = path / f"{run}-{version}.safetensors"
+    WeightVersions(FileStore(folder_of(place, run).store_path), run).download_tensors(version, file)
+    return load_file(file)
+
+
+def test_a_run_without_searchers_trains_on_the_saved_buffer_of_a_run_that_has_ended(ended: Place) -> None:
+    saved = ended.tba("buffer", "save", "end", RUN)
+    assert saved.returncode == 0, saved.stderr
+    assert f"saved {RUN}/end" in saved.stdout
+    assert not folder_of(ended, RUN).endpoints_path.exists()
+    words = ("--run-name", "offline", "--buffer", f"{RUN}/end", "--set", "searcher.num_searchers=0")
+    started = ended.start(*words, "--set", f"trainer.num_steps={NUM_MORE}")
+    assert started.wait() == 0, started.err + started.out
+    summary = summary_of(ended, "offline")
+    assert (summary["state"], summary["steps"], summary["ledger_violations"]) == ("done", NUM_MORE, [])
+    assert (summary["rollouts_generated"], summary["rollouts_trained"]) == (0, NUM_MORE * 16)
+    assert (summary["start_accuracy"], summary["final_accuracy"]) == (None, None)
+    assert "no searchers" in summary["not_evaluated"]
+    assert "not evaluated" in started.out
+    assert (summary["began_with"], summary["forked_from"]) == (f"{RUN}/end", None)
+    before, after = rollouts_of(ended, RUN), rollouts_of(ended, "offline")
+    assert before.keys() == after.keys()
+    assert {decode_rollout(payload).run for payload in after.values()} == {"offline"}
+    assert ended.tba("buffer", "save", "end", RUN).returncode == 2, "a snapshot is never overwritten"
+
+
+def test_a_run_without_searchers_and_without_rollouts_is_refused_at_once(ended: Place) -> None:
+    started = ended.start("--run-name", "nothing", "--set", "searcher.num_searchers=0")
+    assert started.wait() == 2
+    assert "nothing would ever be generated" in started.err
+    assert not folder_of(ended, "nothing").path.exists()
+    unknown = ended.start("--run-name", "nothing", "--buffer", f"{RUN}/nowhere")
+    assert unknown.wait() == 2
+    assert f"there is no snapshot {RUN}/nowhere" in unknown.err
+
+
+def test_a_fork_goes_on_from_a_version_with_what_arrived_before_its_mark(ended: Place, tmp_path: Path) -> None:
+    late = ended.tba("fork", f"{RUN}@1-7", "late")
+    assert late.returncode == 2
+    assert "has no weight version 1-7" in late.stderr
+    early = ended.tba("fork", f"{RUN}@{FORKED_AT}", "early", "--set", f"trainer.num_steps={FORKED_AT.step}")
+    assert early.returncode == 2
+    assert "steps go on from there" in early.stderr
+
+    last = FORKED_AT.step + NUM_MORE
+    forked = ended.tba("fork", f"{RUN}@{FORKED_AT}", "forked", "--set", f"trainer.num_steps={last}")
+    assert forked.returncode == 0, forked.stderr + forked.stdout
+    summary = summary_of(ended, "forked")
+    assert (summary["state"], summary["steps"], summary["ledger_violations"]) == ("done", last, [])
+    assert summary["rollouts_trained"] == NUM_MORE * 16
+    assert summary["forked_from"] == str(FORKED_AT)
+    assert 0 <= summary["start_accuracy"] <= 1
+    assert 0 <= summary["final_accuracy"] <= 1
+    parent, first = (
+        tensors_of(ended, RUN, FORKED_AT, tmp_path),
+        tensors_of(ended, "forked", PolicyVersion(2, FORKED_AT.step), tmp_path),
+    )
+    assert all(torch.equal(tensor, first[name]) for name, tensor in parent.items())
+    assert "forked_without_checkpoint" not in (folder_of(ended, "forked").log_path("trainer")).read_text()
+    history = json.loads(folder_of(ended, "forked").history_path.read_text())
+    assert history["parents"] == {"1": "0-0", "2": str(FORKED_AT)}
+    before, after = arrived_before(ended, FORKED_AT), rollouts_of(ended, "forked").keys()
+    assert 0 < len(before) < len(rollouts_of(ended, RUN)), "the mark is in the middle"
+    assert after & rollouts_of(ended, RUN).keys() == before
+    assert len(after) > len(before), "and new ones were sampled"

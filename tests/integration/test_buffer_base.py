@@ -1,0 +1,262 @@
+"""The base of the log: one atomic switch, right after a crash at any step, right for whoever reads meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer import view as view_module
+from tba_buffer.base import PIECE_LIFETIME_MS, BaseWriter, read_head
+from tba_buffer.buffer import Buffer
+
+from tba.api import LineageRequest, MarkRequest
+from tba.errors import UnavailableError
+from tests.support.buffer import make_payloads, make_prompts, make_recipe
+from tests.support.redis_process import RedisProcess, start_redis
+
+NUM_PIECES = 7
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Any:
+    process = start_redis(tmp_path)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:
+    """20 live rollouts of 40, and a mark."""
+    started = new_buffer(redis)
+    await started.start()
+    await started.catalog.upload(make_prompts(4))
+    lineage = await started.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await push(started)
+    await started.lineages.mark(MarkRequest(version="0-0", token=lineage.token))
+    await push(started)
+    yield started
+    await started.stop()
+
+
+def new_buffer(redis: RedisProcess, max_rollouts: int = 20) -> Buffer:
+    recipe = make_recipe(buffer={"redis_url": redis.url, "max_rollouts": max_rollouts})
+    return Buffer(recipe, CollectorRegistry())
+
+
+def new_writer(buffer: Buffer) -> BaseWriter:
+    return BaseWriter(buffer.context, min_tail=5, piece_records=3)
+
+
+async def push(buffer: Buffer, num: int = 5) -> None:
+    await buffer.rollouts.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=num))
+
+
+async def fingerprint_of_restart(redis: RedisProcess) -> tuple[object, ...]:
+    """What a buffer that starts now knows; it is not started and owns nothing."""
+    other = new_buffer(redis)
+    try:
+        return (await other.view.level()).fingerprint()
+    finally:
+        await other.stop()
+
+
+async def pieces(buffer: Buffer) -> dict[str, int]:
+    """Name of each piece -> how long it still lives in ms, -1 for ever."""
+    names = await buffer.context.redis.keys("*:base:*")
+    return {name.decode().split(":base:")[1]: await buffer.context.redis.pttl(name) for name in names}
+
+
+def expected_pieces(generation: int) -> dict[str, int]:
+    return {f"{generation}:{number}": -1 for number in range(NUM_PIECES)}
+
+
+async def test_a_base_replaces_the_tail_and_the_base_before(buffer: Buffer, redis: RedisProcess) -> None:
+    writer, log_key = new_writer(buffer), buffer.context.keys.log
+    for generation in (1, 2):
+        index = await buffer.view.level()
+        await writer.keep_up(index)
+        assert await pieces(buffer) == expected_pieces(generation)
+        head = await read_head(buffer.context)
+        assert (head.generation, head.position, head.num_pieces) == (generation, index.position, NUM_PIECES)
+        assert head.marks == tuple(index.marks)
+        assert len(head.marks) == 1
+        assert await buffer.context.redis.xlen(log_key) == 1
+        assert await fingerprint_of_restart(redis) == index.fingerprint()
+        await push(buffer, num=2)
+        assert await fingerprint_of_restart(redis) == (await buffer.view.level()).fingerprint()
+
+
+async def test_a_short_tail_is_left_alone(buffer: Buffer) -> None:
+    index = await buffer.view.level()
+    for min_tail, num_bases in ((1000, 0), (index.position, 0), (index.position - 1, 1)):
+        await BaseWriter(buffer.context, min_tail=min_tail).keep_up(index)
+        assert (await read_head(buffer.context)).generation == num_bases
+    await push(buffer, num=2)
+    await BaseWriter(buffer.context, min_tail=12).keep_up(await buffer.view.level())
+    assert (await read_head(buffer.context)).generation == 1
+
+
+async def test_many_small_pushes_make_a_tail_long_too(buffer: Buffer) -> None:
+    writer = BaseWriter(buffer.context, min_tail=16)
+    await writer.keep_up(await buffer.view.level())
+    assert (await read_head(buffer.context)).generation == 1
+    for _ in range(2):
+        await buffer.rollouts.push(make_payloads(["train-0"], per_prompt=1))
+    assert (await buffer.view.level()).position - (await read_head(buffer.context)).position < 16
+    await writer.keep_up(await buffer.view.level())
+    assert (await read_head(buffer.context)).generation == 2
+
+
+@pytest.mark.parametrize("num_written", [0, 1, NUM_PIECES])
+async def test_a_crash_between_the_pieces_changes_nothing(
+    buffer: Buffer, redis: RedisProcess, num_written: int
+) -> None:
+    await new_writer(buffer).keep_up(await buffer.view.level())
+    await push(buffer)
+    before = (await buffer.view.level()).fingerprint()
+    fail_after(buffer, num_written)
+    with pytest.raises(UnavailableError, match="crash"):
+        await new_writer(buffer).keep_up(buffer.view.index)
+    left = await pieces(buffer)
+    assert {name: left.pop(name) for name in expected_pieces(1)} == expected_pieces(1)
+    assert set(left) == {f"2:{number}" for number in range(num_written)}
+    assert all(0 < life_ms <= PIECE_LIFETIME_MS for life_ms in left.values())
+    assert await fingerprint_of_restart(redis) == before
+    again = new_buffer(redis)
+    await again.start()
+    await new_writer(again).keep_up(again.view.index)
+    assert {name for name, life_ms in (await pieces(again)).items() if life_ms < 0} == set(expected_pieces(3))
+    assert await fingerprint_of_restart(redis) == before
+    await again.stop()
+
+
+def fail_after(buffer: Buffer, num_written: int) -> None:
+    """From now on the process dies after so many pieces, at the latest before the switch."""
+    context, num = buffer.context, 0
+    real_set, real_run = context.redis.set, context.scripts.run
+
+    async def failing_set(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num > num_written:
+            raise UnavailableError("crash")
+        return await real_set(*args, **kwargs)
+
+    async def failing_run(name: str, keys: Any, args: Any) -> Any:
+        if name == "base":
+            raise UnavailableError("crash")
+        return await real_run(name, keys, args)
+
+    context.redis.set = failing_set
+    context.scripts.run = failing_run  # type: ignore[method-assign]
+
+
+async def test_after_a_failure_the_next_attempt_waits(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, index, real_run = new_writer(buffer), await buffer.view.level(), buffer.context.scripts.run
+    fail_after(buffer, 100)
+    with pytest.raises(UnavailableError):
+        await writer.keep_up(index)
+    buffer.context.scripts.run = real_run  # type: ignore[method-assign]
+    await writer.keep_up(index)
+    assert (await read_head(buffer.context)).generation == 0
+    monkeypatch.setattr(writer, "_retry_at_s", 0.0)
+    await writer.keep_up(index)
+    assert (await read_head(buffer.context)).generation == 2
+
+
+async def test_what_changes_while_the_pieces_are_written_is_right(buffer: Buffer, redis: RedisProcess) -> None:
+    index, real_set, num = await buffer.view.level(), buffer.context.redis.set, 0
+    position = index.position
+
+    async def set_and_push(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num
+        reply, num = await real_set(*args, **kwargs), num + 1
+        if num in (2, 4):
+            await push(buffer, num=1)  # evicts four of the oldest
+            await buffer.view.level()
+        return reply
+
+    buffer.context.redis.set = set_and_push
+    await new_writer(buffer).keep_up(index)
+    head = await read_head(buffer.context)
+    assert (head.generation, head.position) == (1, position)
+    assert await fingerprint_of_restart(redis) == (await buffer.view.level()).fingerprint()
+
+
+async def test_a_base_whose_pieces_are_gone_is_not_switched_to(buffer: Buffer, redis: RedisProcess) -> None:
+    index, real_run = await buffer.view.level(), buffer.context.scripts.run
+
+    async def lose_a_piece(name: str, keys: Any, args: Any) -> Any:
+        await buffer.context.redis.unlink(keys[4])
+        return await real_run(name, keys, args)
+
+    buffer.context.scripts.run = lose_a_piece  # type: ignore[method-assign]
+    await new_writer(buffer).keep_up(index)
+    assert (await read_head(buffer.context)).generation == 0
+    assert await fingerprint_of_restart(redis) == index.fingerprint()
+
+
+async def test_redis_killed_right_after_the_switch_has_the_base(buffer: Buffer, redis: RedisProcess) -> None:
+    index = await buffer.view.level()
+    await new_writer(buffer).keep_up(index)
+    redis.kill()
+    redis.start()
+    assert await pieces(buffer) == expected_pieces(1)
+    assert await fingerprint_of_restart(redis) == index.fingerprint()
+
+
+async def test_whoever_reads_while_another_base_is_switched_to_starts_over(
+    buffer: Buffer, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = new_writer(buffer)
+    await writer.keep_up(await buffer.view.level())
+    await push(buffer)
+    heads, real_read_head = [], view_module.read_head
+
+    async def read_head_then_switch(context: Any) -> Any:
+        heads.append(await real_read_head(context))
+        if len(heads) == 1:
+            await writer.keep_up(await buffer.view.level())
+        return heads[-1]
+
+    monkeypatch.setattr(view_module, "read_head", read_head_then_switch)
+    assert await fingerprint_of_restart(redis) == (await buffer.view.level()).fingerprint()
+    assert [head.generation for head in heads] == [1, 2]
+
+
+async def test_a_log_with_a_hole_is_a_clear_state_and_not_a_wrong_index(buffer: Buffer, redis: RedisProcess) -> None:
+    keys, client = buffer.context.keys, buffer.context.redis
+    entries = await client.xrange(keys.log)
+    await client.xdel(keys.log, entries[1][0])
+    with pytest.raises(UnavailableError, match=r"log of run 'test' in Redis is not whole .*view ends at"):
+        await fingerprint_of_restart(redis)
+    await client.xtrim(keys.log, minid=entries[2][0], approximate=False)
+    with pytest.raises(UnavailableError, match=r"not whole .*begins at .* no base"):
+        await fingerprint_of_restart(redis)
+    await client.delete(keys.log)
+    with pytest.raises(UnavailableError, match=r"not whole .*entries end at 0"):
+        await fingerprint_of_restart(redis)
+
+
+async def test_a_redis_that_lost_its_end_and_has_grown_again_is_noticed(redis: RedisProcess) -> None:
+    """As with appendfsync everysec: the log ends at the same position, in another history."""
+    buffer = new_buffer(redis, max_rollouts=1000)
+    await buffer.start()
+    try:
+        client, keys = buffer.context.redis, buffer.context.keys
+        await buffer.catalog.upload(make_prompts(4))
+        await push(buffer)
+        earlier = {name: await client.dump(name) for name in await client.keys("*")}
+        await push(buffer)
+        assert (await buffer.view.level()).position == 40
+        for name, value in earlier.items():
+            await client.restore(name, 0, value, replace=True)
+        await push(buffer)
+        index = await buffer.view.level()
+        assert index.position == 40
+        assert set(index.rollout_ids(index.live_rows())) == set(await client.hkeys(keys.payloads))
+    finally:
+        await buffer.stop()

@@ -1,0 +1,151 @@
+"""Draws at the same time as each other, as pushes and as eviction: nothing twice, nothing torn, no limit overshot."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from redis import Redis
+
+from tba.api import AckRequest, BatchRequest, LineageReply, MarkRequest
+from tba.clients import BufferClient
+from tba.errors import BusyError
+from tba.local.ledger import LedgerCheck, ledger_lines, lineage_tree
+from tba.wire import Batch
+from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.redis_process import RedisProcess
+
+THREADS = 8
+BATCH = 16
+
+
+def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:  # noqa: F811
+    client = serve_buffer(**sections).client()
+    client.upload_prompts(make_prompts(8))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+    return client, lineage
+
+
+def request_of(lineage: LineageReply, step: int, wait_s: float = 0.0) -> BatchRequest:
+    return BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=wait_s)
+
+
+def draw_or_none(client: BufferClient, lineage: LineageReply, step: int) -> Batch | None:
+    try:
+        return client.draw_batch(request_of(lineage, step))
+    except BusyError:
+        return None
+
+
+def counters(redis: RedisProcess) -> dict[str, int]:  # noqa: F811
+    with Redis.from_url(redis.url, decode_responses=True) as connection:
+        return {name: int(value) for name, value in connection.hgetall("tba:test:counters").items()}  # pyright: ignore
+
+
+def test_draws_of_many_steps_and_of_the_same_step_at_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer)
+    steps = [step for step in range(1, 21) for _ in range(3)]  # each three times
+    with ThreadPoolExecutor(THREADS) as pool:
+        batches = list(pool.map(lambda step: client.draw_batch(request_of(lineage, step)), steps))
+    by_step: dict[int, set[str]] = {}
+    for step, batch in zip(steps, batches, strict=True):
+        by_step.setdefault(step, set()).add(batch.batch_id)
+    assert {len(ids) for ids in by_step.values()} == {1}
+    assert len(set.union(*by_step.values())) == 20
+    assert client.stats().rollouts_drawn == 20 * BATCH
+
+
+def test_draws_at_once_never_overshoot_samples_per_insert(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    client, lineage = filled(serve_buffer, sampling={"samples_per_insert": 2.0, "samples_per_insert_error": 16})
+    num_allowed = (2 * 48 + 16) // BATCH
+    with ThreadPoolExecutor(THREADS) as pool:
+        batches = list(pool.map(lambda step: draw_or_none(client, lineage, step), range(1, 4 * num_allowed)))
+    assert sum(batch is not None for batch in batches) == num_allowed
+    assert counters(redis)["drawn"] == num_allowed * BATCH
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=2))
+    with ThreadPoolExecutor(THREADS) as pool:
+        more = list(pool.map(lambda step: draw_or_none(client, lineage, step), range(100, 120)))
+    assert sum(batch is not None for batch in more) == 2
+
+
+def test_draws_at_once_never_overshoot_an_alternate_interval(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 3})
+    for interval in range(2):
+        steps = range(1 + 20 * interval, 21 + 20 * interval)
+        with ThreadPoolExecutor(THREADS) as pool:
+            batches = list(pool.map(lambda step: draw_or_none(client, lineage, step), steps))
+        assert sum(batch is not None for batch in batches) == 3
+        client.mark(MarkRequest(version=f"1-{interval}", token=lineage.token))
+        client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+
+
+def test_a_batch_is_whole_however_much_is_evicted_meanwhile(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    """Every push evicts a sixth of what is stored, while a trainer trains and two draws run ahead of it."""
+    buffer = serve_buffer(buffer={"max_rollouts": 48})
+    client = buffer.client()
+    client.upload_prompts(make_prompts(8))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+    over = threading.Event()
+
+    def push_on() -> int:
+        pusher, num = buffer.client(), 0
+        while not over.is_set():
+            pusher.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=1))
+            num += 8
+        return num
+
+    num_steps, batches = 60, []
+    with ThreadPoolExecutor(3) as pool:
+        pushes = [pool.submit(push_on)]
+        try:
+            ahead = [pool.submit(client.draw_batch, request_of(lineage, step, 20.0)) for step in (1, 2)]
+            for step in range(1, num_steps + 1):
+                batches.append(ahead.pop(0).result())
+                client.ack(batches[-1].batch_id, AckRequest(lineage=1, step=step, token=lineage.token))
+                ahead.append(pool.submit(client.draw_batch, request_of(lineage, step + 2, 20.0)))
+            for future in ahead:
+                future.result()
+        finally:
+            over.set()
+        num_pushed = sum(future.result() for future in pushes)
+    assert num_pushed > 48  # all of the first ones are gone
+    for batch in batches:
+        assert [len(group.rollouts) for group in batch.groups] == [4] * 4
+        assert all({r.prompt_id for r in group.rollouts} == {group.prompt_id} for group in batch.groups)
+    numbers, run = counters(redis), client.run()
+    assert numbers["drawn"] - numbers.get("void", 0) == (num_steps + 2) * BATCH
+    assert numbers["trained"] == num_steps * BATCH
+    check = LedgerCheck(lineage_tree(run.parents), lineage=run.lineage, step=run.step)
+    for line in ledger_lines(client):
+        check.take(line)
+    assert (check.violations(), check.num_batches, run.step) == ([], num_steps, num_steps)
+    assert Counter(batch.batch_id for batch in batches).most_common(1)[0][1] == 1
+
+
+def test_a_batch_with_a_lost_rollout_is_never_answered_and_counts_as_void(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    client, lineage = filled(serve_buffer)
+    client.draw_batch(request_of(lineage, 1))
+    with Redis.from_url(redis.url) as connection:
+        connection.delete("tba:test:payloads")
+    for step in (1, 2):  # the open batch, and a new one
+        with pytest.raises(BusyError, match="evicted") as caught:
+            client.draw_batch(request_of(lineage, step))
+        assert caught.value.wait == "eviction"
+    numbers = counters(redis)
+    assert numbers["drawn"] == numbers["void"]
+    with pytest.raises(BusyError):
+        client.sample(4)

@@ -1,0 +1,94 @@
+"""Two buffer processes over one Redis: the one that started last owns the run, the other one can remove nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer.base import BaseWriter, read_head
+from tba_buffer.buffer import Buffer
+
+from tba.api import BatchRequest, LineageRequest
+from tba.clients import BufferClient
+from tba.clients.http import ServiceClient
+from tba.errors import SupersededError, UnavailableError
+from tests.support.buffer import make_payloads, make_prompts, make_recipe
+from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.redis_process import RedisProcess
+
+
+@pytest.fixture
+async def new_buffer(redis: RedisProcess) -> AsyncIterator[Callable[..., Buffer]]:  # noqa: F811
+    started: list[Buffer] = []
+
+    def make(**settings: int) -> Buffer:
+        started.append(Buffer(make_recipe(buffer={"redis_url": redis.url, **settings}), CollectorRegistry()))
+        return started[-1]
+
+    yield make
+    for buffer in started:
+        await buffer.stop()
+
+
+async def test_the_older_process_removes_nothing_and_serves_nothing(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer(max_rollouts=10)
+    await old.context.redis.flushall()
+    await old.start()
+    await old.catalog.upload(make_prompts(4))
+    lineage = await old.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await old.rollouts.push(make_payloads(["train-0"], per_prompt=10))
+    new = new_buffer()
+    await new.start()
+    assert (old.context.replica.number, new.context.replica.number) == (1, 2)
+
+    with pytest.raises(SupersededError, match="eviction of 3 rollouts was refused: a newer buffer process owns run"):
+        await old.rollouts.push(make_payloads(["train-1"], per_prompt=3))
+    index = await new.view.level()
+    assert (index.num_live, (await new.context.counters()).get("evicted:max_rollouts")) == (13, None)
+
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
+    with pytest.raises(SupersededError, match="newer buffer process"):
+        await old.draws.draw(request)
+    with pytest.raises(UnavailableError, match="newer buffer process"):
+        await old.rollouts.push(make_payloads(["train-1"]))
+    assert "newer buffer process owns run 'test' (this one was start number 1)" in str(await old.ready())
+    assert await new.ready() is None
+    assert (await new.draws.draw(request)).body
+
+
+async def test_the_older_process_switches_to_no_base(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer()
+    await old.context.redis.flushall()
+    await old.start()
+    await old.catalog.upload(make_prompts(4))
+    await old.rollouts.push(make_payloads(["train-0"], per_prompt=10))
+    index = await old.view.level()
+    new = new_buffer()
+    await new.start()
+    with pytest.raises(SupersededError, match="base of the log was refused"):
+        await BaseWriter(old.context, min_tail=1).keep_up(index)
+    assert (await read_head(new.context)).generation == 0
+    assert await new.context.redis.xlen(new.context.keys.log) == 1
+
+
+async def test_an_idle_older_process_is_soon_not_ready(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    old = serve_buffer()
+    client = old.client()
+    client.upload_prompts(make_prompts(1))
+    serve_buffer()
+    deadline_s = time.monotonic() + 30
+    while (answer := push_problem(client)) is None:  # the upkeep asks every second
+        assert time.monotonic() < deadline_s
+    assert "newer buffer process" in answer
+    with pytest.raises(UnavailableError, match="newer buffer process"):
+        ServiceClient(old.url, retry_s=0)._call("GET", "/readyz")
+
+
+def push_problem(client: BufferClient) -> str | None:
+    try:
+        client.push(make_payloads(["train-0"]))
+    except UnavailableError as error:
+        return str(error)
+    return None

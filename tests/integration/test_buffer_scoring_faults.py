@@ -1,0 +1,127 @@
+"""Scoring while replies of Redis get lost, and while the service ends: in one process, for the test to interfere."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer.buffer import Buffer
+
+from tba.api import RescoreInfo, RescoreRequest
+from tba.errors import UnavailableError
+from tba.wire import decode_rollout, encode_rollout
+from tests.support.buffer import make_prompts, make_recipe, make_rollout
+from tests.support.buffer_fixtures import redis  # noqa: F401
+from tests.support.redis_process import RedisProcess
+from tests.support.reward_server import RewardServer
+from tests.support.scored_buffer import reward  # noqa: F401
+
+NUM_ROLLOUTS = 60
+
+
+@pytest.fixture
+async def buffer(redis: RedisProcess, reward: RewardServer) -> AsyncIterator[Buffer]:  # noqa: F811
+    settings = {"redis_url": redis.url, "score_every_s": 0.01, "score_max_rollouts": 4}
+    started = Buffer(make_recipe(buffer=settings, reward={"url": reward.url}), CollectorRegistry())
+    await started.context.redis.flushall()
+    await started.start()
+    await started.catalog.upload(make_prompts(4))
+    yield started
+    await started.stop()
+
+
+async def finished(buffer: Buffer) -> RescoreInfo:
+    while (job := await buffer.rescoring.info()).state == "running":
+        await asyncio.sleep(0.01)
+    return job
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_rollout_is_left_out_or_counted_twice_when_redis_does_not_answer(
+    buffer: Buffer, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, scripts, num_lost = random.Random(seed), buffer.context.scripts, 0
+    run = scripts.run
+
+    async def lossy(name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        nonlocal num_lost
+        fault = rng.choice(["none", "before", "after"]) if name == "score" else "none"
+        num_lost += fault != "none"
+        if fault == "before":
+            raise UnavailableError("not sent")
+        reply = await run(name, keys, args)
+        if fault == "after":
+            raise UnavailableError("the reply is lost")
+        return reply
+
+    rollouts = [make_rollout(f"train-{i % 4}", reward=float(i)) for i in range(NUM_ROLLOUTS)]
+    pending = [make_rollout("train-0", reward=None) for _ in range(NUM_ROLLOUTS)]
+    await buffer.rollouts.push([encode_rollout(rollout) for rollout in rollouts])
+    await buffer.rescoring.start(RescoreRequest(only="scored"))
+    monkeypatch.setattr(scripts, "run", lossy)
+    await buffer.rollouts.push([encode_rollout(rollout) for rollout in pending])
+    job = await finished(buffer)
+    while (stats := await buffer.stats()).num_pending:
+        await asyncio.sleep(0.01)
+    assert num_lost > 5
+    assert (job.num_total, job.num_done, job.num_gone, job.num_failed) == (NUM_ROLLOUTS, NUM_ROLLOUTS, 0, 0)
+    assert job.num_changed == NUM_ROLLOUTS - 1  # one had a 10 before
+    assert job.reward_versions == {"addition-2": NUM_ROLLOUTS}
+    assert job.mean_reward_before == pytest.approx((NUM_ROLLOUTS - 1) / 2)
+    stored = await buffer.context.redis.hvals(buffer.context.keys.payloads)
+    assert {(r.reward, r.reward_version) for r in map(decode_rollout, stored)} == {(10.0, "addition-2")}
+    counters = await buffer.context.counters()
+    assert counters["rescored:scored"] == counters["scored_total"] == stats.num_scored == 2 * NUM_ROLLOUTS
+
+
+async def test_a_job_that_is_cancelled_while_it_is_being_scored_changes_nothing_more(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+) -> None:
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=1.0)) for _ in range(12)])
+    reward.gate.clear()
+    await buffer.rescoring.start(RescoreRequest())
+    while not reward.requests:
+        await asyncio.sleep(0.01)
+    position = (await buffer.stats()).log_position
+    assert (await buffer.rescoring.cancel()).state == "cancelled"
+    reward.gate.set()
+    while (await buffer.components.read())[1]:
+        await asyncio.sleep(0.01)
+    job = await buffer.rescoring.info()
+    assert (job.state, job.num_done, len(reward.requests)) == ("cancelled", 0, 1)
+    assert (await buffer.stats()).log_position == position
+
+
+async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_starts_leave_it(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+) -> None:
+    reward.gate.clear()
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
+    while not reward.requests:
+        await asyncio.sleep(0.01)
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
+    assert (await buffer.rescoring.start(RescoreRequest(only="pending"))).num_total == 7
+    reward.gate.set()
+    job = await finished(buffer)
+    assert (job.num_total, job.num_done, job.num_gone) == (3, 3, 0)
+    assert len(reward.asked) == 7
+    assert (await buffer.stats()).num_scored == 7
+
+
+async def test_the_task_ends_although_the_reward_service_does_not_answer(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+) -> None:
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
+    reward.gate.clear()
+    while not reward.requests:
+        await asyncio.sleep(0.01)
+    await buffer.scorer.stop()
+    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "scorer"] == []
+    assert not reward.gate.is_set()

@@ -1,0 +1,255 @@
+"""A snapshot that is written while rollouts are pushed, evicted and scored again is the state at one log position."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer.base import BaseWriter
+from tba_buffer.buffer import Buffer
+from tba_buffer.log import Evicted, Mark, Rescored, RolloutsAdded, parse_entry
+from tba_buffer.reward_link import RewardLink
+from tba_buffer.scoring import Scored, Scoring
+from tba_buffer.snapshots import jobs
+from tba_buffer.snapshots import save as saving
+from tba_buffer.snapshots import writer as writing
+from tba_buffer.snapshots.reader import SnapshotReader, read_manifest
+from tba_buffer.snapshots.save import SnapshotSave
+
+from tba.api import LineageRequest, LoadRequest, MarkRequest
+from tba.errors import StoreUnavailableError, UnavailableError
+from tba.store import FileStore
+from tba.wire import decode_rollout, encode_rollout
+from tba.wire.snapshot import SnapshotSource
+from tests.support.buffer import make_prompts, make_recipe, make_rollout
+from tests.support.buffer_fixtures import redis  # noqa: F401
+from tests.support.redis_process import RedisProcess
+
+CAP = 600
+SOURCE = SnapshotSource("test", "busy")
+
+
+class SlowStore(FileStore):
+    """A store whose writes take longer than what happens meanwhile."""
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        time.sleep(0.02)
+        super().put(key, data, create_only=create_only)
+
+
+@pytest.fixture
+async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:  # noqa: F811
+    started = Buffer(make_recipe(buffer={"redis_url": redis.url, "max_rollouts": CAP}), CollectorRegistry())
+    await started.context.redis.flushall()
+    await started.start()
+    yield started
+    await started.stop()
+
+
+class World:
+    """Pushes and re-scores; remembers what was pushed and what every re-scoring wrote, in the order of the log."""
+
+    def __init__(self, buffer: Buffer, seed: int) -> None:
+        self.buffer, self.random = buffer, random.Random(seed)
+        self.pushed: dict[bytes, bytes] = {}
+        self.rescored: list[dict[int, bytes]] = []
+        self.over = asyncio.Event()
+        self.scoring = Scoring(
+            buffer.context,
+            catalog=buffer.catalog,
+            view=buffer.view,
+            link=RewardLink(buffer.context, buffer.components),
+            evictor=buffer.evictor,
+        )
+
+    async def push(self, num: int) -> None:
+        rollouts = [make_rollout(f"train-{self.random.randrange(8)}", reward=self.random.random()) for _ in range(num)]
+        self.pushed |= {rollout.rollout_id: encode_rollout(rollout) for rollout in rollouts}
+        await self.buffer.rollouts.push([self.pushed[rollout.rollout_id] for rollout in rollouts])
+
+    async def rescore(self, num: int) -> None:
+        """Half of them get another reward, the others only another version of the same length with the same reward."""
+        buffer, context = self.buffer, self.buffer.context
+        async with context.mutating:
+            index = await buffer.view.level()
+            rows = index.live_rows()
+            rows = rows[self.random.sample(range(len(rows)), min(num, len(rows)))]
+            payloads = await context.redis.hmget(context.keys.payloads, index.rollout_ids(rows))
+            items = []
+            for position, payload in zip(index.column("position", rows).tolist(), payloads, strict=True):
+                before = decode_rollout(payload)
+                reward = before.reward if self.random.random() < 0.5 else self.random.random()
+                after = before.with_reward(reward or 0.0, f"addition-{self.random.randrange(9)}")
+                items.append(Scored(position, before, len(payload), after, encode_rollout(after)))
+            changed = [item for item, payload in zip(items, payloads, strict=True) if item.payload != payload]
+            if changed:
+                await self.scoring.store(changed)
+                self.rescored.append({item.position: item.payload for item in changed})
+
+    async def churn(self) -> None:
+        while not self.over.is_set():
+            await self.push(self.random.randrange(1, 40))
+            await self.rescore(self.random.randrange(1, 20))
+            await asyncio.sleep(0)
+
+    async def live_at(self, position: int) -> dict[int, bytes]:
+        """What the log says was live there: position -> payload."""
+        live: dict[int, bytes] = {}
+        rescored = iter(self.rescored)
+        for entry_id, fields in await self.buffer.context.redis.xrange(self.buffer.context.keys.log):
+            event = parse_entry(entry_id, fields)
+            last = int(entry_id.split(b"-")[0])
+            if last > position:
+                break
+            if isinstance(event, RolloutsAdded):
+                ids = [rollout_id.tobytes() for rollout_id in event.records["rollout_id"]]
+                live |= {event.first_position + at: self.pushed[rollout_id] for at, rollout_id in enumerate(ids)}
+            elif isinstance(event, Evicted):
+                for gone in event.positions.tolist():
+                    live.pop(gone, None)
+            elif isinstance(event, Rescored):
+                live |= {at: payload for at, payload in next(rescored).items() if at in live}
+            else:
+                assert isinstance(event, Mark)
+        return live
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+async def test_a_snapshot_is_what_was_live_at_its_position(
+    buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(writing, "OBJECT_BYTES", 20_000)
+    monkeypatch.setattr(saving, "LITTLE_BYTES", 5_000)
+    monkeypatch.setattr(saving, "MAX_PASSES", 4)
+    monkeypatch.setattr(saving, "READ_ROLLOUTS", 32)
+    world, store = World(buffer, seed), SlowStore(tmp_path / "store")
+    await buffer.catalog.upload(make_prompts(8, 2))
+    await world.push(CAP // 2)
+    churning = asyncio.create_task(world.churn())
+    before = (await buffer.view.level()).position
+    save = SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE)
+    manifest = await save.run()
+    world.over.set()
+    await churning
+
+    assert manifest.log_position > before
+    assert sum(1 for rescored in world.rescored if rescored) > 10
+    assert (await buffer.stats()).evicted["max_rollouts"] > 0
+    assert len(manifest.rollouts) > 5
+    assert save.writer.num_written > manifest.num_rollouts, "something was written in vain, or twice"
+    found, _ = await read_manifest(store, SOURCE)
+    assert found == manifest
+    reader = SnapshotReader(store, found)
+    places = await reader.places()
+    snapshot = dict(zip(places["position"].tolist(), await reader.payloads(places), strict=True))
+    expected = await world.live_at(manifest.log_position)
+    assert snapshot.keys() == expected.keys()
+    assert snapshot == expected
+    assert manifest.num_scored == len(snapshot)
+    assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [buffer.catalog.ids]
+
+
+class CuttingStore(FileStore):
+    """While the first object is written, rollouts are pushed, and a new base replaces the log."""
+
+    def __init__(self, folder: Path, buffer: Buffer, world: World) -> None:
+        super().__init__(folder)
+        self._buffer, self._world, self._is_cut = buffer, world, False
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        super().put(key, data, create_only=create_only)
+        if not self._is_cut:
+            self._is_cut = True
+            asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result()
+
+    async def _cut(self) -> None:
+        await self._world.push(30)
+        await BaseWriter(self._buffer.context, min_tail=0).keep_up(await self._buffer.view.level())
+
+
+async def test_a_log_that_was_cut_meanwhile_fails_the_save(
+    buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was scored again is read from the log; without it nobody could know."""
+    monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
+    world = World(buffer, 0)
+    store = CuttingStore(tmp_path / "store", buffer, world)
+    await buffer.catalog.upload(make_prompts(8))
+    await world.push(20)
+    with pytest.raises(UnavailableError, match="the log was cut"):
+        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+    assert store.size_bytes(SOURCE.manifest_key) is None
+
+
+async def test_another_buffer_process_makes_the_save_fail(buffer: Buffer, tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    await buffer.catalog.upload(make_prompts(8))
+    await World(buffer, 0).push(20)
+    await buffer.context.redis.incr(buffer.context.keys.replica)
+    with pytest.raises(UnavailableError, match="newer buffer process"):
+        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+    assert store.size_bytes(SOURCE.manifest_key) is None
+
+
+async def test_marks_and_lineages_are_saved(buffer: Buffer, tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    await buffer.catalog.upload(make_prompts(8))
+    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    positions = []
+    for step in range(30):
+        positions.append(await buffer.lineages.mark(MarkRequest(version=f"1-{step}", token=lineage.token)))
+        await World(buffer, step).push(1)
+    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+    assert [(mark.position, mark.version) for mark in manifest.marks] == [
+        (position, f"1-{step}") for step, position in enumerate(positions)
+    ]
+    assert {number: saved.parent for number, saved in manifest.lineages.items()} == {1: "0-0"}
+    assert (manifest.lineage, manifest.latest_version) == (1, "1-29")
+    assert np.all(np.diff(positions) == 2)
+
+
+class AwayStore(FileStore):
+    """Cannot be read while it is away."""
+
+    is_away, num_failures = True, 0
+
+    def get(self, key: str) -> bytes:
+        if self.is_away:
+            self.num_failures += 1
+            raise StoreUnavailableError(f"cannot read {key}: away; come back")
+        return super().get(key)
+
+
+async def test_a_load_waits_for_a_store_that_is_away(
+    buffer: Buffer,
+    redis: RedisProcess,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "RETRY_S", 0.01)
+    await buffer.catalog.upload(make_prompts(8))
+    await World(buffer, 0).push(50)
+    await SnapshotSave(buffer.context, buffer.view, buffer.catalog, FileStore(tmp_path / "store"), SOURCE).run()
+    other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
+    await other.start()
+    store = AwayStore(tmp_path / "store")
+    other.snapshots._opened = store
+    await other.snapshots.load(LoadRequest(source=str(SOURCE)))
+    while store.num_failures < 3:
+        with pytest.raises(UnavailableError, match="test/busy is being loaded"):
+            await other.snapshots.check_may_train()
+        await asyncio.sleep(0.01)
+    store.is_away = False
+    while (origin := await other.snapshots.origin()) is not None and origin.state == "loading":
+        await asyncio.sleep(0.01)
+    assert origin is not None
+    assert (origin.state, origin.num_loaded) == ("complete", 50)
+    await other.snapshots.check_may_train()
+    await other.stop()

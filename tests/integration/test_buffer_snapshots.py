@@ -1,0 +1,315 @@
+"""Snapshots over real Redis, HTTP and stores: what is saved is exactly what was live at one position of the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.api import LineageRequest, LoadRequest, MarkRequest, OriginInfo, SnapshotInfo
+from tba.clients import BufferClient
+from tba.config.sections import RunSection
+from tba.errors import ConflictError, NotFoundError
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.wire import Rollout, decode_rollout, encode_rollout
+from tba.wire.snapshot import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
+from tests.support.buffer import make_payloads, make_prompts, make_recipe, make_rollout, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.redis_process import RedisProcess
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def sections(store: FileStore, run: str = "test", **more: Any) -> dict[str, Any]:
+    return {"run": run, "store": {"url": store.url}, **more}
+
+
+def saved(client: BufferClient, name: str) -> SnapshotInfo:
+    """Save and wait."""
+    client.save_snapshot(name)
+    until(f"the end of saving {name}", lambda: client.get_snapshot(name).state != "saving")
+    return client.get_snapshot(name)
+
+
+def loaded(client: BufferClient, source: str, version: str | None = None) -> OriginInfo:
+    """Load and wait."""
+    client.load_snapshot(LoadRequest(source=source, version=version))
+    return ended_load(client)
+
+
+def ended_load(client: BufferClient) -> OriginInfo:
+    until("the end of the load", lambda: (o := client.run().origin) is not None and o.state != "loading")
+    origin = client.run().origin
+    assert origin is not None
+    return origin
+
+
+def manifest_of(store: FileStore, source: str) -> SnapshotManifest:
+    return decode_snapshot_manifest(store.get(SnapshotSource.parse(source).manifest_key))
+
+
+def stored(redis: RedisProcess, run: str = "test") -> dict[bytes, bytes]:  # noqa: F811
+    """Rollout id -> payload, as Redis has them."""
+    from redis import Redis
+
+    with Redis.from_url(redis.url) as client:
+        return client.hgetall(f"tba:{run}:payloads")  # pyright: ignore[reportReturnType]
+
+
+def log_of(redis: RedisProcess, run: str) -> list[bytes | str]:  # noqa: F811
+    """The log in its order: rollout ids, and versions of marks."""
+    from redis import Redis
+
+    found: list[bytes | str] = []
+    with Redis.from_url(redis.url) as client:
+        entries: Any = client.xrange(f"tba:{run}:log")
+    for _, fields in entries:
+        if b"r" in fields:
+            found += [fields[b"r"][at : at + 16] for at in range(0, len(fields[b"r"]), 57)]
+        elif b"m" in fields:
+            found.append(fields[b"m"].decode())
+    return found
+
+
+def content(payload: bytes, *, run: str) -> dict[str, Any]:
+    """A rollout as plain values; run and visit, which a load renames, are left out or as `run` has them."""
+    rollout: Rollout = decode_rollout(payload)
+    values = {name: getattr(rollout, name) for name in Rollout.__slots__}
+    assert values.pop("run") == run
+    values["visit_id"] = values["visit_id"].partition("@")[0]
+    return {name: value.tobytes() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def contents(payloads: dict[bytes, bytes], *, run: str) -> dict[bytes, dict[str, Any]]:
+    return {rollout_id: content(payload, run=run) for rollout_id, payload in payloads.items()}
+
+
+def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    store: FileStore,
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    old.upload_prompts(make_prompts(6, 2))
+    lineage = start_lineage(old)
+    old.push(make_payloads(["train-0", "train-1"]))
+    old.mark(MarkRequest(version="1-0", token=lineage.token))
+    made_by = PolicyVersion(1, 0)
+    pending = encode_rollout(make_rollout("train-2", reward=None, version=made_by))
+    old.push([*make_payloads(["train-2"], version=made_by), pending])
+    before = stored(redis)
+    info = saved(old, "end")
+    assert (info.state, info.num_rollouts, info.log_position) == ("complete", 13, 15)
+    assert old.snapshots() == ["end"]
+
+    new = serve_buffer(**sections(store, "other")).client()
+    new.upload_prompts(make_prompts(1))
+    origin = loaded(new, "test/end")
+    assert (origin.state, origin.num_rollouts, origin.num_loaded, origin.version) == ("complete", 13, 13, None)
+    after = stored(redis, "other")
+    assert contents(after, run="other") == contents(before, run="test")
+    assert all(decode_rollout(payload).visit_id == "visit-of-nobody@test" for payload in after.values())
+    assert log_of(redis, "other") == log_of(redis, "test")
+    stats = new.stats()
+    assert (stats.num_scored, stats.num_pending, stats.num_prompts_train, stats.num_prompts_heldout) == (12, 1, 6, 2)
+    assert stats.rollouts_generated == 0
+    assert new.run().parents == {1: "0-0"}
+    assert new.new_lineage(LineageRequest(trainer_id="t", parent="0-0")).lineage == 2
+    with pytest.raises(ConflictError, match="has begun with snapshot test/end"):
+        new.load_snapshot(LoadRequest(source="third/none"))
+
+
+def fill(client: BufferClient) -> list[list[bytes]]:
+    """Versions 0-0, 1-1 and 1-2 are announced, with four rollouts after each; returns their ids."""
+    client.upload_prompts(make_prompts(4))
+    lineage, groups = start_lineage(client), []
+    for step in range(3):
+        version = PolicyVersion(1, step) if step else PolicyVersion(0, 0)
+        if step:
+            client.mark(MarkRequest(version=str(version), token=lineage.token))
+        rollouts = [make_rollout(f"train-{step}", reward=float(i), version=version) for i in range(4)]
+        client.push([encode_rollout(rollout) for rollout in rollouts])
+        groups.append([rollout.rollout_id for rollout in rollouts])
+    return groups
+
+
+def test_a_fork_takes_what_arrived_before_the_mark_of_its_version(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    store: FileStore,
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    groups = fill(old)
+    assert saved(old, "all").num_rollouts == 12
+    assert [mark.version for mark in manifest_of(store, "test/all").marks] == ["0-0", "1-1", "1-2"]
+
+    new = serve_buffer(**sections(store, "fork")).client()
+    origin = loaded(new, "test/all", "1-2")
+    assert (origin.state, origin.version, origin.num_rollouts, origin.lineage) == ("complete", "1-2", 8, 1)
+    assert log_of(redis, "fork") == ["0 0", *groups[0], "1 1", *groups[1]]
+    with pytest.raises(ConflictError, match="no trainer made version 1-3"):
+        new.new_lineage(LineageRequest(trainer_id="t", parent="1-3"))
+    lineage = new.new_lineage(LineageRequest(trainer_id="t", parent="1-2"))
+    assert lineage.lineage == 2
+    new.mark(MarkRequest(version="2-2", token=lineage.token))
+    assert (new.run().parents, new.run().step) == ({1: "0-0", 2: "1-2"}, 2)
+    old_rollout = encode_rollout(make_rollout("train-3", run="fork", version=PolicyVersion(1, 2)))
+    assert new.push([old_rollout]).outcomes[0].outcome == "new"
+
+
+def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, store: FileStore) -> None:  # noqa: F811
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    new = serve_buffer(**sections(store, "fork")).client()
+    origin = loaded(new, "test/all", "1-7")
+    assert origin.state == "failed"
+    assert "no mark of version 1-7" in (origin.reason or "")
+    with pytest.raises(ConflictError, match="could not be loaded"):
+        new.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    assert loaded(new, "test/all", "1-2").state == "complete"
+
+
+def test_a_snapshot_is_never_overwritten_and_only_known_ones_are_found(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    store: FileStore,
+) -> None:
+    client = serve_buffer(**sections(store)).client()
+    fill(client)
+    first = saved(client, "one")
+    with pytest.raises(ConflictError, match="test/one exists already"):
+        client.save_snapshot("one")
+    assert client.get_snapshot("one") == first
+    with pytest.raises(NotFoundError, match="there is no snapshot test/two"):
+        client.get_snapshot("two")
+    other = serve_buffer(**sections(store, "other")).client()
+    assert "there is no snapshot test/two" in (loaded(other, "test/two").reason or "")
+
+
+def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: ServeBuffer, store: FileStore) -> None:  # noqa: F811
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    with pytest.raises(ConflictError, match="has begun with a trainer"):
+        old.load_snapshot(LoadRequest(source="test/all"))
+    pushed = serve_buffer(**sections(store, "pushed")).client()
+    pushed.upload_prompts(make_prompts(1))
+    pushed.push(make_payloads(["train-0"], run="pushed"))
+    origin = loaded(pushed, "test/all")
+    assert (origin.state, pushed.stats().num_rollouts) == ("failed", 4)
+    assert "has begun" in (origin.reason or "")
+
+
+def test_a_load_that_is_repeated_changes_nothing(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    store: FileStore,
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    new = serve_buffer(**sections(store, "other")).client()
+    loaded(new, "test/all")
+    before = (log_of(redis, "other"), stored(redis, "other"))
+    assert loaded(new, "test/all").state == "complete"
+    assert (log_of(redis, "other"), stored(redis, "other")) == before
+
+
+def test_another_policy_temperature_and_prompts_with_other_content_are_refused(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    store: FileStore,
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    hot = serve_buffer(**sections(store, "hot", model={"policy_temperature": 0.5})).client()
+    assert "policy_temperature 1, and this run has 0.5" in (loaded(hot, "test/all").reason or "")
+    other = serve_buffer(**sections(store, "other")).client()
+    other.upload_prompts([make_prompts(1)[0].model_copy(update={"text": "9+9="})])
+    assert "prompt 'train-0'" in (loaded(other, "test/all").reason or "")
+    assert other.stats().num_prompts_train == 1
+
+
+def test_a_run_keeps_its_caps_when_the_snapshot_holds_more(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    store: FileStore,
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    groups = fill(old)
+    saved(old, "all")
+    new = serve_buffer(**sections(store, "small", buffer={"max_rollouts": 8})).client()
+    assert loaded(new, "test/all").state == "complete"
+    assert stored(redis, "small").keys() == {*groups[1], *groups[2]}
+    assert new.stats().evicted == {"max_rollouts": 4}
+
+
+def with_snapshot(redis: RedisProcess, store: FileStore, run: str, snapshot: str, **more: Any) -> BufferThread:  # noqa: F811
+    """A buffer whose recipe says what the run begins with."""
+    recipe = make_recipe(run=run, store={"url": store.url}, buffer={"redis_url": redis.url}, **more)
+    section = RunSection(name=run, snapshot=snapshot)
+    return BufferThread(recipe.model_copy(update={"run": section}))
+
+
+def test_the_recipe_says_what_a_run_begins_with(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    store: FileStore,
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    buffer = with_snapshot(redis, store, "other", "test/all")
+    try:
+        client = buffer.client(retry_s=20.0)
+        client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))  # waits for the load
+        assert client.run().origin == ended_load(client)
+        assert client.stats().num_rollouts == 12
+    finally:
+        buffer.stop()
+    again = with_snapshot(redis, store, "other", "test/all")
+    try:
+        assert ended_load(again.client()).state == "complete"
+        assert again.client().stats().num_rollouts == 12
+    finally:
+        again.stop()
+
+
+def test_a_run_that_should_begin_with_a_snapshot_but_cannot_takes_no_trainer(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    store: FileStore,
+) -> None:
+    buffer = with_snapshot(redis, store, "other", "test/none")
+    try:
+        assert ended_load(buffer.client()).state == "failed"
+        with pytest.raises(ConflictError, match="there is no snapshot test/none"):
+            buffer.client().new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    finally:
+        buffer.stop()
+    start_lineage(serve_buffer(**sections(store, "late")).client())
+    late = with_snapshot(redis, store, "late", "test/none")
+    try:
+        with pytest.raises(ConflictError, match="has begun without it"):
+            late.client().new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    finally:
+        late.stop()
+
+
+def test_a_store_that_is_away_fails_the_save_with_its_reason(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "store").write_text("not a folder")
+    client = serve_buffer(**sections(FileStore(tmp_path / "store"))).client()
+    fill(client)
+    info = saved(client, "end")
+    assert (info.state, info.log_position) == ("failed", None)
+    assert "correct store.url" in (info.reason or "")

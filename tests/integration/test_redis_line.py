@@ -1,0 +1,147 @@
+"""The shared connection to Redis: replies find their callers, whatever happens to other calls and to the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
+from tba_buffer import redis_line
+from tba_buffer.redis_line import RedisLine
+from tba_buffer.redis_link import connect
+
+from tests.support.redis_process import RedisProcess, start_redis
+
+
+async def nothing_more(connection: Any) -> None:
+    await connection.on_connect()
+
+
+@pytest.fixture
+async def redis(tmp_path: Path) -> AsyncIterator[RedisProcess]:
+    process = start_redis(tmp_path)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def client(redis: RedisProcess) -> AsyncIterator[Redis]:
+    connected = connect(redis.url, nothing_more)
+    yield connected
+    await connected.aclose()
+
+
+@pytest.fixture
+async def line(client: Redis) -> AsyncIterator[RedisLine]:
+    shared = RedisLine(client)
+    yield shared
+    await shared.aclose()
+
+
+async def test_calls_at_once_get_their_own_replies(client: Redis, line: RedisLine) -> None:
+    payloads = {f"key-{i}": bytes([i]) * (10 if i % 3 else 300_000) for i in range(60)}
+
+    async def write_and_read(key: str, payload: bytes) -> None:
+        assert await line.run(("SET", key, payload)) == [b"OK"]
+        assert await line.run(("GET", key), ("STRLEN", key)) == [payload, len(payload)]
+
+    await asyncio.gather(*(write_and_read(key, payload) for key, payload in payloads.items()))
+    others = [info for info in await client.client_list() if not info["cmd"].startswith("client")]
+    assert len(others) == 1  # all of it over one connection
+
+
+async def test_an_error_reply_is_raised_where_it_belongs(line: RedisLine) -> None:
+    await line.run(("SET", "text", "x"))
+    other = asyncio.create_task(line.run(("ECHO", "y")))
+    with pytest.raises(ResponseError, match="not an integer"):
+        await line.run(("GET", "text"), ("INCR", "text"), ("APPEND", "text", "z"))
+    assert await line.run(("GET", "text")) == [b"xz"]
+    assert await other == [b"y"]
+
+
+async def test_what_cannot_be_sent_disturbs_nobody(line: RedisLine) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        await line.run(("GET", "x"), ("GET", "\ud800"))
+    with pytest.raises(TypeError):
+        await line.run(("GET", None))  # pyright: ignore[reportArgumentType]
+    assert await line.run(("ECHO", "x")) == [b"x"]
+
+
+async def test_a_caller_that_gives_up_leaves_the_others_alone(line: RedisLine) -> None:
+    tasks = [asyncio.create_task(line.run(("ECHO", str(i)))) for i in range(50)]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    for i, reply in enumerate(replies):
+        assert isinstance(reply, asyncio.CancelledError) or reply == [str(i).encode()]
+    assert all(replies[i] == [str(i).encode()] for i in range(1, 50, 2))
+
+
+async def test_a_dead_connection_is_replaced_and_the_call_repeated_once(client: Redis, line: RedisLine) -> None:
+    await line.run(("PING",))
+    await client.client_kill_filter(_type="normal", skipme=True)
+    assert await asyncio.gather(*(line.run(("ECHO", str(i))) for i in range(5))) == [[b"%d" % i] for i in range(5)]
+
+
+async def test_without_redis_a_call_fails_and_with_it_the_next_one_works(line: RedisLine, redis: RedisProcess) -> None:
+    await line.run(("SET", "key", "value"))
+    waiting = asyncio.create_task(line.run(("BLPOP", "nothing", "0")))
+    await asyncio.sleep(0.01)
+    redis.kill()
+    with pytest.raises(ConnectionError):
+        await waiting
+    with pytest.raises(ConnectionError):
+        await line.run(("GET", "key"))
+    redis.start()
+    assert await line.run(("GET", "key")) == [b"value"]
+
+
+async def test_a_late_reply_goes_to_nobody(
+    line: RedisLine, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await line.run(("SET", "counter", "1"))
+    monkeypatch.setattr(redis_line, "SOCKET_TIMEOUT_S", 0.3)
+    redis.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            await line.run(("INCR", "counter"))  # never repeated: it may still be running
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
+    monkeypatch.undo()
+    replies = await asyncio.gather(*(line.run(("ECHO", str(i)), ("GET", "counter")) for i in range(5)))
+    assert replies == [[b"%d" % i, b"2"] for i in range(5)]
+
+
+async def test_what_is_under_way_with_a_late_call_still_gets_its_reply(
+    line: RedisLine, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await line.run(("SET", "key", "value"))
+    redis.process.send_signal(signal.SIGSTOP)
+    try:
+        patient = asyncio.create_task(line.run(("GET", "key")))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(redis_line, "SOCKET_TIMEOUT_S", 0.2)
+        with pytest.raises(TimeoutError):
+            await line.run(("GET", "key"))
+        assert not patient.done()
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
+    assert await patient == [b"value"]
+
+
+async def test_closing_ends_what_waits(client: Redis) -> None:
+    line = RedisLine(client)
+    waiting = asyncio.create_task(line.run(("BLPOP", "nothing", "0")))
+    await asyncio.sleep(0.05)
+    await line.aclose()
+    with pytest.raises(ConnectionError):
+        await waiting
+    with pytest.raises(ConnectionError, match="closed"):
+        await line.run(("PING",))
+    await line.aclose()

@@ -1,0 +1,92 @@
+"""`tba rescore` beside the real services: a reward gets a new version, and everything that is stored its new reward."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tba.cli.main import main
+from tba.wire import encode_rollout
+from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, make_rollout, start_stack
+from tests.support.redis_process import free_port
+from tests.support.scored_buffer import stored_rollouts
+from tests.support.waiting import until
+
+
+@contextmanager
+def reward_service(stack: Stack, folder: Path, value: int) -> Iterator[None]:
+    """`python -m tba_reward` with version `versioned-<value>`."""
+    environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "TBA_TEST_REWARD": str(value)}
+    with (folder / "reward.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tba_reward", "--config", str(stack.buffer.recipe_path)],
+            env={**os.environ, **environ},
+            stdout=log,
+            stderr=log,
+        )
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "reward.log").read_text()
+        try:
+            return httpx2.get(f"{stack.recipe.reward_url}/readyz").status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    try:
+        until("the reward service is ready", is_ready)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    reward = {"port": free_port(), "plugins": ["tests.support.versioned_reward"], "num_workers": 1}
+    started = start_stack(tmp_path, reward=reward)
+    yield started
+    started.stop()
+
+
+def test_a_new_version_of_a_reward_reaches_everything_that_is_stored(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = stack.client
+    client.upload_prompts([p.model_copy(update={"task": "versioned"}) for p in make_prompts(4)])
+    rollouts = [make_rollout(f"train-{i % 4}", task="versioned", reward=None) for i in range(300)]
+    client.push([encode_rollout(rollout) for rollout in rollouts])
+
+    def tba(*words: str) -> tuple[int, str]:
+        code = main(["rescore", "--url", stack.buffer.url, *words])
+        return code, capsys.readouterr().out
+
+    def rewards() -> set[tuple[float | None, str | None]]:
+        return {(r.reward, r.reward_version) for r in stored_rollouts(stack.redis).values()}
+
+    with reward_service(stack, tmp_path, 1):
+        until("all are scored", lambda: client.stats().num_scored == 300)
+        assert rewards() == {(1.0, "versioned-1")}
+    with reward_service(stack, tmp_path, 2):
+        code, out = tba("--wait")
+        assert code == 0
+        assert "done after" in out
+        assert "mean reward       1.0000      2.0000" in out
+        assert rewards() == {(2.0, "versioned-2")}
+    code, out = tba("--task", "versioned", "--json")  # nobody scores: it waits, and can be cancelled
+    assert (code, json.loads(out)["state"]) == (0, "running")
+    until("it says why", lambda: "does not answer" in tba("--show")[1])
+    code, out = tba("--cancel", "--json")
+    job: dict[str, Any] = json.loads(out)
+    assert (code, job["state"], job["num_done"], job["num_total"]) == (0, "cancelled", 0, 300)
+    assert main(["rescore", "--url", stack.buffer.url, "--task", "gsm8k"]) == 2
+    assert "no prompt of this run has the task 'gsm8k'" in capsys.readouterr().err
+    assert rewards() == {(2.0, "versioned-2")}

@@ -1,0 +1,76 @@
+"""The bounds of the buffer as a few lists: what tba_buffer.bounds is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tba_buffer.bounds import BoundSettings
+
+from tba.versions import START, LineageTree, PolicyVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One stored rollout; `tokens` stands for what its tokens hash to, 0 for nothing."""
+
+    position: int
+    rollout_id: bytes
+    prompt: int
+    status: str = "scored"
+    reward: float | None = 1.0
+    num_bytes: int = 100
+    num_tokens: int = 3
+    tokens: int = 0
+    version: PolicyVersion = START
+
+    def rescored(self, reward: float, num_bytes: int) -> Stored:
+        """The same with a known reward."""
+        return replace(self, status="scored", reward=reward, num_bytes=num_bytes)
+
+
+def plan(
+    live: list[Stored], settings: BoundSettings, tree: LineageTree, now: PolicyVersion | None
+) -> list[tuple[str, list[Stored]]]:
+    """(reason, rollouts) of what must go, of fewer than EXACT_BELOW rollouts by ascending position."""
+    left = list(live)
+    planned = []
+
+    def take(reason: str, gone: list[Stored]) -> None:
+        if gone:
+            planned.append((reason, gone))
+            for rollout in gone:
+                left.remove(rollout)
+
+    def first(rollouts: list[Stored]) -> list[Stored]:
+        """In the order of eviction."""
+        if settings.evict == "oldest":
+            return rollouts
+        kinds = {"failed": 0, "scored": 1, "pending": 2}
+        return sorted(rollouts, key=lambda r: (kinds[r.status], r.reward or 0.0, r.position))
+
+    if settings.deduplicate:
+        take("duplicate_tokens", [r for r in left if any(_replaces(other, r) for other in left)])
+    limit = settings.max_policy_age_steps
+    if limit is not None and now is not None:
+        take("policy_age", [r for r in left if tree.policy_age(r.version, now) > limit])
+    cap = settings.max_rollouts_per_prompt
+    if cap is not None:
+        prompts = {r.prompt: [other for other in left if other.prompt == r.prompt] for r in left}
+        take("prompt_cap", [r for rollouts in prompts.values() for r in first(rollouts)[: max(0, len(rollouts) - cap)]])
+    take("max_rollouts", first(left)[: max(0, len(left) - settings.max_rollouts)])
+    too_much, gone = sum(r.num_bytes for r in left) - settings.max_bytes, []
+    for rollout in first(left):
+        if too_much > 0:
+            gone.append(rollout)
+            too_much -= rollout.num_bytes
+    take("max_bytes", gone)
+    return planned
+
+
+def _replaces(newer: Stored, older: Stored) -> bool:
+    return (
+        newer.position > older.position
+        and newer.prompt == older.prompt
+        and newer.tokens == older.tokens
+        and bool(newer.tokens)
+    )

@@ -1,0 +1,252 @@
+"""A buffer under load that something terrible happens to, and the checks of what has to be true afterwards.
+
+load     pushers push visits of several prompts, again and again with the same ids until they are acknowledged;
+         doublers push what others push, in another order, at the same time; one trainer draws and acks step by step
+fault    one function, at a random moment
+after    the load goes on for a moment, ends, and `check` compares Redis, index, stats and ledger with what the load
+         was told: every acknowledged rollout exactly once (or evicted and counted), no batch half acked
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from redis import Redis
+
+from tba.api import AckRequest, BatchRequest
+from tba.clients import BufferClient
+from tba.errors import BusyError, ServiceError, UnavailableError, VoidBatchError
+from tba.local.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
+from tba.wire import decode_rollout
+from tests.support.buffer import Stack, make_payloads, make_prompts, start_lineage
+
+NUM_PROMPTS = 6
+NUM_PUSHERS = 3
+NUM_TRIALS = int(os.environ.get("CHAOS_TRIALS", "1"))
+RECOVERY_S = 60.0
+Fault = Callable[[Stack, random.Random], None]
+
+
+class Pusher(threading.Thread):
+    """Pushes without pause, each push until it is acknowledged; `shared` holds what doublers push as well."""
+
+    def __init__(self, stack: Stack, name: str, shared: list[list[bytes]], num_tokens: int) -> None:
+        super().__init__(daemon=True, name=name)
+        self._client = stack.buffer.client(retry_s=0)
+        self._shared = shared
+        self._num_tokens = num_tokens
+        self._random = random.Random(name)
+        self.acked: dict[bytes, bytes] = {}
+        self.attempted: dict[bytes, bytes] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.num_failures = 0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            payloads = self._next()
+            items = {decode_rollout(payload).rollout_id: payload for payload in payloads}
+            self.attempted.update(items)
+            while not self.over.is_set():
+                try:
+                    reply = self._client.push(payloads)
+                except (UnavailableError, BusyError):
+                    self.num_failures += 1
+                    self.over.wait(0.05)
+                    continue
+                self.outcomes.update(outcome.outcome for outcome in reply.outcomes)
+                self.acked.update(items)
+                break
+
+    def _next(self) -> list[bytes]:
+        prompts = [f"train-{self._random.randrange(NUM_PROMPTS)}" for _ in range(2)]
+        payloads = make_payloads(prompts, per_prompt=4, searcher_id=self.name, num_tokens=self._num_tokens)
+        self._shared.append(payloads)
+        return payloads
+
+
+class Doubler(Pusher):
+    """Pushes in reverse order what pushers have begun to push, often at the same time."""
+
+    def _next(self) -> list[bytes]:
+        while not self._shared and not self.over.is_set():
+            time.sleep(0.001)
+        picked = self._random.choice(self._shared[-3:]) if self._shared else []
+        return picked[::-1] or make_payloads(["train-0"], per_prompt=1)
+
+
+class Trainer(threading.Thread):
+    """Draws and acks step by step; a void batch is drawn anew, an ack without an answer is repeated."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__(daemon=True, name="trainer")
+        self._client = stack.buffer.client(retry_s=0)
+        self._lineage = start_lineage(self._client)
+        self.acked: list[tuple[int, str]] = []
+        self.unsure: tuple[int, str] | None = None
+        self.num_void = 0
+        self.error: BaseException | None = None
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            step = 1
+            while not self.over.is_set():
+                if self._step(step):
+                    step += 1
+        except BaseException as error:  # shown by check()
+            self.error = error
+
+    def _step(self, step: int) -> bool:
+        lineage = self._lineage
+        batch = self._until_answered(
+            lambda: self._client.draw_batch(
+                BatchRequest(trainer_id="trainer", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=0.2)
+            )
+        )
+        if batch is None:
+            return False
+        num = len(batch.rollouts)
+        request = AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, policy_ages=[0] * num)
+        self.unsure = (step, batch.batch_id)
+        try:
+            acked = self._until_answered(lambda: self._client.ack(batch.batch_id, request) or True)
+        except VoidBatchError:
+            self.num_void += 1
+            self.unsure = None
+            return False
+        if acked:
+            self.acked.append((step, batch.batch_id))
+            self.unsure = None
+        return bool(acked)
+
+    def _until_answered(self, call: Callable[[], Any]) -> Any:
+        while not self.over.is_set():
+            try:
+                return call()
+            except (UnavailableError, BusyError):
+                self.over.wait(0.02)
+        return None
+
+
+@dataclass
+class Trial:
+    """One trial: a stack, its load, a seed."""
+
+    stack: Stack
+    seed: int
+    num_tokens: int = 3
+    load: list[Pusher] = field(default_factory=list)
+    trainer: Trainer = field(init=False)
+
+    def run(self, fault: Fault, *, before_s: float = 0.6, after_s: float = 0.6) -> Counter[str]:
+        """Load, fault, load, end, check; answers what happened, counted."""
+        rng = random.Random(self.seed)
+        client = self.stack.client
+        client.upload_prompts(make_prompts(NUM_PROMPTS))
+        self.trainer = Trainer(self.stack)
+        shared: list[list[bytes]] = []
+        for number in range(NUM_PUSHERS):
+            self.load.append(Pusher(self.stack, f"pusher-{self.seed}-{number}", shared, self.num_tokens))
+        self.load.append(Doubler(self.stack, f"doubler-{self.seed}", shared, self.num_tokens))
+        for thread in (*self.load, self.trainer):
+            thread.start()
+        time.sleep(rng.uniform(0.2, before_s))
+        fault(self.stack, rng)
+        self._until_it_goes_on()
+        time.sleep(after_s)
+        for thread in (*self.load, self.trainer):
+            thread.over.set()
+        for thread in (*self.load, self.trainer):
+            thread.join(timeout=30)
+            assert not thread.is_alive(), f"{thread.name} hangs"
+        return self.check()
+
+    def _until_it_goes_on(self) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        before = sum(len(pusher.acked) for pusher in self.load)
+        while sum(len(pusher.acked) for pusher in self.load) == before:
+            assert time.monotonic() < deadline, "no push was acknowledged again after the fault"
+            time.sleep(0.02)
+
+    def check(self) -> Counter[str]:
+        """Everything that has to be true now."""
+        if self.trainer.error is not None:
+            raise self.trainer.error
+        attempted = {rid: data for pusher in self.load for rid, data in pusher.attempted.items()}
+        acked = {rid for pusher in self.load for rid in pusher.acked}
+        with Redis.from_url(self.stack.redis.url) as redis:
+            stored: dict[bytes, bytes] = redis.hgetall("tba:test:payloads")  # type: ignore[assignment]
+        stats = self.stack.client.stats()
+        num_evicted = sum(stats.evicted.values())
+        index = asyncio.run(_index(self.stack))
+        rows = index.live_rows()
+        assert stored.items() <= attempted.items(), "something is stored that nobody pushed, or other bytes"
+        assert sorted(index.rollout_ids(rows)) == sorted(stored), "index and payloads disagree"
+        assert stats.num_rollouts == len(stored)
+        assert stats.payload_bytes == sum(map(len, stored.values()))
+        assert stats.rollouts_generated == stats.pushed["new"] == len(stored) + num_evicted
+        assert stats.rollouts_generated <= len(attempted), "something was stored twice"
+        missing = acked - stored.keys()
+        assert len(missing) <= num_evicted, f"{len(missing)} acknowledged rollouts are gone, {num_evicted} were evicted"
+        assert stats.num_rollouts <= self.stack.recipe.buffer.max_rollouts
+        self._check_ledger(stats.rollouts_trained)
+        return Counter(
+            acked=len(acked),
+            stored=len(stored),
+            evicted=num_evicted,
+            duplicates=sum(pusher.outcomes["duplicate"] for pusher in self.load),
+            failed_pushes=sum(pusher.num_failures for pusher in self.load),
+            steps=len(self.trainer.acked),
+            void=self.trainer.num_void,
+        )
+
+    def _check_ledger(self, num_trained: int) -> None:
+        client = self.stack.client
+        info, lines = client.run(), list(ledger_lines(client))
+        check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step)
+        for line in lines:
+            check.take(line)
+        assert check.violations() == []
+        entries = batch_entries(lines)
+        batches = [(entry.step, entry.batch_id) for entry in entries]
+        known = [*self.trainer.acked, *([self.trainer.unsure] if self.trainer.unsure else [])]
+        assert batches in (self.trainer.acked, known), "the ledger is not what the trainer was told"
+        assert num_trained == sum(entry.num_rollouts for entry in entries)
+
+
+async def _index(stack: Stack) -> Any:
+    """The index that a new process would build from Redis."""
+    from tba_buffer.buffer import Buffer
+
+    buffer = Buffer(stack.recipe, CollectorRegistry())
+    try:
+        return await buffer.view.level()
+    finally:
+        await buffer.context.redis.aclose()
+
+
+def until_ready(stack: Stack) -> None:
+    """Until the buffer answers requests again.
+
+    Raises:
+        AssertionError: not within RECOVERY_S.
+    """
+    deadline = time.monotonic() + RECOVERY_S
+    client: BufferClient = stack.buffer.client(retry_s=0)
+    while True:
+        try:
+            client.stats()
+            return
+        except ServiceError:
+            assert time.monotonic() < deadline, "the buffer does not answer again"
+            time.sleep(0.05)

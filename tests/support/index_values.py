@@ -1,0 +1,77 @@
+"""Builders of log events and of indexes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tba_buffer.index import Index, IndexSettings
+from tba_buffer.log import CHANGE_DTYPE, RECORD_DTYPE, STATUS_CODES, Event, Evicted, Rescored, RolloutsAdded
+
+from tba.versions import START, PolicyVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """What a record says of one rollout. A reward of none with status `scored` is 0."""
+
+    prompt: int = 0
+    reward: float = 0.0
+    status: str = "scored"
+    version: PolicyVersion = START
+    num_bytes: int = 10
+
+
+def make_added(first_position: int, items: Sequence[Item]) -> RolloutsAdded:
+    """A push. The id of a rollout is a function of its position."""
+    records = np.zeros(len(items), dtype=RECORD_DTYPE)
+    for number, item in enumerate(items):
+        position = first_position + number
+        records[number] = (
+            rollout_id_at(position),
+            item.reward if item.status == "scored" else float("nan"),
+            item.version.lineage,
+            item.version.step,
+            item.prompt,
+            item.num_bytes,
+            5,
+            position * 31,
+            STATUS_CODES[item.status],
+        )
+    return RolloutsAdded(first_position, records)
+
+
+def rollout_id_at(position: int) -> bytes:
+    """The id that `make_added` gives."""
+    return hashlib.md5(str(position).encode(), usedforsecurity=False).digest()
+
+
+def make_evicted(position: int, positions: Sequence[int], reason: str = "max_rollouts") -> Evicted:
+    """An eviction."""
+    return Evicted(position, np.array(positions, dtype="<u8"), reason)
+
+
+def make_rescored(position: int, items: dict[int, Item]) -> Rescored:
+    """New rewards, sizes and statuses of the rollouts at some positions."""
+    changes = np.zeros(len(items), dtype=CHANGE_DTYPE)
+    for number, (at, item) in enumerate(items.items()):
+        reward = item.reward if item.status == "scored" else float("nan")
+        changes[number] = (at, reward, item.num_bytes, STATUS_CODES[item.status])
+    return Rescored(position, changes)
+
+
+def make_index(*events: Event, **settings: Any) -> Index:
+    """An index after these events."""
+    index = Index(IndexSettings(**settings))
+    for event in events:
+        index.apply(event)
+    return index
+
+
+def index_of(rewards: Sequence[Sequence[float]], **settings: Any) -> Index:
+    """An index whose prompt p has rollouts with rewards[p]; one prompt after the other."""
+    items = [Item(prompt=prompt, reward=reward) for prompt, group in enumerate(rewards) for reward in group]
+    return make_index(make_added(1, items), **settings)

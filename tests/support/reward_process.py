@@ -1,0 +1,48 @@
+"""The real reward service in a process of its own: import `reward_url`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.buffer import SERVICE_PATHS, make_recipe, write_recipe
+from tests.support.redis_process import free_port
+
+
+@pytest.fixture(scope="module")
+def reward_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where it answers."""
+    folder, port = tmp_path_factory.mktemp("reward"), free_port()
+    recipe = write_recipe(folder / "recipe.json", make_recipe(reward={"port": port, "num_workers": 1, "max_items": 8}))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tba_reward", "--config", str(recipe)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
+            stdout=log,
+            stderr=log,
+        )
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while not _is_ready(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the reward service did not start: {(folder / 'log').read_text()[-3000:]}")
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
+            return response.status == 200
+    except (OSError, urllib.error.URLError):
+        return False

@@ -1,0 +1,96 @@
+"""A reward service whose answers a test decides, over real HTTP; it can be away, slow, busy or refuse."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Item = dict[str, Any]
+Answer = float | str
+"""A reward, or the reason of an error."""
+
+
+class RewardServer:
+    """POST /v1/score and GET /v1/rewards.
+
+    `score` answers one item; `version` is that of every reward. With the `gate` closed (cleared) requests are taken and
+    held. `refusal` answers a whole request with another status.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = ["addition", "other"]
+        self.version = "addition-2"
+        self.score: Callable[[Item], Answer] = lambda item: 10.0
+        self.refusal: Callable[[list[Item]], tuple[int, dict[str, Any]] | None] = lambda items: None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.requests: list[list[Item]] = []
+        """The items of every request that was taken up, in order."""
+        self.tokens: set[str | None] = set()
+        self._server = self._listen(0)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    @property
+    def asked(self) -> list[Item]:
+        """All items that were taken up, in order."""
+        return [item for items in self.requests for item in items]
+
+    def leave(self) -> None:
+        """Go away: connections are refused."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def come_back(self) -> None:
+        """Listen on the same port again."""
+        self._server = self._listen(self._server.server_port)
+
+    def stop(self) -> None:
+        """End it, and answer what is held."""
+        self.gate.set()
+        self.leave()
+
+    def _listen(self, port: int) -> ThreadingHTTPServer:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                info = {"version": outer.version, "fast": True, "health": "ok"}
+                self._answer(200, {"rewards": [{"task": task, **info} for task in outer.tasks]})
+
+            def do_POST(self) -> None:
+                items = json.loads(self.rfile.read(int(self.headers["content-length"])))["items"]
+                outer.requests.append(items)
+                outer.tokens.add(self.headers.get("authorization"))
+                outer.gate.wait(60)
+                refusal = outer.refusal(items)
+                if refusal is not None:
+                    self._answer(*refusal)
+                    return
+                self._answer(200, {"results": [outer._result(item) for item in items]})
+
+            def _answer(self, status: int, document: dict[str, Any]) -> None:
+                body = json.dumps(document).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("content-length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+                except OSError:
+                    return  # the client was killed
+
+            def log_message(self, format: str, *args: Any) -> None:
+                return
+
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        return server
+
+    def _result(self, item: Item) -> dict[str, Any]:
+        answer = self.score(item)
+        if isinstance(answer, str):
+            return {"item_id": item["item_id"], "error": {"reason": answer, "detail": f"detail of {answer}"}}
+        return {"item_id": item["item_id"], "reward": answer, "reward_version": self.version}

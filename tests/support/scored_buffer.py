@@ -1,0 +1,58 @@
+"""Fixtures for scoring in the background: a buffer beside a reward service whose answers the test decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tba.clients import BufferClient
+from tba.wire import Rollout, decode_rollout
+from tests.support.redis_process import RedisProcess
+from tests.support.reward_server import RewardServer
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "buffer": {"score_every_s": 0.05},
+    "reward": {"item_timeout_s": 1.0},
+}
+
+
+@pytest.fixture
+def reward() -> Iterator[RewardServer]:
+    """A reward service that gives 10 for everything."""
+    server = RewardServer()
+    yield server
+    server.stop()
+
+
+def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Recipe sections of a buffer that scores with this reward service."""
+    merged = {**SECTIONS, "reward": {**SECTIONS["reward"], "url": reward.url}}
+    for name, values in more.items():
+        merged[name] = {**merged.get(name, {}), **values}
+    return merged
+
+
+def stored_rollouts(redis: RedisProcess) -> dict[bytes, Rollout]:
+    """What Redis holds, by rollout id."""
+    from redis import Redis
+
+    with Redis.from_url(redis.url) as client:
+        raw: Any = client.hgetall("tba:test:payloads")
+    return {rollout_id: decode_rollout(payload) for rollout_id, payload in raw.items()}
+
+
+def counters(redis: RedisProcess) -> dict[str, int]:
+    """The counters of the run."""
+    from redis import Redis
+
+    with Redis.from_url(redis.url) as client:
+        raw: Any = client.hgetall("tba:test:counters")
+    return {name.decode(): int(value) for name, value in raw.items()}
+
+
+def statuses(client: BufferClient) -> tuple[int, int, int]:
+    """Stored rollouts that are scored, pending, failed."""
+    stats = client.stats()
+    return stats.num_scored, stats.num_pending, stats.num_failed

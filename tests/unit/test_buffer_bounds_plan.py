@@ -1,0 +1,261 @@
+"""Which rollouts go and why: the plan over the index against a few lists, and each rule by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tba_buffer import bounds, duplicates
+from tba_buffer.bounds import MOST_SLACK_ROLLOUTS, SLACK, Bounds, BoundSettings, Plan, count_by_length, length_bucket
+from tba_buffer.index import Index, IndexSettings
+from tba_buffer.log import CHANGE_DTYPE, RECORD_DTYPE, STATUS_CODES, Evicted, Rescored, RolloutsAdded, pack_record
+
+from tba.versions import START, LineageTree, PolicyVersion
+from tests.support import bounds_model
+from tests.support.bounds_model import Stored
+from tests.support.buffer import make_recipe
+
+TREE = LineageTree({1: START, 2: PolicyVersion(1, 10), 3: PolicyVersion(1, 4)})
+ANY = BoundSettings(max_rollouts=10**9, max_bytes=10**15)
+
+
+class Run:
+    """An index, its bounds, and the same as a list."""
+
+    def __init__(self, bound_settings: BoundSettings) -> None:
+        self.settings = bound_settings
+        self.index = Index(IndexSettings.of(make_recipe()))
+        self.bounds = Bounds(bound_settings)
+        self.live: list[Stored] = []
+
+    def add(self, *rollouts: Mapping[str, object]) -> None:
+        """Log one push."""
+        first = self.index.position + 1
+        added = [
+            Stored(position=first + at, rollout_id=(first + at).to_bytes(16, "big"), **{"prompt": 0, **values})
+            for at, values in enumerate(rollouts)
+        ]
+        self.live += added
+        self.index.apply(RolloutsAdded(first, np.frombuffer(b"".join(map(packed, added)), dtype=RECORD_DTYPE)))
+
+    def rescore(self, rollout: Stored, reward: float, num_bytes: int) -> None:
+        """Log one rescoring."""
+        change = (rollout.position, reward, num_bytes, STATUS_CODES["scored"])
+        self.live[self.live.index(rollout)] = rollout.rescored(reward, num_bytes)
+        self.index.apply(Rescored(self.index.position + 1, np.array([change], dtype=CHANGE_DTYPE)))
+
+    def plan(self, now: PolicyVersion | None = START) -> Plan:
+        return self.bounds.plan(self.index, TREE, now)
+
+    def enforce(self, now: PolicyVersion | None = START) -> dict[str, list[int]]:
+        """Plan, compare with the model, and log what the plan says; positions by reason."""
+        plan = self.plan(now)
+        gone = {reason: sorted(self.index.column("position", rows).tolist()) for reason, rows in plan}
+        expected = bounds_model.plan(self.live, self.settings, TREE, now)
+        assert gone == {reason: sorted(r.position for r in rollouts) for reason, rollouts in expected}
+        assert [reason for reason, _ in plan] == [reason for reason in bounds.REASONS if reason in gone]
+        for reason, positions in gone.items():
+            self.index.apply(Evicted(self.index.position + 1, np.array(positions, dtype="<u8"), reason))
+            self.live = [r for r in self.live if r.position not in positions]
+        assert self.plan(now) == []
+        return gone
+
+
+def packed(rollout: Stored) -> bytes:
+    return pack_record(
+        rollout.rollout_id,
+        reward=rollout.reward,
+        version=rollout.version,
+        prompt=rollout.prompt,
+        num_bytes=rollout.num_bytes,
+        num_tokens=rollout.num_tokens,
+        token_hash=rollout.tokens,
+        status=rollout.status,
+    )
+
+
+versions = st.sampled_from([START, *(PolicyVersion(lin, step) for lin in (1, 2, 3) for step in (0, 3, 6, 11))])
+rollout_values = st.fixed_dictionaries(
+    {
+        "prompt": st.integers(0, 3),
+        "num_bytes": st.integers(50, 200),
+        "tokens": st.integers(0, 3),
+        "version": versions,
+    }
+).flatmap(
+    lambda values: st.sampled_from(
+        [("scored", -1.0), ("scored", 0.0), ("scored", 2.5), ("pending", None), ("failed", None)]
+    ).map(lambda kind: {**values, "status": kind[0], "reward": kind[1]})
+)
+bound_settings = st.builds(
+    BoundSettings,
+    max_rollouts=st.integers(3, 12),
+    max_bytes=st.integers(300, 1500),
+    max_rollouts_per_prompt=st.none() | st.integers(2, 5),
+    max_policy_age_steps=st.none() | st.integers(0, 8),
+    evict=st.sampled_from(["oldest", "lowest_reward"]),
+    deduplicate=st.booleans(),
+)
+steps = st.one_of(
+    st.tuples(st.just("add"), st.lists(rollout_values, min_size=1, max_size=8)),
+    st.tuples(st.just("rescore"), st.integers(0, 20)),
+    st.tuples(st.just("advance"), versions),
+    st.tuples(st.just("forget"), st.none()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(chosen=bound_settings, history=st.lists(steps, max_size=15))
+def test_every_plan_is_that_of_the_model(chosen: BoundSettings, history: list[tuple[str, object]]) -> None:
+    run, now = Run(chosen), START
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(duplicates, "MERGE_ABOVE", 4)
+        for name, argument in history:
+            match name, argument:
+                case "add", list(rollouts):
+                    run.add(*rollouts)
+                case "rescore", int(at) if at < len(run.live):
+                    run.rescore(run.live[at], reward=1.5, num_bytes=90 + at)
+                case "advance", PolicyVersion() as now:
+                    pass
+                case "forget", _:
+                    run.bounds = Bounds(chosen)
+            run.enforce(now)
+            assert run.index.num_live == len(run.live)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "bucket"),
+    [
+        (0, "1-16"),
+        (1, "1-16"),
+        (16, "1-16"),
+        (17, "17-32"),
+        (32, "17-32"),
+        (33, "33-64"),
+        (4096, "2049-4096"),
+        (4097, "4097-8192"),
+    ],
+)
+def test_length_buckets_end_at_powers_of_two(num_tokens: int, bucket: str) -> None:
+    assert length_bucket(num_tokens) == bucket
+    assert count_by_length(np.array([num_tokens, num_tokens, 10**6])) == {bucket: 2, "524289-1048576": 1}
+
+
+def test_the_lowest_rewards_go_first_and_what_waits_for_a_score_goes_last() -> None:
+    run = Run(replace(ANY, max_rollouts=6, evict="lowest_reward"))
+    kinds: Iterable[tuple[str, float | None]] = [
+        ("pending", None), ("scored", 2.0), ("failed", None), ("scored", -1.0), ("scored", 2.0), ("failed", None)
+    ]  # fmt: skip
+    run.add(*({"status": status, "reward": reward} for status, reward in kinds))
+    order = []
+    for _ in range(6):
+        run.add({"reward": 9.0})
+        [positions] = run.enforce().values()
+        order += positions
+    assert order == [3, 6, 4, 2, 5, 7]
+    run.add(*({"reward": 9.0} for _ in range(6)))
+    assert run.enforce() == {"max_rollouts": [9, 11, 13, 15, 17, 19]}
+    assert run.live[0].status == "pending"
+
+
+@pytest.mark.parametrize("evict", ["oldest", "lowest_reward"])
+def test_one_enforcement_of_a_large_cap_serves_many_pushes(evict: Literal["oldest", "lowest_reward"]) -> None:
+    cap, num_gone = 64 * 32, 1 + 32
+    run = Run(replace(ANY, max_rollouts=cap, evict=evict))
+    rewards = np.random.default_rng(0).permutation(cap + 1)
+    run.add(*({"reward": float(reward)} for reward in rewards[:-1]))
+    assert run.plan() == []
+    run.add({"reward": float(rewards[-1])})
+    [(reason, rows)] = run.plan()
+    assert (reason, len(rows)) == ("max_rollouts", num_gone)
+    found = run.index.column("reward", rows)
+    assert (
+        sorted(found) == list(range(num_gone)) if evict == "lowest_reward" else found.tolist() == [*rewards[:num_gone]]
+    )
+
+
+def test_a_very_large_cap_is_undercut_by_few_rollouts_in_the_order_of_arrival() -> None:
+    num = MOST_SLACK_ROLLOUTS * SLACK * 2
+    records = np.zeros(num, dtype=RECORD_DTYPE)
+    records["rollout_id"] = np.arange(2 * num, dtype="<u8").view("V16")
+    records["num_bytes"] = 100
+    for settings_, reason in (
+        (replace(ANY, max_rollouts=num - 1), "max_rollouts"),
+        (replace(ANY, max_bytes=100 * (num - 1)), "max_bytes"),
+    ):
+        run = Run(settings_)
+        run.index.apply(RolloutsAdded(1, records))
+        [(found, rows)] = run.plan()
+        assert found == reason
+        assert run.index.column("position", rows).tolist() == [*range(1, len(rows) + 1)]
+        assert MOST_SLACK_ROLLOUTS <= len(rows) <= MOST_SLACK_ROLLOUTS + 2
+
+
+def test_policy_age_follows_the_living_lineage() -> None:
+    run = Run(replace(ANY, max_policy_age_steps=5))
+    for version in (START, PolicyVersion(1, 3), PolicyVersion(1, 8), PolicyVersion(2, 12)):
+        run.add({"version": version})
+    assert run.enforce(PolicyVersion(1, 5)) == {}
+    assert run.enforce(PolicyVersion(1, 8)) == {"policy_age": [1]}
+    # lineage 2 left lineage 1 at step 10, lineage 3 left it at step 4: 1-8 counts from 4 there, and 2-12 too
+    assert run.enforce(PolicyVersion(3, 9)) == {"policy_age": [2]}
+    assert run.enforce(PolicyVersion(3, 10)) == {"policy_age": [3, 4]}
+    run.add({"version": PolicyVersion(3, 10)}, {"version": PolicyVersion(1, 2)})
+    assert run.enforce(PolicyVersion(3, 10)) == {"policy_age": [9]}
+
+
+def test_a_plan_for_which_no_age_is_due_asks_for_no_age() -> None:
+    class CountingTree(LineageTree):
+        asked = 0
+
+        def policy_age(self, rollout: PolicyVersion, trainer: PolicyVersion) -> int:
+            self.asked += 1
+            return super().policy_age(rollout, trainer)
+
+    tree, run = CountingTree(TREE.parents), Run(replace(ANY, max_policy_age_steps=100))
+    run.add(*({"version": PolicyVersion(1, step)} for step in range(50)))
+    run.bounds.plan(run.index, tree, PolicyVersion(1, 50))
+    asked = tree.asked
+    for step in range(50, 100):
+        assert run.bounds.plan(run.index, tree, PolicyVersion(1, step)) == []
+    assert tree.asked == asked
+    run.add({"version": PolicyVersion(1, 99)})
+    run.bounds.plan(run.index, tree, PolicyVersion(1, 99))
+    assert tree.asked == asked + 1
+    [(_, rows)] = run.bounds.plan(run.index, tree, PolicyVersion(1, 101))
+    assert run.index.column("step", rows).tolist() == [0]
+
+
+def test_an_unknown_place_of_the_trainer_evicts_nothing_for_its_age() -> None:
+    run = Run(replace(ANY, max_policy_age_steps=0))
+    run.add({"version": START})
+    assert run.plan(now=None) == []
+
+
+def test_equal_tokens_of_other_prompts_and_unhashed_ones_stay() -> None:
+    run = Run(replace(ANY, deduplicate=True))
+    run.add({"tokens": 7}, {"tokens": 7, "prompt": 1}, {"tokens": 0}, {"tokens": 0}, {"tokens": 7})
+    assert run.enforce() == {"duplicate_tokens": [1]}
+    run.add({"tokens": 7}, {"tokens": 8}, {"tokens": 7, "prompt": 1})
+    assert run.enforce() == {"duplicate_tokens": [2, 5]}
+
+
+def test_a_prompt_with_very_many_rollouts_costs_no_more_per_push() -> None:
+    run = Run(replace(ANY, deduplicate=True))
+    tokens = iter(range(1, 10**9))
+    for _ in range(20):
+        run.add(*({"tokens": next(tokens)} for _ in range(500)))
+        assert run.plan() == []
+    sizes = []
+    column = run.index.column
+    run.index.column = lambda name, rows: (sizes.append(len(rows)), column(name, rows))[1]  # type: ignore[method-assign]
+    run.add({"tokens": 123}, {"tokens": next(tokens)})
+    [(reason, rows)] = run.plan()
+    assert (reason, run.index.column("token_hash", rows).tolist()) == ("duplicate_tokens", [123])
+    assert max(sizes) == 2

@@ -1,0 +1,71 @@
+"""docs/api.md names every endpoint with its roles, and no other; and the problems by their slug and status."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import tba.errors
+from tba.clients import BufferClient, RewardClient
+from tba.errors import TbaError
+from tba.service.auth import ForbiddenError
+from tests.support.api_documents import PAGE, documents, operations
+
+ROW = re.compile(r"^\| `(GET|POST|PUT|DELETE) (/[^ `?]*)` \| ([^|]+) \|", re.MULTILINE)
+Endpoints = dict[tuple[str, str], str]
+
+
+def test_the_tables_name_every_endpoint_with_its_roles_and_no_other() -> None:
+    in_code: Endpoints = {}
+    for method, path, operation in operations():
+        roles = sorted(role for scheme in operation.get("security", []) for role in scheme["bearer"])
+        in_code[method, path] = ", ".join(roles) or "anyone"
+    in_docs = {(method, path): roles.strip() for method, path, roles in ROW.findall(PAGE.read_text())}
+    assert in_docs == in_code
+
+
+def test_every_endpoint_needs_a_role_or_is_meant_for_anyone() -> None:
+    open_to_all = {path for _, path, operation in operations() if "security" not in operation}
+    assert open_to_all == {"/livez", "/readyz", "/metrics", "/version"}
+
+
+def test_operations_are_called_as_the_clients_methods() -> None:
+    methods = {name for client in (BufferClient, RewardClient) for name in dir(client)}
+    ids = {operation["operationId"] for _, path, operation in operations() if path.startswith("/v1")}
+    assert ids - methods == {"done", "fail"}  # BufferClient.command
+
+
+def test_every_error_of_every_endpoint_is_a_problem_document() -> None:
+    for method, path, operation in operations():
+        for status, response in operation["responses"].items():
+            if int(status) >= 400:
+                assert list(response["content"]) == ["application/problem+json"], (method, path, status)
+        if path.startswith("/v1"):
+            assert {"401", "403", "500", "503"} <= set(operation["responses"]), (method, path)
+
+
+def test_the_table_of_problems_has_the_slugs_and_statuses_of_the_code() -> None:
+    in_code = {kind.slug: kind.status for kind in vars(tba.errors).values() if _is_error(kind)}
+    in_code |= {ForbiddenError.slug: ForbiddenError.status, "invalid-body": 422, "not-ready": 503, "internal": 500}
+    in_code |= {"method-not-allowed": 405}
+    table = PAGE.read_text().partition("| slug | status | meaning |\n")[2].partition("\n\n")[0]
+    in_docs: dict[str, int] = {}
+    for line in table.splitlines()[1:]:
+        slugs, statuses = (re.findall(r"[a-z0-9-]+", cell) for cell in line.split("|")[1:3])
+        in_docs |= dict(zip(slugs, map(int, statuses if len(statuses) > 1 else statuses * len(slugs)), strict=True))
+    assert in_docs
+    assert {slug: in_code.get(slug) for slug in in_docs} == in_docs
+
+
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, TbaError)
+
+
+@pytest.mark.parametrize("document", documents(), ids=["buffer", "reward"])
+def test_operation_ids_are_unique_and_every_operation_is_described(document: dict[str, Any]) -> None:
+    found = [operation for methods in document["paths"].values() for operation in methods.values()]
+    ids = [operation["operationId"] for operation in found]
+    assert len(ids) == len(set(ids))
+    assert [operation["operationId"] for operation in found if not operation.get("description")] == []

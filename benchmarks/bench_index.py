@@ -140,7 +140,6 @@ def measure(path: Path, num: int, num_prompts: int, repeats: int) -> dict[str, f
     start = time.thread_time()
     base = index.base()
     figures["write a base"] = time.thread_time() - start
-    del index
     rebuilt = Index(IndexSettings())
     start = time.thread_time()
     rebuilt.restore(base)

@@ -59,7 +59,9 @@ def fresh_batches(duration_s: float) -> Figure:
         buffer_cpu_s = cpu_s(stack.buffer.process.pid) - before
         samples = _crowd(clients.http_sampler, NUM_CLIENTS, duration_s, url=url, num_rollouts=64)
         run = stack.recipe.run.name
-        direct = _crowd(clients.redis_reader, NUM_CLIENTS, duration_s, redis_url=stack.redis.url, run=run, num_rollouts=64)
+        direct = _crowd(
+            clients.redis_reader, NUM_CLIENTS, duration_s, redis_url=stack.redis.url, run=run, num_rollouts=64
+        )
         return {
             "batches_rollouts_per_s": rate(batches),
             "samples_rollouts_per_s": rate(samples),

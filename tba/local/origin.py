@@ -131,7 +131,7 @@ async def until_loaded(client: BufferClient, console: Console, *, silence_s: flo
             moved_s, before = now, progress
         elif now - moved_s > silence_s:
             raise WaitTimeoutError(
-                f"wait 'snapshot-load': nothing moved for {silence_s:.0f} s ({origin.reason or 'the buffer says not why'})"
+                f"wait 'snapshot-load': nothing moved for {silence_s:.0f} s ({origin.reason or 'for no known reason'})"
             )
         if now - said_s > SAY_EVERY_S:
             said_s = now

@@ -104,10 +104,10 @@ def is_ready(url: str) -> bool:
 
 
 def everything(services: Services) -> tuple[object, ...]:
-    """Counts, run and ledger of the buffer."""
+    """Counts, run and ledger of the buffer; not the rates, which change by themselves."""
     client = BufferClient(services.recipe.buffer_url)
     try:
-        return client.stats(), client.run(), client.ledger()
+        return client.stats().model_copy(update={"rates": None}), client.run(), client.ledger()
     finally:
         client.close()
 
@@ -187,7 +187,7 @@ def test_a_rollout_that_is_wrong_is_refused_by_name_and_stored_nowhere(services:
     after = client.stats()
     assert after.pushed["refused"] == before.pushed["refused"] + len(spoiled)
     assert sum(after.refused.values()) == sum(before.refused.values()) + len(spoiled)
-    same = {"pushed": before.pushed, "refused": before.refused}
+    same = {"pushed": before.pushed, "refused": before.refused, "rates": before.rates}
     assert after.model_copy(update=same) == before
     with pytest.raises(NotFoundError):
         client.get_eval("unknown")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import urllib.error
@@ -10,11 +11,11 @@ import urllib.request
 import numpy as np
 import pytest
 
-from tba.api import BatchRequest, PushReply
+from tba.api import BatchRequest, LeaseRequest, PushReply
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, UnavailableError
 from tba.versions import PolicyVersion
-from tba.wire import encode_push, encode_rollout
+from tba.wire import MAX_ROLLOUTS_PER_PUSH, encode_push, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -40,6 +41,50 @@ def test_the_same_push_again_stores_nothing_twice(serve_buffer: ServeBuffer) -> 
     assert (before.num_rollouts, after.num_rollouts) == (8, 9)
     assert after.pushed == {"new": 9, "duplicate": 10, "refused": 0}
     assert after.payload_bytes == sum(map(len, payloads)) + len(make_payloads(["train-2"], per_prompt=1)[0])
+
+
+def test_an_id_that_occurs_twice_in_one_push_is_stored_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1))
+    rollout = make_rollout()
+    first, other = encode_rollout(rollout), encode_rollout(make_rollout(rollout_id=rollout.rollout_id, reward=2.0))
+    reply = client.push([first, first, other, encode_rollout(make_rollout())])
+    assert outcomes(reply) == ["new", "duplicate", "refused", "new"]
+    assert (reply.outcomes[2].reason or "").startswith("conflict: ")
+    stats = client.stats()
+    assert (stats.num_rollouts, stats.pushed) == (2, {"new": 2, "duplicate": 1, "refused": 1})
+
+
+def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(sampling={"rollouts_per_visit": 1}).client()
+    client.upload_prompts(make_prompts(600))
+    start_lineage(client)
+    leases = [lease for _ in range(8) for lease in client.lease(LeaseRequest(searcher_id="s", max_leases=64)).leases]
+    assert len(leases) == MAX_ROLLOUTS_PER_PUSH
+    payloads = [encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id)) for lease in leases]
+    assert outcomes(client.push(payloads)) == ["new"] * MAX_ROLLOUTS_PER_PUSH
+    assert outcomes(client.push(payloads)) == ["duplicate"] * MAX_ROLLOUTS_PER_PUSH
+    stats = client.stats()
+    assert (stats.num_rollouts, stats.leases["fulfilled"], stats.leases["open"]) == (512, 512, 0)
+
+
+def test_a_late_repetition_of_a_push_that_was_scored_again_is_a_duplicate(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    """score.lua replaces the bytes and keeps the digest of what was pushed."""
+    from redis import Redis as Client
+
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1))
+    rollout = make_rollout()
+    pushed, rescored = encode_rollout(rollout), encode_rollout(rollout.with_reward(3.0, "addition-2"))
+    client.push([pushed])
+    with Client.from_url(redis.url) as admin:
+        admin.hset("tba:test:payloads", rollout.rollout_id, rescored)  # type: ignore[arg-type]
+        admin.hset("tba:test:originals", rollout.rollout_id, hashlib.sha1(pushed).hexdigest())  # type: ignore[arg-type]
+    assert outcomes(client.push([pushed, rescored])) == ["duplicate", "duplicate"]
+    assert outcomes(client.push([encode_rollout(rollout.with_reward(4.0, "addition-1"))])) == ["refused"]
 
 
 def test_many_searchers_pushing_the_same_rollouts_at_once_store_each_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811

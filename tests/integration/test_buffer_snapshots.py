@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tba.api import LineageRequest, LoadRequest, MarkRequest, OriginInfo, SnapshotInfo
+from tba.cli.main import main
 from tba.clients import BufferClient
 from tba.config.sections import RunSection
 from tba.errors import ConflictError, NotFoundError
@@ -313,3 +314,22 @@ def test_a_store_that_is_away_fails_the_save_with_its_reason(
     info = saved(client, "end")
     assert (info.state, info.log_position) == ("failed", None)
     assert "correct store.url" in (info.reason or "")
+
+
+def test_the_commands_save_list_and_load(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    store: FileStore,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old = serve_buffer(**sections(store))
+    fill(old.client())
+    assert main(["buffer", "save", "end", "--url", old.url]) == 0
+    assert "saved test/end: 12 rollouts" in capsys.readouterr().out
+    assert main(["buffer", "snapshots", "--url", old.url]) == 0
+    assert capsys.readouterr().out == "end\n"
+    new = serve_buffer(**sections(store, "other"))
+    assert main(["buffer", "load", "test/end", "--version", "1-1", "--url", new.url]) == 0
+    assert "loaded test/end: 4 rollouts\n" in capsys.readouterr().out
+    late = serve_buffer(**sections(store, "late"))
+    assert main(["buffer", "load", "test/none", "--url", late.url]) == 2
+    assert "was not loaded: there is no snapshot test/none" in capsys.readouterr().err

@@ -259,7 +259,7 @@ def test_commands_find_the_running_run(place):
     assert "running" in place.tba("resume", "--run-dir", str(place.folder)).stdout
     check = place.tba("ledger", "check")
     assert check.returncode == 0
-    assert "every step of the living lineage exactly once (2 entries, 0 abandoned" in check.stdout
+    assert "every step of the living lineage exactly once (2 steps, 2 batches, 0 of them abandoned" in check.stdout
     upload = place.tba("prompts", "upload", "prompts.jsonl")
     assert upload.stdout.startswith("0 new and 2 known prompts")
     assert "stopping" in place.tba("stop").stdout

@@ -37,7 +37,7 @@ def test_show_prints_what_the_recipe_and_the_flags_result_in(recipe, capsys):
     assert main(["config", "show", str(recipe), "--set", "trainer.num_steps=7"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["trainer"]["num_steps"] == 7
-    assert document["run"] == {"name": "demo", "seed": 0}
+    assert document["run"] == {"name": "demo", "seed": 0, "snapshot": None, "fork_version": None}
 
 
 def test_schema_describes_every_section_with_help_texts(capsys):

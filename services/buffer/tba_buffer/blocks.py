@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tba_buffer.ragged import Groups, ragged
 
 _MIN_SIZE = 4
+_LONG = 256
 Rows = NDArray[np.int64]
 Prompts = NDArray[np.int64]
 
@@ -105,6 +106,8 @@ class Blocks:
 
     def _allocate(self, prompts: Prompts, needed: NDArray[np.integer]) -> None:
         prompts, needed = prompts[needed > 0], needed[needed > 0]
+        # a long block gets a quarter more than it needs: a full one of steady length would be rewritten all the time
+        needed = needed + np.where(needed < _LONG, 0, needed // 4)
         sizes = np.maximum(_MIN_SIZE, 1 << np.ceil(np.log2(needed)).astype(np.int64))
         if self._used + int(sizes.sum()) > len(self._arena) and 3 * self._num_free > self._used:
             self._repack()

@@ -147,6 +147,7 @@ class Buffer:
         """End the upkeep and close the connections."""
         self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
         await self.scorer.stop()
+        await self.snapshots.stop()
         if self._upkeep is not None:
             await asyncio.wait([self._upkeep], timeout=STOP_TIMEOUT_S)
         await self.context.promise.aclose()

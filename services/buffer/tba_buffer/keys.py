@@ -50,11 +50,11 @@ the pieces of a base that was never completed expire by themselves.
 | ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack                   |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
-Counters: log_position (of the last event); evicted_number (of the last eviction); generated, scored_total,
-pushed:<outcome>, refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever);
-inflight (rollouts that open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became
-void), trained, batches; slots:<what>; leases:<what>; marks; scored_at_mark. What is stored now (live, by status, bytes)
-is not counted: the index knows.
+Counters: log_position (of the last event); evicted_number (of the last eviction); generated, loaded (from a snapshot),
+scored_total, pushed:<outcome>, refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome>
+(ever); inflight (rollouts that open train leases still owe); drawn, void (rollouts drawn; of those, in batches that
+became void), trained, batches; slots:<what>; leases:<what>; marks; scored_at_mark. What is stored now (live, by status,
+bytes) is not counted: the index knows.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ class WeightedChoice:
         self._num_slots = num_slots
         self._rng = rng
         self._prompts = trees.of_prompts(counts, min_distinct, inverse_temperature)
+        self._only = int(self._prompts.by_rank(np.zeros(1, dtype=np.int64))[0]) if self._prompts.num == 1 else None
         self.restart()
 
     def restart(self) -> None:
@@ -97,8 +98,8 @@ class WeightedChoice:
         return None
 
     def _draw(self) -> Iterator[int]:
-        if self._prompts.num == 1:
-            yield int(self._prompts.by_rank(np.zeros(1, dtype=np.int64))[0])
+        if self._only is not None:
+            yield self._only
             return
         for _ in range(_MAX_ROUNDS):
             yield from self._prompts.draw(self._num_slots + 8, self._uniform_share, self._rng, self._keeps).tolist()

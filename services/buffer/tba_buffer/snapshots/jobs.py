@@ -79,12 +79,6 @@ class Snapshots:
     def _is_going(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    @property
-    def _store(self) -> ObjectStore:
-        if self._opened is None:
-            self._opened = open_store(self._context.recipe.store)
-        return self._opened
-
     async def start(self) -> None:
         """Go on with a load that was cut off, or begin the one that the recipe asks for.
 
@@ -94,12 +88,12 @@ class Snapshots:
         section, (origin, cursor, lineage) = self._context.recipe.run, await self._read()
         if origin is not None:
             if cursor < origin.last:
-                self._begin_load(LoadRequest(source=origin.source, version=origin.version))
+                await self._begin_load(LoadRequest(source=origin.source, version=origin.version))
         elif section.snapshot is not None:
             if lineage is not None:
                 log.warning("begun_without_its_snapshot", snapshot=section.snapshot)
                 return
-            self._begin_load(LoadRequest(source=section.snapshot, version=section.fork_version))
+            await self._begin_load(LoadRequest(source=section.snapshot, version=section.fork_version))
 
     async def stop(self) -> None:
         """End the job; a save leaves no snapshot, a load goes on at the next start."""
@@ -115,7 +109,7 @@ class Snapshots:
             StoreError
         """
         source = SnapshotSource(self._context.run, name)
-        store = await in_thread(lambda: self._store)
+        store = await self._store()
         if await in_thread(lambda: store.size_bytes(source.manifest_key)) is not None:
             raise ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")
         self._check_idle()
@@ -138,8 +132,7 @@ class Snapshots:
             if not loaded and (origin is not None or lineage is not None):
                 what = "a trainer" if origin is None else f"snapshot {origin.source}"
                 raise ConflictError(f"run {self._context.run!r} has begun with {what}: choose another run.name")
-            self._check_idle()
-            self._begin_load(request)
+            await self._begin_load(request)
         found = await self.origin()
         assert found is not None, "a load goes on"
         return found
@@ -162,7 +155,7 @@ class Snapshots:
                 num_written=save.writer.num_written,
                 num_bytes=save.writer.num_bytes,
             )
-        manifest, _ = await read_manifest(self._store, source)
+        manifest, _ = await read_manifest(await self._store(), source)
         return SnapshotInfo(
             source=str(source),
             state="complete",
@@ -179,7 +172,8 @@ class Snapshots:
             StoreError
         """
         prefix = f"runs/{self._context.run}/snapshots/"
-        keys = await in_thread(lambda: self._store.list(prefix))
+        store = await self._store()
+        keys = await in_thread(lambda: store.list(prefix))
         found = [key.removeprefix(prefix).split("/") for key in keys]
         return SnapshotList(names=[parts[0] for parts in found if parts[1:] == [MANIFEST_NAME]])
 
@@ -235,13 +229,20 @@ class Snapshots:
                 "or choose another run.name"
             )
 
-    def _begin_load(self, request: LoadRequest) -> None:
+    async def _store(self) -> ObjectStore:
+        if self._opened is None:
+            self._opened = await in_thread(lambda: open_store(self._context.recipe.store))
+        return self._opened
+
+    async def _begin_load(self, request: LoadRequest) -> None:
+        store = await self._store()
+        self._check_idle()
         load = SnapshotLoad(
             self._context,
             catalog=self._catalog,
             lineages=self._lineages,
             evictor=self._evictor,
-            store=self._store,
+            store=store,
             request=request,
         )
         self._load, self._save, self._trouble = (request, load), None, None

@@ -20,11 +20,12 @@ def direct_push(redis: Redis, run: str) -> Callable[[Sequence[bytes]], int]:
     script = redis.register_script((files("tba_buffer") / "lua" / "push.lua").read_text())
     keys = Keys(run)
     names = [keys.payloads, keys.log, keys.counters, keys.originals]
-    names += [keys.visits, keys.leases, keys.lease_deadlines, keys.run]
+    names += [keys.visits, keys.leases, keys.lease_deadlines, keys.run, keys.replica, keys.gone, keys.gone_before]
+    number: bytes = redis.get(keys.replica)  # type: ignore[assignment]
 
     def push(payloads: Sequence[bytes]) -> int:
         records = b"".join(_record(payload, at) for at, payload in enumerate(payloads))
-        args = [len(payloads), 1, records, bytes(2 * len(payloads)), *payloads, "visit-of-nobody"]
+        args = [len(payloads), 1, records, bytes(2 * len(payloads)), number, *payloads, "visit-of-nobody"]
         return script(keys=names, args=args)[3].count(b"n")
 
     return push

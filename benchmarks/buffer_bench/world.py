@@ -15,6 +15,7 @@ from redis import Redis
 from benchmarks.buffer_bench.direct import direct_push
 from benchmarks.buffer_bench.work import Work
 from tests.support.buffer import Stack, make_prompts, start_stack
+from tests.support.redis_process import DURABLE
 
 SAMPLING = {
     "prompts_per_batch": 8,
@@ -27,6 +28,8 @@ SAMPLING = {
 }
 
 
+REDIS_OPTIONS = (*DURABLE, "--auto-aof-rewrite-min-size", "1gb", "--rdbcompression", "no")
+"""As `tba run`, Compose and the chart start Redis."""
 PUSHES_PER_WORK = 16
 """Each visits its own prompts once: 16 pushes of 8 prompts."""
 
@@ -37,6 +40,7 @@ def world(*, num_prompts: int, sampling: dict[str, Any] | None = None, **buffer:
     folder = Path(tempfile.mkdtemp(prefix="tba-bench-"))
     stack = start_stack(
         folder,
+        redis_options=REDIS_OPTIONS,
         sampling={**SAMPLING, **(sampling or {})},
         buffer={"max_rollouts": 20_000_000, "max_bytes": 1 << 40, "max_inflight_bytes": 1 << 30, **buffer},
     )

@@ -8,13 +8,13 @@ from pydantic import Field
 
 from tba.api.base import VersionText
 from tba.config.base import StrictModel
-from tba.wire.snapshot import SOURCE_PATTERN
+from tba.wire.snapshot import NAME_PATTERN, SOURCE_PATTERN
 
 
 class SnapshotRequest(StrictModel):
     """POST /v1/snapshots: save what is stored under a name that no snapshot of this run has."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    name: str = Field(pattern=NAME_PATTERN)
 
 
 class SnapshotInfo(StrictModel):

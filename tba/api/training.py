@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,10 +12,15 @@ from tba.config.base import StrictModel
 
 
 class LineageRequest(StrictModel):
-    """POST /v1/lineages: a trainer starts. `parent` is the version it starts from."""
+    """POST /v1/lineages: a trainer starts. `parent` is the version it starts from.
+
+    The same `request_id` again, however late, is answered with the lineage and the token that it took, and changes
+    nothing. Every start makes one of its own; it is a secret, because whoever has it is told the token.
+    """
 
     trainer_id: Name
     parent: VersionText
+    request_id: Name = Field(default_factory=lambda: secrets.token_hex(16))
 
 
 class LineageReply(StrictModel):

@@ -13,12 +13,15 @@ from tba.errors import ServiceError
 from tba.local.console import Console
 from tba.local.run_folder import RunFolder
 from tba.local.saving import save, save_ended
+from tba.versions import PolicyVersion
+from tba.wire.snapshot import SnapshotSource, check_snapshot_name
 
 POLL_S = 0.5
 
 
 def save_command(args: argparse.Namespace) -> int:
     """Save what is stored; a local run that has ended is brought up for as long as that takes."""
+    check_snapshot_name(args.name)
     folder = ended_run(args)
     if folder is not None:
         info = save_folder(folder, args.name)
@@ -36,6 +39,9 @@ def save_command(args: argparse.Namespace) -> int:
 
 def load_command(args: argparse.Namespace) -> int:
     """Begin a run that has not begun with a snapshot, and wait for it."""
+    SnapshotSource.parse(args.source)
+    if args.version is not None:
+        PolicyVersion.parse(args.version)
     client = open_client(args)
     shown = -1
     try:

@@ -44,7 +44,7 @@ def _checked(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:
     for _ in range(MAX_READINGS):
         # the run is read first: entries acked in between are newer than `step`
         info = client.run()
-        check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step)
+        check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step, origin=info.origin)
         for line in ledger_lines(client):
             check.take(line)
         if client.run().lineage == info.lineage:

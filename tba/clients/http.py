@@ -54,8 +54,7 @@ class ServiceClient:
         base_url: for example http://127.0.0.1:8700.
         token: bearer token of this client's role, if the service wants one.
         retry_s: no connection and 5xx are retried with jitter for this long. Every call is safe to repeat: pushes,
-            leases, acks, marks and uploads are idempotent by id; a repeated lineage request costs a lineage number
-            that nobody uses.
+            leases, lineages, acks, marks and uploads are idempotent by ids that all attempts of a call share.
         timeout_s: deadline of one attempt.
     """
 

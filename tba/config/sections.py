@@ -99,8 +99,8 @@ class BufferSection(StrictModel):
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The Redis that holds the truth. `tba run` starts its own and overrides this."""
     appendfsync: Literal["always", "everysec"] = "always"
-    """What Redis must promise. `always`: a push is acknowledged once it is on disk. `everysec` is faster and loses up
-    to some seconds of acknowledged rollouts when Redis dies (docs/operations.md has the measurements)."""
+    """What Redis must promise. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may lose
+    some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""
     max_rollouts: int = Field(default=200_000, ge=1)
     """Most stored rollouts. Beyond it some are evicted (an event of the log, counted by reason and length), of large
     buffers up to a 64th more than must be, so that not every push waits for an eviction."""
@@ -125,6 +125,9 @@ class BufferSection(StrictModel):
     """A drawn batch that is not acked in this time is void."""
     heartbeat_timeout_s: float = Field(default=15.0, gt=0)
     """A component silent for longer counts as gone."""
+    max_tail_events: int = Field(default=200_000, ge=100)
+    """A restart replays the events of the log since its last base one by one; beyond this many (and half of what is
+    stored) a new base is written."""
     score_every_s: float = Field(default=1.0, gt=0)
     """How often the background scorer looks for rollouts whose reward is unknown."""
     score_max_rollouts: int = Field(default=256, ge=1, le=1024)
@@ -151,9 +154,9 @@ class SamplingSection(StrictModel):
     uniform_share: float = Field(default=0.0, ge=0, le=1)
     """Share of uniform probability mixed into the reward-softmax."""
     prioritise: Literal["within", "across"] = "within"
-    """`within`: a replay slot takes any prompt, and the softmax weighs the rollouts of that prompt. `across`: the prompt
-    too is drawn with probability proportional to the sum of exp(reward_inverse_temperature * reward) over its rollouts
-    (mixed with `uniform_share` over prompts)."""
+    """`within`: a replay slot takes any prompt, and the softmax weighs the rollouts of that prompt. `across`: the
+    prompt too is drawn with probability proportional to the sum of exp(reward_inverse_temperature * reward) over its
+    rollouts (mixed with `uniform_share` over prompts)."""
     replacement: bool = False
     """Draw the K rollouts of a slot with replacement. Without: K different ones where the prompt has K."""
     min_distinct: int = Field(default=2, ge=1)

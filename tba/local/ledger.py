@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tba.api import LedgerEntry, LedgerLine, ResumeEntry
+from tba.api import LedgerEntry, LedgerLine, OriginInfo, ResumeEntry
 from tba.clients import BufferClient
 from tba.versions import START, LineageTree, PolicyVersion
 
@@ -59,18 +59,28 @@ class LedgerCheck:
     it counts.
 
     Lines of the living lineage after `step`, and of lineages after it, are newer than the run that was read. Lineages
-    before the first start in the ledger are those of the run that this one was forked from. Ledgers of older releases
-    have no starts. Memory: the batch id and the step of every line.
+    of the snapshot that the run began with have their lines in the ledger of another run; all later ones must be in
+    this one. Ledgers of older releases have no starts at all. Memory: the batch id and the step of every line.
 
     Args:
         tree: the lineage table.
         lineage: the living lineage.
         step: its last acked step.
+        origin: the snapshot that the run began with, as in RunInfo.
         has_rollout_ids: False for saved histories, which leave the ids out.
     """
 
-    def __init__(self, tree: LineageTree, *, lineage: int, step: int, has_rollout_ids: bool = True) -> None:
+    def __init__(
+        self,
+        tree: LineageTree,
+        *,
+        lineage: int,
+        step: int,
+        origin: OriginInfo | None = None,
+        has_rollout_ids: bool = True,
+    ) -> None:
         self._parents, self._lineage, self._step = tree.parents, lineage, step
+        self._first_lineage = _num_adopted(origin, lineage) + 1
         self._living = living_steps(tree, lineage=lineage, step=step)
         self._has_rollout_ids = has_rollout_ids
         self._started: list[int] = []
@@ -88,8 +98,8 @@ class LedgerCheck:
     @property
     def forked_from(self) -> PolicyVersion | None:
         """The version of another run that this one began with, if that is not the starting model."""
-        parent = self._parents.get(self._started[0], START) if self._started else START
-        return None if self._started[0:1] == [1] or parent == START else parent
+        parent = self._parents.get(self._first_lineage, START)
+        return None if self._first_lineage == 1 or parent == START else parent
 
     def take(self, line: LedgerLine) -> None:
         """The next line."""
@@ -100,12 +110,14 @@ class LedgerCheck:
 
     def violations(self) -> list[str]:
         """What is wrong, one sentence each; empty when the promise was kept."""
-        wrong, first_lineage = list(self._wrong), self._started[0] if self._started else 1
+        wrong = list(self._wrong)
         if self._started:
-            known = [number for number in self._parents if first_lineage <= number <= self._lineage]
-            wrong.extend(f"lineage {number} has no start in the ledger" for number in set(known) - set(self._started))
+            known = {number for number in self._parents if self._first_lineage <= number <= self._lineage}
+            wrong.extend(
+                f"lineage {number} has no start in the ledger" for number in sorted(known - set(self._started))
+            )
         for lineage, steps in sorted(self._living.items()):
-            if lineage >= first_lineage:
+            if lineage >= self._first_lineage:
                 wrong.extend(f"step {number} is missing" for number in steps if not self._seen[number])
         wrong.extend(f"step {number} appears {num} times" for number, num in sorted(self._seen.items()) if num > 1)
         wrong.extend(f"batch {batch} was acked {num} times" for batch, num in self._batches.items() if num > 1)
@@ -145,9 +157,18 @@ class LedgerCheck:
         self.num_abandoned += entry.abandoned
 
 
-def ledger_violations(lines: Iterable[LedgerLine], tree: LineageTree, *, lineage: int, step: int) -> list[str]:
+def _num_adopted(origin: OriginInfo | None, lineage: int) -> int:
+    """The last lineage that was adopted with the origin. No trainer starts before it is loaded."""
+    if origin is None:
+        return 0
+    return origin.lineage if origin.state == "complete" else lineage
+
+
+def ledger_violations(
+    lines: Iterable[LedgerLine], tree: LineageTree, *, lineage: int, step: int, origin: OriginInfo | None = None
+) -> list[str]:
     """What is wrong with the ledger of a saved history (LedgerCheck), one sentence each."""
-    check = LedgerCheck(tree, lineage=lineage, step=step, has_rollout_ids=False)
+    check = LedgerCheck(tree, lineage=lineage, step=step, origin=origin, has_rollout_ids=False)
     for line in lines:
         check.take(line)
     return check.violations()

@@ -84,7 +84,8 @@ def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin
         raise ConfigError(f"run {recipe.run.name!r} cannot begin with a snapshot of itself: give it another name")
     found = _store_of(source, store, runs_dir)
     version = None if recipe.run.fork_version is None else PolicyVersion.parse(recipe.run.fork_version)
-    origin = Origin(source, version, found, decode_snapshot_manifest(found.get(source.manifest_key)))
+    key = source.manifest_key
+    origin = Origin(source, version, found, decode_snapshot_manifest(found.get(key), key=key))
     _check(origin, recipe)
     return origin
 

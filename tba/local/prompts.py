@@ -13,6 +13,7 @@ from tba.local.prompt_columns import NATIVE_COLUMNS, Columns, RowError, SplitRul
 from tba.local.prompt_sources import Row, Source, open_file
 from tba.tasks import load_generator
 
+COLUMNS_HINT = "; say what they are with --task, --text (or --text-template), --id and --data"
 MAX_CHUNK_PROMPTS = 1000
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -67,7 +68,8 @@ class PromptReader:
             try:
                 prompt = self._prompt(row)
             except RowError as error:
-                raise ConfigError(f"{self._source.name}, {row.where}: {error}") from None
+                hint = self._hint(row)
+                raise ConfigError(f"{self._source.name}, {row.where}: {error}{hint}") from None
             if prompt.prompt_id not in seen:
                 seen.add(prompt.prompt_id)
                 yield prompt
@@ -85,13 +87,20 @@ class PromptReader:
         split = self._rule.split_of(prompt.prompt_id, self._heldout)
         return prompt if split == prompt.split else prompt.model_copy(update={"split": split})
 
+    def _hint(self, row: Row) -> str:
+        """For a row of a file without columns (JSONL) that lacks what a prompt needs, and has something else."""
+        if self._columns is not None or self._source.columns is not None:
+            return ""
+        is_other = not set(row.values) <= set(NATIVE_COLUMNS) and not set(NATIVE_COLUMNS[:3]) <= set(row.values)
+        return f"; its columns are {', '.join(row.values)}{COLUMNS_HINT}" if is_other else ""
+
     def _check_columns(self) -> None:
         known = self._source.columns
         if known is None:
             return
         if self._columns is None:
             missing = [name for name in NATIVE_COLUMNS[:3] if name not in known]
-            hint = "; say what they are with --task, --text (or --text-template), --id and --data"
+            hint = COLUMNS_HINT
         else:
             missing, hint = [name for name in self._columns.names if name not in known], ""
         if missing:

@@ -44,6 +44,8 @@ def redis_command(binary: str, *, port: int, folder: Path) -> list[str]:
         "--dir": str(folder),
         "--appendonly": "yes",
         "--appendfsync": "always",
+        "--auto-aof-rewrite-min-size": "1gb",  # a rewrite takes most of a core; below this a file is quickly read
+        "--rdbcompression": "no",  # token ids hardly compress
         "--save": "",
         "--maxmemory-policy": "noeviction",
         "--daemonize": "no",

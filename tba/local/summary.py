@@ -64,7 +64,9 @@ def summarise(history: History) -> dict[str, Any]:
         "policy_age_histogram": {str(age): count for age, count in sorted(stats.policy_age_histogram.items())},
         "mean_policy_age": _mean_policy_age(stats.policy_age_histogram),
         "lineages": history.lineage,
-        "ledger_violations": ledger_violations(history.ledger, tree, lineage=history.lineage, step=history.step),
+        "ledger_violations": ledger_violations(
+            history.ledger, tree, lineage=history.lineage, step=history.step, origin=history.origin
+        ),
         "num_starts": len(history.timing.starts),
     }
 

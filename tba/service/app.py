@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,11 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import tba
 from tba.config import Recipe
 from tba.errors import BadRequestError, LimitError, UnavailableError
-from tba.service.auth import Authenticator
+from tba.service.auth import Authenticator, TokenGate
 from tba.service.openapi import install_openapi, problems
 from tba.service.problems import error_response, install_problem_handlers, problem_response
 
 MAX_DISCARDED_BYTES = 64 * 2**20
+BODY_IDLE_S = 10.0
+"""A body of which nothing new comes for so long is given up."""
+MIN_BODY_BYTES_PER_S = 64 * 1024
+"""A whole body may be waited for BODY_IDLE_S, and one second more per so many of its bytes that came."""
 Ready = Callable[[], Awaitable[str | None]]
 
 
@@ -32,6 +39,9 @@ class MsgpackResponse(Response):
 
 class BodyLimit:
     """Refuses bodies over `max_body_bytes` with 413: by Content-Length, and again while they stream in.
+
+    A body that stalls, or comes slower than MIN_BODY_BYTES_PER_S, is answered with 408 and its connection is closed:
+    what a service holds for a request that it reads (Admission of the buffer) is not held for ever.
 
     The answer goes out at once. What still comes of a body up to MAX_DISCARDED_BYTES is read and thrown away, so that
     the client sees the answer and can use the connection again; of a larger one the connection is closed.
@@ -58,18 +68,60 @@ class BodyLimit:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
-        num_bytes = 0
+        body = _BodyDeadline(receive)
+        has_started = False
 
         async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_body_bytes:
-                # FastAPI lets only HTTPException out of its body parsing
-                raise HTTPException(LimitError.status, str(self._error(num_bytes)), {"connection": "close"})
+            message = await body.receive()
+            if message is None and has_started:  # the answer is on its way, 408 comes too late
+                return {"type": "http.disconnect"}
+            # FastAPI lets only HTTPException out of its body parsing
+            if message is None:
+                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, body.complaint(), {"connection": "close"})
+            if body.num_bytes > self.max_body_bytes:
+                raise HTTPException(LimitError.status, str(self._error(body.num_bytes)), {"connection": "close"})
             return message
 
-        await self.app(scope, limited, send)
+        async def noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        await self.app(scope, limited, noted)
+
+
+class _BodyDeadline:
+    """Counts the bytes of a body and the time that was spent waiting for them; after the last byte it only forwards."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._waited_s = 0.0
+        self._is_whole = False
+        self.num_bytes = 0
+
+    async def receive(self) -> Message | None:
+        """The next message, or None at the deadline (wait "request-body")."""
+        if self._is_whole:
+            return await self._receive()
+        left_s = BODY_IDLE_S + self.num_bytes / MIN_BODY_BYTES_PER_S - self._waited_s
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(min(BODY_IDLE_S, left_s)):
+                message = await self._receive()
+        except TimeoutError:
+            return None
+        finally:
+            self._waited_s += time.monotonic() - started_s
+        self.num_bytes += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        return message
+
+    def complaint(self) -> str:
+        """What to say at the deadline."""
+        return (
+            f"the body did not come: {self.num_bytes} bytes of it in {self._waited_s:.1f} s of waiting; it may stall "
+            f"for {BODY_IDLE_S:g} s, and must come with {MIN_BODY_BYTES_PER_S} bytes per second or more; send it again"
+        )
 
 
 async def raw_body(request: Request) -> bytes:
@@ -102,7 +154,15 @@ def create_app(
         registry: what GET /metrics shows.
         refresh_metrics: called before GET /metrics reads the registry; what it cannot read now stays as it was.
     """
-    app = FastAPI(title=title, version=tba.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(
+        title=title,
+        version=tba.__version__,
+        lifespan=lifespan,
+        docs_url="/docs",
+        redoc_url=None,
+        redirect_slashes=False,  # the redirect would lead to whatever Host the client named
+    )
+    app.add_middleware(TokenGate, auth=auth)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     app.state.auth = auth
     install_problem_handlers(app)

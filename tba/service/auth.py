@@ -6,8 +6,11 @@ import hmac
 from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tba.errors import UnauthorizedError
+from tba.service.problems import error_response
 
 
 class ForbiddenError(UnauthorizedError):
@@ -32,6 +35,22 @@ class Authenticator:
         """Whether tokens are checked."""
         return self._tokens is not None
 
+    def role_of(self, authorization: str) -> str | None:
+        """The role whose token an Authorization header carries; None where tokens are not checked.
+
+        Raises:
+            UnauthorizedError: no token or an unknown one.
+        """
+        if self._tokens is None:
+            return None
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise UnauthorizedError("no bearer token; send `Authorization: Bearer TOKEN`")
+        role = next((r for r, t in self._tokens.items() if hmac.compare_digest(t.encode(), given.encode())), None)
+        if role is None:
+            raise UnauthorizedError("the bearer token is not known here; check the tokens file of both sides")
+        return role
+
     def require(self, *roles: str) -> Callable[[Request], Awaitable[None]]:
         """A FastAPI dependency that lets these roles pass; the operator may do whatever a viewer may.
 
@@ -42,16 +61,31 @@ class Authenticator:
         allowed = {*roles, *(("operator",) if "viewer" in roles else ())}
 
         async def check(request: Request) -> None:
-            if self._tokens is None:
-                return
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not given:
-                raise UnauthorizedError("no bearer token; send `Authorization: Bearer TOKEN`")
-            role = next((r for r, t in self._tokens.items() if hmac.compare_digest(t.encode(), given.encode())), None)
-            if role is None:
-                raise UnauthorizedError("the bearer token is not known here; check the tokens file of both sides")
-            if role not in allowed:
+            role = self.role_of(request.headers.get("authorization", ""))
+            if role is not None and role not in allowed:
                 raise ForbiddenError(f"role {role!r} may not do this; it needs {' or '.join(sorted(allowed))}")
 
         check.roles = sorted(allowed)  # pyright: ignore[reportFunctionMemberAccess]  # OpenAPI names them (openapi.py)
         return check
+
+
+class TokenGate:
+    """Answers 401 under /v1 where no known token came, before anything of the body is read.
+
+    FastAPI reads a JSON body before it asks the dependencies; which role may do what stays with
+    `Authenticator.require`.
+    """
+
+    def __init__(self, app: ASGIApp, auth: Authenticator) -> None:
+        self.app = app
+        self.auth = auth
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            try:
+                self.auth.role_of(Headers(scope=scope).get("authorization", ""))
+            except UnauthorizedError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)

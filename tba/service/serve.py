@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from tba.errors import ConfigError
 from tba.logs import get_logger
 from tba.service.memory import keep_freed_memory
+from tba.service.protocol import BoundedHttpProtocol
 
 log = get_logger("serve")
 
@@ -64,5 +65,12 @@ def serve(app: FastAPI, *, host: str, port: int, tokens: Mapping[str, str] | Non
     keep_freed_memory()
     sock = bind(host, port)
     log.info("listening", host=host, port=sock.getsockname()[1])
-    config = uvicorn.Config(app, log_level="warning", access_log=False, log_config=None, timeout_graceful_shutdown=10)
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        log_level="warning",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=10,
+    )
     uvicorn.Server(config).run(sockets=[sock])

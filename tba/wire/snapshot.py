@@ -23,7 +23,9 @@ from tba.versions import PolicyVersion
 from tba.wire.manifest import Sha256, StoredObject
 
 MANIFEST_NAME = "manifest.json"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 SOURCE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}/[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+NAME_SENTENCE = "a name is 1 to 63 of A-Z a-z 0-9 . _ - and begins with a letter or a digit"
 Version = Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")]
 
 
@@ -104,7 +106,9 @@ class SnapshotSource:
             ConfigError: it is something else.
         """
         if re.fullmatch(SOURCE_PATTERN, text) is None:
-            raise ConfigError(f"snapshot {text!r} is not of the form RUN/NAME, for example quickstart/end")
+            raise ConfigError(
+                f"snapshot {text!r} is not of the form RUN/NAME, for example quickstart/end; {NAME_SENTENCE}"
+            )
         return cls(*text.split("/"))
 
     def __str__(self) -> str:
@@ -121,20 +125,34 @@ class SnapshotSource:
         return self.prefix + MANIFEST_NAME
 
 
+def check_snapshot_name(name: str) -> None:
+    """Refuse what is no name of a snapshot.
+
+    Raises:
+        ConfigError: says what names look like.
+    """
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise ConfigError(f"snapshot name {name!r} cannot be used: {NAME_SENTENCE}")
+
+
 def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
     """JSON bytes, keys in a fixed order."""
     return manifest.model_dump_json(indent=1).encode() + b"\n"
 
 
-def decode_snapshot_manifest(data: bytes) -> SnapshotManifest:
+def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
     """Parse a manifest.
 
+    Args:
+        data: what the object holds.
+        key: of the object, for errors.
+
     Raises:
-        MalformedError: naming the first field that is wrong.
+        MalformedError: naming the object and the first field that is wrong.
     """
     try:
         return SnapshotManifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise MalformedError(f"snapshot manifest: {where}: {first['msg']}") from None
+        raise MalformedError(f"snapshot manifest {key}: {where}: {first['msg']}") from None

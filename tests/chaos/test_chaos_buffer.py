@@ -8,8 +8,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.support.buffer import Stack, start_stack
+from tba.errors import UnavailableError
+from tba.wire import decode_rollout
+from tests.support.buffer import BufferProcess, Stack, make_payloads, start_buffer, start_stack, write_recipe
 from tests.support.chaos import Trial
+from tests.support.redis_process import free_port
 
 Counts = list[Counter[str]]
 EVICTING = {"max_rollouts": 200}
@@ -51,39 +54,72 @@ def test_kill_9_of_the_buffer_while_it_evicts(tmp_path: Path, seed: int, count: 
 def test_sigstop_of_the_buffer_while_it_evicts(tmp_path: Path, seed: int, count: Counts) -> None:
     stack = start_stack(tmp_path, buffer=EVICTING)
     try:
-        count.append(Trial(stack, seed).run(freeze))
+        counts = Trial(stack, seed).run(freeze)
+        assert counts["evicted"] > 0
+        count.append(counts)
     finally:
         stack.stop()
 
 
-def test_a_frozen_buffer_that_wakes_beside_its_successor(tmp_path: Path, seed: int, count: Counts) -> None:
-    """The port is the successor's only once the old one is gone, so the old one is thawed under another port."""
-    stack = start_stack(tmp_path, buffer=EVICTING)
-    second = start_stack_over(stack, tmp_path)
+def test_kill_9_of_the_buffer_while_it_writes_bases(tmp_path: Path, seed: int, count: Counts) -> None:
+    """The log is so short that the upkeep of every second writes a new base."""
+    stack = start_stack(tmp_path, buffer={**EVICTING, "max_tail_events": 100})
     try:
-
-        def fault(_: Stack, rng: random.Random) -> None:
-            second.buffer.process.send_signal(signal.SIGSTOP)
-            time.sleep(rng.uniform(0.1, 0.5))
-            stack.buffer.kill()
-            stack.buffer.start()  # takes the run over
-            second.buffer.process.send_signal(signal.SIGCONT)
-            time.sleep(1.5)  # long enough for upkeep of the old one, which must not evict any more
-
-        count.append(Trial(stack, seed).run(fault))
+        counts = Trial(stack, seed).run(kill, before_s=2.5, after_s=1.5)
+        assert counts["evicted"] > 0
+        assert counts["with_base"] > 0
+        count.append(counts)
     finally:
-        second.buffer.stop()
         stack.stop()
 
 
-def start_stack_over(stack: Stack, folder: Path) -> Stack:
-    """One more buffer process over the same Redis."""
-    from tests.support.buffer import start_buffer, write_recipe
-    from tests.support.redis_process import free_port
+def test_a_frozen_owner_that_wakes_beside_its_successor(tmp_path: Path, seed: int, count: Counts) -> None:
+    """The owner is frozen under load, in the middle of evicting; a successor takes the run and evicts as well; the old
+    owner wakes, is refused, and changes nothing of what is stored."""
+    stack = start_stack(tmp_path, buffer=EVICTING)
+    second: list[BufferProcess] = []
 
+    def fault(_: Stack, rng: random.Random) -> None:
+        stack.buffer.process.send_signal(signal.SIGSTOP)
+        second.append(start_second(stack, tmp_path))
+        client = second[0].client()
+        for _ in range(60):
+            payloads = make_payloads(["train-0"], per_prompt=8)
+            extra.update({decode_rollout(payload).rollout_id: payload for payload in payloads})
+            client.push(payloads)
+        stack.buffer.process.send_signal(signal.SIGCONT)
+        _until_refused(stack)
+        second[0].kill()
+        stack.buffer.kill()
+        stack.buffer.start()  # takes the run back
+
+    extra: dict[bytes, bytes] = {}
+    try:
+        trial = Trial(stack, seed, extra=extra)
+        counts = trial.run(fault)
+        assert counts["evicted"] > 400
+        count.append(counts)
+    finally:
+        for buffer in second:
+            buffer.stop()
+        stack.stop()
+
+
+def start_second(stack: Stack, folder: Path) -> BufferProcess:
+    """One more buffer process over the same Redis; it owns the run."""
     changed = stack.recipe.buffer.model_copy(update={"port": free_port(), "url": None})
     recipe = stack.recipe.model_copy(update={"buffer": changed})
-    buffer = start_buffer(write_recipe(folder / "second.json", recipe))
-    stack.buffer.kill()  # the second has taken the run; the first starts again and takes it back
-    stack.buffer.start()
-    return Stack(redis=stack.redis, buffer=buffer, recipe=recipe)
+    return start_buffer(write_recipe(folder / "second.json", recipe))
+
+
+def _until_refused(stack: Stack) -> None:
+    deadline = time.monotonic() + 20
+    client = stack.buffer.client(retry_s=0)
+    while True:
+        try:
+            client.push(make_payloads(["train-0"], per_prompt=1, run="of-nobody"))  # nothing that would be stored
+        except UnavailableError as error:
+            if "newer buffer process" in str(error):
+                return
+        assert time.monotonic() < deadline, "the old owner still serves"
+        time.sleep(0.05)

@@ -56,10 +56,13 @@ def test_kill_9_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
         stack.stop()
 
 
-def test_kill_9_of_redis_while_it_evicts(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path, buffer={"max_rollouts": 200})
+def test_kill_9_of_redis_while_it_evicts_and_gets_bases(tmp_path: Path, seed: int, count: Counts) -> None:
+    stack = start_stack(tmp_path, buffer={"max_rollouts": 200, "max_tail_events": 100})
     try:
-        count.append(Trial(stack, seed).run(kill))
+        counts = Trial(stack, seed).run(kill, before_s=2.5, after_s=1.5)
+        assert counts["evicted"] > 0
+        assert counts["with_base"] > 0
+        count.append(counts)
     finally:
         stack.stop()
 
@@ -119,6 +122,9 @@ def slow_fsync(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kill_9_of_redis_under_a_slow_fsync(tmp_path: Path, seed: int, count: Counts, slow_fsync: Path) -> None:
     stack = start_stack(tmp_path, redis_environ={"LD_PRELOAD": str(slow_fsync)})
     try:
+        before_s = time.monotonic()
+        assert _writes(stack)
+        assert time.monotonic() - before_s > 0.05, "the slow fsync is not in effect"
         count.append(Trial(stack, seed).run(kill, before_s=2.0, after_s=1.5))
     finally:
         stack.stop()

@@ -241,6 +241,54 @@ def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: Serv
     assert client.stats().num_marks == 3
 
 
+def test_a_late_attempt_of_a_trainer_start_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, _ = filled(serve_buffer)
+    request = LineageRequest(trainer_id="t", parent="1-0")
+    first = client.new_lineage(request)
+    ack(client, first, 1, draw(client, first, 1))
+    prefetched, ledger = draw(client, first, 2), client.ledger()
+    assert client.new_lineage(request) == first
+    assert (client.run().lineage, client.run().step, client.ledger()) == (2, 1, ledger)
+    ack(client, first, 2, prefetched)
+
+    second = client.new_lineage(LineageRequest(trainer_id="t", parent="2-1"))
+    assert (second.lineage, second.token != first.token) == (3, True)
+    assert client.new_lineage(request) == first  # its own token, which is fenced
+    with pytest.raises(FencedError):
+        client.mark(MarkRequest(version="2-2", token=first.token))
+    ack(client, second, 2, draw(client, second, 2))
+    run = client.run()
+    assert (run.lineage, run.step, run.parents) == (3, 2, {1: "0-0", 2: "1-0", 3: "2-1"})
+    with pytest.raises(ConflictError, match="this request id took lineage 2 from version 1-0, not 2-1"):
+        client.new_lineage(request.model_copy(update={"parent": "2-1"}))
+    assert client.run().lineage == 3
+
+
+def test_a_late_repeat_of_a_mark_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, first = filled(serve_buffer)
+    requests = [MarkRequest(version=f"1-{step}", token=first.token) for step in (1, 2, 3)]
+    replies = [client.mark(request) for request in requests]
+    before = client.stats()
+    assert [client.mark(request) for request in reversed(requests)] == replies[::-1]
+    assert client.run().latest_version == "1-3"
+    after = client.stats()
+    assert (after.num_marks, after.log_position) == (before.num_marks, before.log_position)
+
+
+def test_a_new_lineage_announces_the_version_it_starts_from_once_more(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, first = filled(serve_buffer)
+    replies = [client.mark(MarkRequest(version=f"1-{step}", token=first.token)) for step in (1, 2)]
+    second = start_lineage(client, PolicyVersion(1, 1), mark=False)
+    request = MarkRequest(version="1-1", token=second.token)
+    again = client.mark(request)
+    assert again.log_position > replies[-1].log_position
+    assert client.run().latest_version == "1-1"
+    client.mark(MarkRequest(version="2-2", token=second.token))
+    assert client.mark(request) == again
+    assert client.run().latest_version == "2-2"
+    assert client.stats().log_position == again.log_position + 1
+
+
 def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client, first = filled(serve_buffer)
     for step in (1, 2, 3):

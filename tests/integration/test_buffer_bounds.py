@@ -252,7 +252,8 @@ async def test_an_eviction_that_fails_half_way_is_completed_by_the_next(
     assert (await evicted(buffer))["duplicate_tokens"] == 9
 
 
-async def test_a_rollout_that_is_pushed_again_after_its_eviction_survives_a_repeated_eviction(start: Start) -> None:
+async def test_a_push_that_is_repeated_after_its_eviction_is_a_duplicate(start: Start) -> None:
+    """Also when the eviction itself is repeated, as redis-py does when it finds its connection dead."""
     buffer = await start(max_rollouts=8)
     scripts, calls = buffer.context.scripts, []
     run = scripts.run
@@ -265,11 +266,19 @@ async def test_a_rollout_that_is_pushed_again_after_its_eviction_survives_a_repe
     scripts.run = recording  # type: ignore[method-assign]
     rollouts = [make_rollout() for _ in range(9)]
     await push(buffer, *rollouts)
-    assert await push(buffer, rollouts[0]) == ["new"]
-    before = await stored(buffer)
-    assert await run(*calls[0]) == 1  # as redis-py repeats it when it finds its connection dead
+    before, (gone, gone_before) = await stored(buffer), (buffer.context.keys.gone, buffer.context.keys.gone_before)
+    assert await push(buffer, rollouts[0]) == ["duplicate"]
+    assert await run(*calls[0]) == 1
     assert await stored(buffer) == before
-    assert before[-1] == rollouts[0].rollout_id
+    redis = buffer.context.redis
+    await redis.rename(gone, gone_before)  # as evict.lua does it when there are many
+    assert await push(buffer, rollouts[0]) == ["duplicate"]
+    await redis.delete(gone_before)
+    assert await push(buffer, rollouts[0]) == ["new"]
+    after = await stored(buffer)
+    assert await run(*calls[0]) == 1
+    assert await stored(buffer) == after
+    assert after[-1] == rollouts[0].rollout_id
 
 
 async def test_what_was_pushed_before_a_rescoring_is_forgotten_with_the_rollout(start: Start) -> None:

@@ -609,3 +609,20 @@ def test_heartbeats_show_components_and_what_they_wait_for(serve_buffer: ServeBu
     other = Heartbeat(component_id="x", kind="searcher", run="other", state="s", version=None, wait=None)
     with pytest.raises(ConflictError, match="other"):
         client.heartbeat(other)
+
+
+def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    client = serve_buffer(buffer={"lease_s": 1000.0}).client()
+    client.upload_prompts(make_prompts(4))
+    start_lineage(client)
+    held = lease(client, 2, "dead").leases
+    with Redis.from_url(redis.url) as direct:
+        key, ahead_s = "tba:test:lease_deadlines", time.time() + 1e6  # as after a clock that was 10^6 s ahead
+        direct.zadd(key, {item.lease_id: ahead_s for item in held})
+        lease(client, 1, "other")
+        for item in held:
+            assert float(direct.zscore(key, item.lease_id) or 0) <= time.time() + 1000.0
+    assert client.stats().leases["open"] == 3

@@ -78,6 +78,8 @@ class Model:
     """As stored now, by id; of the live ones."""
     pushed: list[Rollout] = field(default_factory=list)
     rescored: set[bytes] = field(default_factory=set)
+    gone: set[bytes] = field(default_factory=set)
+    """Evicted: pushed again, they are duplicates."""
     position: int = 0
     tree: LineageTree = field(default_factory=LineageTree)
     now: PolicyVersion = START
@@ -86,7 +88,7 @@ class Model:
     acked: list[tuple[int, int, str]] = field(default_factory=list)
 
     def push(self, rollout: Rollout) -> str:
-        if rollout.rollout_id in self.rollouts:
+        if rollout.rollout_id in self.rollouts or rollout.rollout_id in self.gone:
             self.num_duplicate += 1
             return "duplicate"
         self.position += 1
@@ -123,6 +125,7 @@ class Model:
                 self.live.remove(stored)
                 del self.rollouts[stored.rollout_id]
                 self.rescored.discard(stored.rollout_id)
+                self.gone.add(stored.rollout_id)
                 self.evicted[reason] += 1
                 self.evicted[f"{reason}:{length_bucket(stored.num_tokens)}"] += 1
 

@@ -222,6 +222,67 @@ async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_p
         redis.stop()
 
 
+async def test_the_first_rewrite_of_a_file_that_is_whole_refuses_nothing(tmp_path: Path) -> None:
+    """It begins by itself once the file is large; neither a start nor a push waits for its end."""
+    redis = start_redis(tmp_path)
+    promise = Promise(redis.url, "always")
+    try:
+        with Client.from_url(redis.url) as admin:
+            if int(str(admin.info("server")["redis_version"]).split(".")[0]) >= 7:
+                pytest.skip("Redis 7 does not tell it from a file that was just turned on")
+            for i in range(200):
+                admin.set(f"key-{i}", b"x" * 10_000)
+            admin.config_set("rdb-key-save-delay", 100_000)
+            admin.config_set("auto-aof-rewrite-min-size", "1mb")
+            until("the rewrite", lambda: admin.info("persistence")["aof_rewrite_in_progress"])
+            await promise.check_at_start()
+            await promise.check()
+            await promise.require()
+            assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
+            assert admin.dbsize() == 200
+    finally:
+        await promise.aclose()
+        redis.stop()
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_pushes_go_on_while_the_file_is_rewritten(world: World, by_hand: bool) -> None:
+    for i in range(200):
+        world.admin.set(f"key-{i}", b"x" * 10_000)
+    world.admin.config_set("rdb-key-save-delay", 100_000)
+    if by_hand:
+        world.admin.bgrewriteaof()
+    else:
+        world.admin.config_set("auto-aof-rewrite-min-size", "1mb")
+    until("the rewrite", lambda: world.admin.info("persistence")["aof_rewrite_in_progress"])
+    for _ in range(20):
+        world.push()
+        world.admin.connection_pool.disconnect()
+    assert readyz(world.buffer.url)[0] == 200
+    other = BufferThread(world.buffer.recipe)
+    other.client().push(make_payloads(["train-0"]))
+    other.stop()
+    assert world.admin.info("persistence")["aof_rewrite_in_progress"] == 1
+
+
+async def test_a_file_that_was_turned_on_again_is_waited_for_although_there_was_one(tmp_path: Path) -> None:
+    redis = start_redis(tmp_path)
+    promise = Promise(redis.url, "always")
+    try:
+        with Client.from_url(redis.url) as admin:
+            for i in range(200):
+                admin.set(f"key-{i}", b"x" * 10_000)
+            admin.config_set("appendonly", "no")
+            admin.config_set("rdb-key-save-delay", 2000)
+            admin.config_set("appendonly", "yes")
+            assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
+            await promise.check_at_start()
+            assert admin.info("persistence")["aof_rewrite_in_progress"] == 0
+    finally:
+        await promise.aclose()
+        redis.stop()
+
+
 def limit_file_size(redis: RedisProcess, num_bytes: int) -> None:
     """No file of this Redis grows beyond it: its disk is full, as far as it can tell."""
     _, hard = resource.prlimit(redis.process.pid, resource.RLIMIT_FSIZE)

@@ -14,6 +14,7 @@ from tba.api import BatchRequest, LineageRequest
 from tba.clients import BufferClient
 from tba.clients.http import ServiceClient
 from tba.errors import SupersededError, UnavailableError
+from tba.versions import PolicyVersion
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -43,8 +44,9 @@ async def test_the_older_process_removes_nothing_and_serves_nothing(new_buffer: 
     await new.start()
     assert (old.context.replica.number, new.context.replica.number) == (1, 2)
 
+    await new.rollouts.push(make_payloads(["train-1"], per_prompt=3))
     with pytest.raises(SupersededError, match="eviction of 3 rollouts was refused: a newer buffer process owns run"):
-        await old.rollouts.push(make_payloads(["train-1"], per_prompt=3))
+        await old.evictor.enforce()
     index = await new.view.level()
     assert (index.num_live, (await new.context.counters()).get("evicted:max_rollouts")) == (13, None)
 
@@ -56,6 +58,18 @@ async def test_the_older_process_removes_nothing_and_serves_nothing(new_buffer: 
     assert "newer buffer process owns run 'test' (this one was start number 1)" in str(await old.ready())
     assert await new.ready() is None
     assert (await new.draws.draw(request)).body
+
+
+async def test_the_older_process_stores_nothing(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer()
+    await old.context.redis.flushall()
+    await old.start()
+    await old.catalog.upload(make_prompts(4))
+    new = new_buffer()
+    await new.start()
+    with pytest.raises(SupersededError, match="push of 4 rollouts was refused: a newer buffer process owns run"):
+        await old.rollouts.push(make_payloads(["train-0"]))
+    assert (await new.view.level()).num_live == 0
 
 
 async def test_the_older_process_switches_to_no_base(new_buffer: Callable[..., Buffer]) -> None:
@@ -92,3 +106,47 @@ def push_problem(client: BufferClient) -> str | None:
     except UnavailableError as error:
         return str(error)
     return None
+
+
+async def test_the_older_process_adds_no_prompts_and_starts_no_lineage(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer()
+    await old.context.redis.flushall()
+    await old.start()
+    new = new_buffer()
+    await new.start()
+    with pytest.raises(SupersededError, match="upload of prompts was refused: a newer buffer process owns run"):
+        await old.catalog.upload(make_prompts(1))
+    with pytest.raises(SupersededError, match="start of a trainer was refused: a newer buffer process owns run"):
+        await old.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    keys = new.context.keys
+    assert await new.context.redis.exists(keys.prompts, keys.prompt_order, keys.lineages, keys.run) == 0
+
+
+async def test_what_another_process_added_is_known_to_the_next_push(new_buffer: Callable[..., Buffer]) -> None:
+    buffer = new_buffer()
+    await buffer.context.redis.flushall()
+    await buffer.start()
+    other = new_buffer()
+    other.context.replica.number = buffer.context.replica.number  # as if it had written just before it was superseded
+    await other.catalog.upload(make_prompts(2))
+    lineage = await other.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    payloads = make_payloads(["train-1", "nobody"], per_prompt=1, version=PolicyVersion(lineage.lineage, 0))
+    outcomes = (await buffer.rollouts.push(payloads)).outcomes
+    assert [outcome.outcome for outcome in outcomes] == ["new", "refused"]
+    assert "'nobody' was never uploaded" in str(outcomes[1].reason)
+
+
+@pytest.mark.parametrize("found", [None, 1])
+async def test_a_redis_that_counts_fewer_starts_has_lost_data(
+    new_buffer: Callable[..., Buffer], found: int | None
+) -> None:
+    first, buffer = new_buffer(), new_buffer()
+    await buffer.context.redis.flushall()
+    await first.start()
+    await buffer.start()
+    await buffer.context.redis.flushall()
+    if found is not None:
+        await buffer.context.redis.set(buffer.context.keys.replica, found)
+    with pytest.raises(SupersededError, match=r"Redis has lost data of run 'test'.*load a saved buffer into a new run"):
+        await buffer.catalog.upload(make_prompts(1))
+    assert "Redis has lost data" in str(await buffer.ready())

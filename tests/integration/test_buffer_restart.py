@@ -179,6 +179,10 @@ def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
     assert client.stats().num_prompts_seen == 4
     with Client.from_url(stack.redis.url) as admin:
         admin.delete(*admin.keys("tba:test:[^p]*"), "tba:test:payloads")
+    with pytest.raises(UnavailableError, match="Redis has lost data of"):
+        stack.buffer.client(retry_s=0).push(make_payloads(["train-0"]))
+    stack.buffer.kill()
+    stack.buffer.start()  # somebody has looked, and decided to go on with what is left
     client.push(make_payloads(["train-0"]))
     stats = client.stats()
     assert (stats.num_prompts_seen, stats.num_rollouts) == (1, 4)

@@ -7,11 +7,14 @@ from collections import Counter
 import httpx2
 import numpy as np
 import pytest
+from redis import Redis
 
-from tba.errors import BusyError
+from tba.api import BatchRequest
+from tba.errors import BusyError, UnavailableError
 from tba.wire import encode_rollout
-from tests.support.buffer import make_payloads, make_prompts, make_rollout
+from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.redis_process import RedisProcess
 
 
 def test_a_sample_is_reproduced_by_its_seed_and_records_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -72,3 +75,18 @@ def test_a_sample_of_an_impossible_size_or_seed_is_refused(
 ) -> None:
     answer = httpx2.post(f"{serve_buffer().url}/v1/samples", json=body)
     assert (answer.status_code, field in answer.json()["detail"]) == (422, True)
+
+
+def test_payloads_that_redis_lost_are_not_called_evicted(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+    buffer = serve_buffer()
+    client = buffer.client(retry_s=0)
+    client.upload_prompts(make_prompts(4))
+    reply = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=6))
+    with Redis.from_url(redis.url) as direct:
+        direct.delete("tba:test:payloads")
+    with pytest.raises(UnavailableError, match="in the log but their payloads are not in Redis"):
+        client.sample(4)
+    request = {"lineage": reply.lineage, "token": reply.token, "trainer_id": "t", "step": 1, "wait_s": 5}
+    with pytest.raises(UnavailableError, match="in the log but their payloads are not in Redis"):
+        client.draw_batch(BatchRequest(**request))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tba_buffer import refusals, reward_link
 from tba_buffer.buffer import Buffer
 
 from tba.api import RescoreInfo, RescoreRequest
@@ -112,6 +113,114 @@ async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_star
     assert (job.num_total, job.num_done, job.num_gone) == (3, 3, 0)
     assert len(reward.asked) == 7
     assert (await buffer.stats()).num_scored == 7
+
+
+async def run_until_settled(buffer: Buffer) -> set[str]:
+    """Until nothing is pending; answers the names of the waits of the scorer that were seen meanwhile."""
+    seen: set[str] = set()
+    while (await buffer.stats()).num_pending:
+        seen |= {wait.name for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"}
+        await asyncio.sleep(0.01)
+    return seen
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_link, "MIN_PAUSE_S", 0.01)
+    monkeypatch.setattr(refusals, "MIN_ASIDE_S", 0.01)
+    monkeypatch.setattr(refusals, "MAX_ASIDE_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is_failed_in_the_end(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "MAX_ASIDE_S", 60.0)
+    monkeypatch.setattr(refusals, "MIN_ASIDE_S", 60.0)
+    poison = make_rollout(reward=None, response_text="poison")
+    reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
+    await buffer.rollouts.push([encode_rollout(poison)])
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(10)])
+    while (await buffer.stats()).num_scored < 10:
+        await asyncio.sleep(0.01)
+    waits = [wait.name for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"]
+    assert waits == ["reward"], "it still waits"
+    assert (await buffer.stats()).num_pending == 1
+    for aside in buffer.scorer._scoring.refusals._asides.values():
+        aside.retry_at_s = buffer.context.clock()
+    monkeypatch.setattr(refusals, "MIN_ASIDE_S", 0.01)
+    assert await run_until_settled(buffer) == {"reward"}
+    stored = decode_rollout(await buffer.context.redis.hget(buffer.context.keys.payloads, poison.rollout_id))
+    assert stored.reward_status == "failed"
+    assert (stored.reward_reason or "").startswith("refused: ")
+    assert len([1 for items in reward.requests if [item["response"] for item in items] == ["poison"]]) == 5
+    assert [wait for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"] == []
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_job_gets_past_a_rollout_that_breaks_the_reward_service(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+) -> None:
+    reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
+    rollouts = [make_rollout(response_text="poison" if i == 3 else "") for i in range(8)]
+    await buffer.rollouts.push([encode_rollout(rollout) for rollout in rollouts])
+    await buffer.rescoring.start(RescoreRequest())
+    job = await finished(buffer)
+    assert (job.num_done, job.num_failed) == (8, 1)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_service_that_scores_nothing_at_all_refuses_nothing(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GET /v1/rewards is answered all the time."""
+    monkeypatch.setattr(refusals, "NUM_TRIES", 1)
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
+    await run_until_settled(buffer)
+    reward.refusal = lambda items: (500, {})
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(2)])
+    num_before = len(reward.requests)
+    while len(reward.requests) < num_before + 6:
+        await asyncio.sleep(0.01)
+    assert (await buffer.stats()).num_pending == 2
+    reward.refusal = lambda items: None
+    await run_until_settled(buffer)
+    assert (await buffer.stats()).num_scored == 3
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_service_that_is_away_or_busy_refuses_nothing(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "NUM_TRIES_ALONE", 2)  # one may count: away when asked, back when looked after
+    attempts = 0
+    ask = buffer.scorer._link.ask
+
+    async def counted(call: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        return await ask(call)
+
+    monkeypatch.setattr(buffer.scorer._link, "ask", counted)
+    reward.refusal = lambda items: (429, {"type": "urn:tba:problem:busy", "detail": "full", "retry_after_s": 0.01})
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
+    while attempts < 4:
+        await asyncio.sleep(0.01)
+    reward.leave()
+    while attempts < 8:
+        await asyncio.sleep(0.01)
+    assert (await buffer.stats()).num_pending == 1
+    reward.refusal = lambda items: None
+    reward.come_back()
+    await run_until_settled(buffer)
+    assert (await buffer.stats()).num_scored == 1
 
 
 async def test_the_task_ends_although_the_reward_service_does_not_answer(

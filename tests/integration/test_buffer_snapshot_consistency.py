@@ -155,6 +155,58 @@ async def test_a_snapshot_is_what_was_live_at_its_position(
     assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [buffer.catalog.ids]
 
 
+class EvictingStore(FileStore):
+    """While anything is written, nobody may hold the lock that evicting needs: a push at the cap gets through."""
+
+    def __init__(self, folder: Path, world: World, buffer: Buffer) -> None:
+        super().__init__(folder)
+        self._world, self._buffer, self.num_pushes = world, buffer, 0
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        if "rollouts" in key:
+            asyncio.run_coroutine_threadsafe(self._push(), self._loop).result()
+        super().put(key, data, create_only=create_only)
+
+    async def _push(self) -> None:
+        assert not self._buffer.context.mutating.locked()
+        await self._world.push(10)
+        self.num_pushes += 1
+
+
+async def test_a_push_that_must_evict_does_not_wait_for_the_store(
+    buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
+    monkeypatch.setattr(saving, "MAX_PASSES", 2)
+    world = World(buffer, 0)
+    await buffer.catalog.upload(make_prompts(8))
+    await world.push(CAP)
+    store = EvictingStore(tmp_path / "store", world, buffer)
+    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+    assert store.num_pushes > CAP // 10
+    assert manifest.num_scored == CAP
+    reader = SnapshotReader(store, manifest)
+    places = await reader.places()
+    snapshot = dict(zip(places["position"].tolist(), await reader.payloads(places), strict=True))
+    assert snapshot == await world.live_at(manifest.log_position)
+
+
+async def test_a_rest_that_does_not_fit_into_memory_fails_the_save(
+    buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "LITTLE_BYTES", 100)
+    monkeypatch.setattr(saving, "HELD_BYTES", 200)
+    world = World(buffer, 0)
+    await buffer.catalog.upload(make_prompts(8))
+    await world.push(50)
+    store = EvictingStore(tmp_path / "store", world, buffer)
+    with pytest.raises(UnavailableError, match="rollouts arrive faster"):
+        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+    assert store.num_pushes == saving.MAX_PASSES
+    assert store.size_bytes(SOURCE.manifest_key) is None
+
+
 class CuttingStore(FileStore):
     """While the first object is written, rollouts are pushed, and a new base replaces the log."""
 

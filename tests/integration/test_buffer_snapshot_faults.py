@@ -113,7 +113,7 @@ def test_a_buffer_that_is_killed_while_it_saves_leaves_no_snapshot_and_saves_aga
     assert client.snapshots() == []
     client.save_snapshot("killed")
     assert wait_for_save(client, "killed") == "complete"
-    manifest = decode_snapshot_manifest(store.get(source.manifest_key))
+    manifest = decode_snapshot_manifest(store.get(source.manifest_key), key=source.manifest_key)
     assert manifest.num_rollouts == NUM_ROLLOUTS
     assert store.list(source.prefix) == sorted([source.manifest_key, *(stored.key for stored in manifest.objects)])
 
@@ -148,7 +148,8 @@ def test_a_damaged_object_is_refused_before_anything_changes(
     client = stack.client
     client.save_snapshot(f"bad-{kind}")
     assert wait_for_save(client, f"bad-{kind}") == "complete"
-    manifest = decode_snapshot_manifest(store.get(SnapshotSource("test", f"bad-{kind}").manifest_key))
+    key = SnapshotSource("test", f"bad-{kind}").manifest_key
+    manifest = decode_snapshot_manifest(store.get(key), key=key)
     damaged = getattr(manifest, kind)[-1]
     data = bytearray(store.get(damaged.key))
     data[len(data) // 2] ^= 1

@@ -53,7 +53,8 @@ def ended_load(client: BufferClient) -> OriginInfo:
 
 
 def manifest_of(store: FileStore, source: str) -> SnapshotManifest:
-    return decode_snapshot_manifest(store.get(SnapshotSource.parse(source).manifest_key))
+    key = SnapshotSource.parse(source).manifest_key
+    return decode_snapshot_manifest(store.get(key), key=key)
 
 
 def stored(redis: RedisProcess, run: str = "test") -> dict[bytes, bytes]:  # noqa: F811
@@ -159,7 +160,11 @@ def test_a_fork_takes_what_arrived_before_the_mark_of_its_version(
         new.new_lineage(LineageRequest(trainer_id="t", parent="1-3"))
     lineage = new.new_lineage(LineageRequest(trainer_id="t", parent="1-2"))
     assert lineage.lineage == 2
+    own_name = MarkRequest(version="1-2", token=lineage.token)
+    position = new.mark(own_name)  # the snapshot ends before the mark of it
+    assert log_of(redis, "fork")[-1] == "1 2"
     new.mark(MarkRequest(version="2-2", token=lineage.token))
+    assert (new.mark(own_name), new.run().latest_version) == (position, "2-2")
     assert (new.run().parents, new.run().step) == ({1: "0-0", 2: "1-2"}, 2)
     old_rollout = encode_rollout(make_rollout("train-3", run="fork", version=PolicyVersion(1, 2)))
     assert new.push([old_rollout]).outcomes[0].outcome == "new"

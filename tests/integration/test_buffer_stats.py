@@ -123,7 +123,7 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:  # noqa:
         assert value(metrics, "tba_buffer_refused_total", reason=code) == number
     for reason, lengths in stats.evicted_by_length.items():
         for length, number in lengths.items():
-            assert value(metrics, "tba_buffer_dropped_total", reason=reason, length=length) == number
+            assert value(metrics, "tba_buffer_evicted_total", reason=reason, length=length) == number
     assert stats.stored is not None
     for length, number in stats.stored.by_length.items():
         assert value(metrics, "tba_buffer_rollouts_by_length", length=length) == number

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from redis import Redis
+from tba_buffer.snapshots.load import OriginDocument
 
 from tba.api import AckRequest, BatchRequest, LineageReply
 from tba.cli.ledger import EXIT_VIOLATION, check_command
@@ -59,6 +61,8 @@ def edit(line: dict, **changes: object) -> str:
     ("damage", "sentence"),
     [
         (lambda c, lines: c.lrem(LEDGER, 1, lines[2]), "step 2 is missing"),
+        (lambda c, lines: c.ltrim(LEDGER, 6, -1), "step 1 is missing"),
+        (lambda c, lines: c.ltrim(LEDGER, 6, -1), "lineage 1 has no start in the ledger"),
         (lambda c, lines: c.rpush(LEDGER, lines[-1]), "step 7 appears 2 times"),
         (lambda c, lines: c.lset(LEDGER, 2, edit(json.loads(lines[2]), rollout_ids=[])), "names 0 of 16 rollouts"),
         (lambda c, lines: c.lrem(LEDGER, 1, lines[6]), "lineage 2 has no start in the ledger"),
@@ -77,6 +81,19 @@ def test_a_ledger_that_breaks_it_is_told_apart(
         damage(connection, connection.lrange(LEDGER, 0, -1))  # pyright: ignore[reportArgumentType]
     assert check(resumed) == EXIT_VIOLATION
     assert sentence in capsys.readouterr().out
+
+
+def test_the_lineages_of_the_run_that_was_forked_have_no_lines(
+    resumed: BufferThread,
+    redis: RedisProcess,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    origin = OriginDocument("other/end", "1-3", "0" * 64, None, num_rollouts=0, lineage=1, last=0)
+    with Redis.from_url(redis.url) as connection:
+        connection.ltrim(LEDGER, 6, -1)
+        connection.hset("tba:test:run", mapping={"origin": msgspec.json.encode(origin), "origin_cursor": 0})
+    assert check(resumed) == 0
+    assert "trainer starts: 1, living lineage 2, forked from 1-3 of another run)" in capsys.readouterr().out
 
 
 def test_a_long_ledger_is_read_in_pages(

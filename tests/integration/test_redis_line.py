@@ -22,6 +22,15 @@ async def nothing_more(connection: Any) -> None:
     await connection.on_connect()
 
 
+async def no_handshake(connection: Any) -> None:
+    connection._parser.on_connect(connection)
+
+
+def reading_tasks() -> set[asyncio.Task[Any]]:
+    """The readers of shared connections that are still at work."""
+    return {task for task in asyncio.all_tasks() if task.get_name() == "redis-line"}
+
+
 @pytest.fixture
 async def redis(tmp_path: Path) -> AsyncIterator[RedisProcess]:
     process = start_redis(tmp_path)
@@ -81,6 +90,97 @@ async def test_a_caller_that_gives_up_leaves_the_others_alone(line: RedisLine) -
     for i, reply in enumerate(replies):
         assert isinstance(reply, asyncio.CancelledError) or reply == [str(i).encode()]
     assert all(replies[i] == [str(i).encode()] for i in range(1, 50, 2))
+
+
+async def test_a_caller_that_gives_up_half_way_through_a_write_leaves_the_others_alone(
+    client: Redis, line: RedisLine, redis: RedisProcess
+) -> None:
+    """A stopped Redis takes a part of the 30 MB; the rest waits in this process when its caller leaves."""
+    await line.run(("SET", "counter", "1"))
+    redis.process.send_signal(signal.SIGSTOP)
+    try:
+        before = asyncio.create_task(line.run(("INCR", "counter")))
+        large = asyncio.create_task(line.run(("SET", "large", bytes(30_000_000))))
+        for _ in range(10):  # turns of the event loop: what the socket takes is written
+            await asyncio.sleep(0)
+        after = asyncio.create_task(line.run(("INCRBY", "counter", "10"), ("STRLEN", "large")))
+        large.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await large
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
+    assert (await before, await after) == ([2], [12, 30_000_000])  # each ran once, in order
+    others = [info for info in await client.client_list() if not info["cmd"].startswith("client")]
+    assert len(others) == 1
+
+
+async def test_the_last_caller_to_leave_a_late_connection_closes_it(
+    line: RedisLine, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call expires, then the other is cancelled, while Redis still says nothing."""
+    await line.run(("PING",))
+    redis.process.send_signal(signal.SIGSTOP)
+    try:
+        patient = asyncio.create_task(line.run(("PING",)))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(redis_line, "SOCKET_TIMEOUT_S", 0.2)
+        with pytest.raises(TimeoutError):
+            await line.run(("PING",))
+        (reading,) = reading_tasks()
+        patient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await patient
+        await asyncio.wait([reading], timeout=10)
+        assert reading.done()
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
+
+
+async def test_closing_also_ends_connections_that_wait_for_late_replies(
+    client: Redis, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = RedisLine(client)
+    await line.run(("PING",))
+    redis.process.send_signal(signal.SIGSTOP)
+    try:
+        patient = asyncio.create_task(line.run(("BLPOP", "nothing", "0"), ("SET", "large", bytes(30_000_000))))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(redis_line, "SOCKET_TIMEOUT_S", 0.2)
+        with pytest.raises(TimeoutError):
+            await line.run(("PING",))
+        await line.aclose()
+        assert not reading_tasks()
+        with pytest.raises(ConnectionError):
+            await patient
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
+
+
+async def test_a_connection_that_ends_in_the_middle_of_the_replies_is_replaced_and_both_are_asked_again() -> None:
+    """The first connection gets one reply and half of the next; replies of two attempts never mix."""
+    num_connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        seen = b""
+        while seen.count(b"ECHO") < 2:
+            seen += await reader.read(65536)
+        is_first = num_connections == 1
+        writer.write(b"$3\r\nold\r\n$5\r\nxy" if is_first else b"$1\r\na\r\n$1\r\nb\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    bare = connect(f"redis://127.0.0.1:{port}/0", no_handshake)
+    line = RedisLine(bare)
+    assert await line.run(("ECHO", "a"), ("ECHO", "b")) == [b"a", b"b"]
+    assert num_connections == 2
+    await line.aclose()
+    await bare.aclose()
+    server.close()
+    await server.wait_closed()
 
 
 async def test_a_dead_connection_is_replaced_and_the_call_repeated_once(client: Redis, line: RedisLine) -> None:

@@ -22,7 +22,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
-from tests.support.redis_process import RedisProcess, free_port, start_redis
+from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE_PATHS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward", "searcher", "trainer"))]
@@ -130,11 +130,12 @@ def start_stack(
     *,
     redis_folder: Path | None = None,
     redis_environ: Mapping[str, str] | None = None,
+    redis_options: Sequence[str] = DURABLE,
     **sections: dict[str, Any],
 ) -> Stack:
     """Start Redis and a buffer in `folder`; the caller stops them."""
     folder.mkdir(parents=True, exist_ok=True)
-    redis = start_redis(redis_folder or folder / "redis", environ=redis_environ)
+    redis = start_redis(redis_folder or folder / "redis", environ=redis_environ, options=redis_options)
     try:
         ports = {"port": free_port(), "redis_url": redis.url}
         recipe = make_recipe(**{**sections, "buffer": {**ports, **sections.get("buffer", {})}})

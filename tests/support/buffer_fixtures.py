@@ -22,6 +22,7 @@ class BufferThread:
     def __init__(self, recipe: Recipe, tokens: dict[str, str] | None = None) -> None:
         from tba_buffer.app import build_app
 
+        from tba.service.protocol import BoundedHttpProtocol
         from tba.service.serve import bind
 
         self.recipe = recipe
@@ -29,7 +30,12 @@ class BufferThread:
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            build_app(recipe, tokens), log_config=None, access_log=False, timeout_graceful_shutdown=1, loop="asyncio"
+            build_app(recipe, tokens),
+            http=BoundedHttpProtocol,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            loop="asyncio",
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)

@@ -22,15 +22,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from tba.api import AckRequest, BatchRequest
+from tba.api import AckRequest, BatchRequest, MarkRequest
 from tba.clients import BufferClient
 from tba.errors import BusyError, ServiceError, UnavailableError, VoidBatchError
 from tba.local.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
-from tba.wire import decode_rollout
-from tests.support.buffer import Stack, make_payloads, make_prompts, start_lineage
+from tba.wire import decode_rollout, encode_rollout
+from tests.support.buffer import Stack, make_payloads, make_prompts, make_rollout, start_lineage
 
 NUM_PROMPTS = 6
 NUM_PUSHERS = 3
+MARK_EVERY = 3
 NUM_TRIALS = int(os.environ.get("CHAOS_TRIALS", "1"))
 RECOVERY_S = 60.0
 Fault = Callable[[Stack, random.Random], None]
@@ -70,6 +71,7 @@ class Pusher(threading.Thread):
     def _next(self) -> list[bytes]:
         prompts = [f"train-{self._random.randrange(NUM_PROMPTS)}" for _ in range(2)]
         payloads = make_payloads(prompts, per_prompt=4, searcher_id=self.name, num_tokens=self._num_tokens)
+        payloads.append(encode_rollout(make_rollout(prompts[0], reward=None, searcher_id=self.name)))  # pending
         self._shared.append(payloads)
         return payloads
 
@@ -85,7 +87,8 @@ class Doubler(Pusher):
 
 
 class Trainer(threading.Thread):
-    """Draws and acks step by step; a void batch is drawn anew, an ack without an answer is repeated."""
+    """Draws and acks step by step, and sets a mark every MARK_EVERY steps; a void batch is drawn anew, an ack or a mark
+    without an answer is repeated."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__(daemon=True, name="trainer")
@@ -127,6 +130,9 @@ class Trainer(threading.Thread):
         if acked:
             self.acked.append((step, batch.batch_id))
             self.unsure = None
+            if step % MARK_EVERY == 0:
+                mark = MarkRequest(version=f"{lineage.lineage}-{step}", token=lineage.token)
+                self._until_answered(lambda: self._client.mark(mark))
         return bool(acked)
 
     def _until_answered(self, call: Callable[[], Any]) -> Any:
@@ -145,6 +151,8 @@ class Trial:
     stack: Stack
     seed: int
     num_tokens: int = 3
+    extra: dict[bytes, bytes] = field(default_factory=dict)
+    """Rollouts that the fault pushes by itself: id -> payload."""
     load: list[Pusher] = field(default_factory=list)
     trainer: Trainer = field(init=False)
 
@@ -183,12 +191,13 @@ class Trial:
         if self.trainer.error is not None:
             raise self.trainer.error
         attempted = {rid: data for pusher in self.load for rid, data in pusher.attempted.items()}
-        acked = {rid for pusher in self.load for rid in pusher.acked}
+        attempted.update(self.extra)
+        acked = {rid for pusher in self.load for rid in pusher.acked} | self.extra.keys()
         with Redis.from_url(self.stack.redis.url) as redis:
             stored: dict[bytes, bytes] = redis.hgetall("tba:test:payloads")  # type: ignore[assignment]
         stats = self.stack.client.stats()
         num_evicted = sum(stats.evicted.values())
-        index = asyncio.run(_index(self.stack))
+        index, base_position = asyncio.run(_index(self.stack))
         rows = index.live_rows()
         assert stored.items() <= attempted.items(), "something is stored that nobody pushed, or other bytes"
         assert sorted(index.rollout_ids(rows)) == sorted(stored), "index and payloads disagree"
@@ -208,6 +217,8 @@ class Trial:
             failed_pushes=sum(pusher.num_failures for pusher in self.load),
             steps=len(self.trainer.acked),
             void=self.trainer.num_void,
+            pending=stats.num_pending,
+            with_base=int(base_position > 0),
         )
 
     def _check_ledger(self, num_trained: int) -> None:
@@ -225,12 +236,13 @@ class Trial:
 
 
 async def _index(stack: Stack) -> Any:
-    """The index that a new process would build from Redis."""
+    """The index that a new process would build from Redis, and the position of the base in it."""
+    from tba_buffer.base import read_head
     from tba_buffer.buffer import Buffer
 
     buffer = Buffer(stack.recipe, CollectorRegistry())
     try:
-        return await buffer.view.level()
+        return await buffer.view.level(), (await read_head(buffer.context)).position
     finally:
         await buffer.context.redis.aclose()
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tba.api import Lease, LeaseReply, LeaseRequest, Prompt
+from tba.api import Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt
 from tba.api.prompts import MAX_DATA_LEVELS
 
 
@@ -68,3 +68,10 @@ def test_every_lease_request_has_an_id_of_its_own_that_travels_with_it():
     first, second = (LeaseRequest(searcher_id="s", max_leases=1) for _ in range(2))
     assert first.request_id != second.request_id
     assert LeaseRequest.model_validate_json(first.model_dump_json()).request_id == first.request_id
+
+
+def test_every_trainer_start_has_an_unguessable_id_of_its_own_that_travels_with_it():
+    first, second = (LineageRequest(trainer_id="t", parent="0-0") for _ in range(2))
+    assert first.request_id != second.request_id
+    assert len(bytes.fromhex(first.request_id)) * 8 == 128
+    assert LineageRequest.model_validate_json(first.model_dump_json()).request_id == first.request_id

@@ -159,11 +159,41 @@ def test_whole_number_weights_are_corrected_exactly(monkeypatch: pytest.MonkeyPa
 def test_any_inverse_temperature_draws_the_best_first(inverse_temperature: float, big_prompt: int) -> None:
     for rewards in ([1.0, 2.0, 3.0, 2.5], [-1e308, 1e308, 0.0], [-5.0, -4.0, -6.0], [1e-300, 2e-300]):
         index = index_of([rewards], big_prompt=big_prompt)
-        rows = draw_groups(index, 20, inverse_temperature=inverse_temperature)
-        gaps = np.diff(np.sort(rewards))[::-1]
-        if inverse_temperature * min(gaps[0], 1e300 / inverse_temperature) > 100:
-            assert (rows[:, 0] == np.argmax(rewards)).all()
-        assert all(len(set(group)) == 2 for group in rows.tolist())
+        rows = draw_groups(index, 20, group_size=len(rewards), inverse_temperature=inverse_temperature)
+        assert all(len(set(group)) == len(rewards) for group in rows.tolist())
+        if inverse_temperature * min(np.diff(np.sort(rewards)).min(), 1e300 / inverse_temperature) > 100:
+            assert (rows == np.argsort(rewards)[::-1]).all()  # every column
+
+
+@pytest.mark.parametrize("inverse_temperature", [1e3, 1e16, 1e300, 1e308])
+@BOTH_WAYS
+def test_ties_are_broken_uniformly_at_any_inverse_temperature(inverse_temperature: float, big_prompt: int) -> None:
+    rewards = [1.0] + [0.0] * 7
+    index = index_of([rewards], big_prompt=big_prompt)
+    rows = draw_groups(index, 4000, group_size=4, inverse_temperature=inverse_temperature)
+    assert_groups_follow(rows, {(0, *rest): 1 / 210 for rest in permutations(range(1, 8), 3)})
+
+
+def test_ties_are_broken_uniformly_where_only_the_best_few_of_many_are_put_in_order() -> None:
+    index = index_of([[1.0] + [0.0] * 40])
+    rows = draw_groups(index, 8000, group_size=3, inverse_temperature=1e16)
+    assert (rows[:, 0] == 0).all()
+    for column in (1, 2):
+        assert_follows(np.bincount(rows[:, column] - 1, minlength=40), np.full(40, 1 / 40))
+
+
+def test_prompts_that_tie_are_chosen_uniformly_at_any_inverse_temperature() -> None:
+    index = index_of([[1.0, 1.0]] + [[0.0, 0.0]] * 7)
+    settings = make_settings(prompts_per_batch=3, inverse_temperature=1e18, prioritise="across")
+    triples = [[slot.prompt for slot in draw_slots(index, settings, seed)] for seed in range(1000)]
+    assert_groups_follow(np.array(triples), {(0, *rest): 1 / 42 for rest in permutations(range(1, 8), 2)})
+
+
+@pytest.mark.parametrize("inverse_temperature", [1e-300, 1e-20, 1e-3])
+def test_a_tiny_inverse_temperature_is_nearly_uniform(inverse_temperature: float) -> None:
+    rows = draw_groups(index_of([[0.0, 0.5, 1.0, -1.0]]), 4000, inverse_temperature=inverse_temperature)
+    p = softmax([0.0, 0.5, 1.0, -1.0], inverse_temperature)
+    assert_groups_follow(rows, sequence_probabilities(p, 2, replacement=False))
 
 
 @pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 1e3, 1e308])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
-from tba.api import LedgerEntry, LedgerLine, ResumeEntry
+from tba.api import LedgerEntry, LedgerLine, OriginInfo, ResumeEntry
 from tba.local.ledger import LedgerCheck, ledger_violations, lineage_tree, living_entries
 
 PARENTS = {1: "0-0", 2: "1-2"}
@@ -94,6 +96,8 @@ def test_steps_acked_after_the_run_was_read_are_ignored():
         ([*GOOD[:3], entry(1, 4, abandoned=True), *GOOD[4:]], "1-4 (batch b-1-4-True) follows step 2"),
         ([*GOOD[:5], entry(1, 4, abandoned=True), *GOOD[5:]], "was acked while lineage 2 owned the run"),
         ([*GOOD[:4], *GOOD[5:]], "lineage 2 has no start in the ledger"),
+        (GOOD[4:], "lineage 1 has no start in the ledger"),
+        (GOOD[4:], "step 1 is missing"),
         ([*GOOD[:4], start(2, "1-1"), *GOOD[5:]], "is from 1-1, but from 1-2 in the table"),
         ([GOOD[0], GOOD[4], *GOOD[5:]], "is from 1-2, but lineage 1 had only reached step 0"),
         ([GOOD[0], *GOOD], "comes after that of lineage 1"),
@@ -111,9 +115,25 @@ def test_rollout_ids_are_counted_where_the_ledger_has_them():
     assert (check.num_batches, check.num_abandoned, check.num_starts, check.forked_from) == (1, 0, 1, None)
 
 
+def test_the_start_of_an_abandoned_lineage_at_the_head_is_not_lost_unnoticed():
+    tree = lineage_tree({1: "0-0", 2: "0-0"})
+    assert ledger_violations([start(2, "0-0"), entry(2, 1)], tree, lineage=2, step=1) == [
+        "lineage 1 has no start in the ledger"
+    ]
+
+
+def origin(lineage: int, state: Literal["loading", "complete"] = "complete") -> OriginInfo:
+    return OriginInfo(source="other/end", version="2-60", state=state, lineage=lineage)
+
+
+def test_while_the_origin_is_loaded_every_lineage_is_of_the_other_run():
+    tree = lineage_tree({1: "0-0", 2: "1-40"})
+    assert ledger_violations([], tree, lineage=2, step=0, origin=origin(0, "loading")) == []
+
+
 def test_the_steps_before_a_fork_are_in_the_ledger_of_another_run():
     parents = {1: "0-0", 2: "1-40", 3: "2-60", 4: "3-62"}
-    check = LedgerCheck(lineage_tree(parents), lineage=4, step=63)
+    check = LedgerCheck(lineage_tree(parents), lineage=4, step=63, origin=origin(2))
     for line in (
         start(3, "2-60"),
         entry(3, 61),
@@ -125,7 +145,17 @@ def test_the_steps_before_a_fork_are_in_the_ledger_of_another_run():
         check.take(line)
     assert check.violations() == []
     assert str(check.forked_from) == "2-60"
-    lost = LedgerCheck(lineage_tree(parents), lineage=3, step=62)
+    lost = LedgerCheck(lineage_tree(parents), lineage=3, step=62, origin=origin(2))
     for line in (start(3, "2-60"), entry(3, 62)):
         lost.take(line)
     assert "step 61 is missing" in lost.violations()
+
+
+def test_a_fork_whose_ledger_lost_its_head_is_found():
+    parents = {1: "0-0", 2: "1-40", 3: "2-60", 4: "3-62"}
+    tail: list[LedgerLine] = [start(4, "3-62"), entry(4, 63)]
+    assert ledger_violations(tail, lineage_tree(parents), lineage=4, step=63, origin=origin(2)) == [
+        "lineage 3 has no start in the ledger",
+        "step 61 is missing",
+        "step 62 is missing",
+    ]

@@ -176,3 +176,14 @@ def test_chunks_keep_order_and_stay_below_both_limits():
 def test_a_prompt_above_the_limit_travels_alone():
     prompts = [Prompt.model_validate(prompt(number, text="x" * 100)) for number in range(3)]
     assert [len(chunk) for chunk in chunks(prompts, max_chunk_bytes=10)] == [1, 1, 1]
+
+
+def test_a_line_with_other_columns_names_them_and_the_flags_that_map_them(tmp_path):
+    path = write(tmp_path / "p.jsonl", {"question": "1+1", "answer": "2"})
+    with pytest.raises(
+        ConfigError, match=r"line 1: prompt_id: Field required; its columns are question, answer; .*--task"
+    ):
+        read(path)
+    path = write(tmp_path / "q.jsonl", {"prompt_id": "p", "task": "addition"})
+    with pytest.raises(ConfigError, match=r"text: Field required$"):
+        read(path)

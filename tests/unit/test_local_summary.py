@@ -185,6 +185,7 @@ def test_a_fork_begins_with_the_evaluation_of_the_version_it_was_forked_from():
         )
     )
     assert (summary["start_accuracy"], summary["forked_from"], summary["began_with"]) == (0.4, "1-40", "old/x")
+    assert summary["ledger_violations"] == []
 
 
 def test_a_run_without_searchers_says_that_nothing_was_evaluated():

@@ -57,14 +57,14 @@ def test_a_source_is_a_run_and_a_name() -> None:
 
 
 def test_a_manifest_survives_its_bytes_and_wrong_ones_name_the_field() -> None:
-    assert decode_snapshot_manifest(encode_snapshot_manifest(manifest())) == manifest()
+    assert decode_snapshot_manifest(encode_snapshot_manifest(manifest()), key="k") == manifest()
     assert manifest().num_rollouts == 6
     document = json.loads(encode_snapshot_manifest(manifest()))
     for change in ({"schema_version": 2}, {"extra": 1}, {"log_position": -1}, {"marks": [{"position": 1}]}):
-        with pytest.raises(MalformedError, match=f"snapshot manifest: {next(iter(change))}"):
-            decode_snapshot_manifest(json.dumps(document | change).encode())
-    with pytest.raises(MalformedError):
-        decode_snapshot_manifest(b"{")
+        with pytest.raises(MalformedError, match=f"snapshot manifest runs/a/m.json: {next(iter(change))}"):
+            decode_snapshot_manifest(json.dumps(document | change).encode(), key="runs/a/m.json")
+    with pytest.raises(MalformedError, match=r"snapshot manifest runs/a/m\.json: document"):
+        decode_snapshot_manifest(b"{", key="runs/a/m.json")
 
 
 def test_the_last_mark_of_a_version_counts() -> None:

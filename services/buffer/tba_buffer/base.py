@@ -137,7 +137,7 @@ class BaseWriter:
             ],
         )
         if reply == replica.SUPERSEDED:
-            raise replica.lost(context, "the new base of the log")
+            raise await replica.refusal(context, "the new base of the log")
         if reply != b"ok":
             log.warning("base_not_used", generation=generation, reply=reply.decode())
             return False

@@ -86,11 +86,12 @@ class Buffer:
         self.view = IndexView(self.context)
         self.catalog = Catalog(self.context)
         self.lineages = Lineages(self.context)
+        self.view.on_rebuilt = self._reread
         self.run = RunControl(self.context)
         self.components = Components(self.context)
         self.evals = Evals(self.context, self.catalog)
         self.evictor = Evictor(self.context, self.view, self.lineages, self.run)
-        self.base = BaseWriter(self.context)
+        self.base = BaseWriter(self.context, min_tail=recipe.buffer.max_tail_events)
         self.admission = Admission(recipe)
         self.rollouts = Rollouts(self.context, self.catalog, self.lineages, self.evictor)
         reward = RewardLink(self.context, self.components)
@@ -162,7 +163,7 @@ class Buffer:
             await self.context.redis.ping()
         except RedisError as error:
             return refused_writes(error) or f"Redis does not answer ({type(error).__name__})"
-        return self.rollouts.refuse_reason
+        return self.rollouts.refuse_reason or self.view.problem
 
     async def stats(self) -> Stats:
         """Counts of the run.
@@ -195,6 +196,11 @@ class Buffer:
             evals=await self.evals.all(),
             origin=await self.snapshots.origin(),
         )
+
+    async def _reread(self) -> None:
+        """Redis is not what it was (restored from an older file): what is known beside the index is read again."""
+        await self.catalog.reload()
+        await self.lineages.load()
 
     async def _tend(self) -> None:
         await replica.check(self.context)

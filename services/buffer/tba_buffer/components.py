@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +19,19 @@ FORGET_AFTER_S = 3600.0
 
 @dataclass(slots=True)
 class HeldWait:
-    """A long poll that this service holds open."""
+    """A long poll that this service holds open; times are those of `time.monotonic`."""
 
     owner: str
     name: str
     since_s: float
     deadline_s: float
+
+    def info(self) -> WaitInfo:
+        """As GET /v1/run shows it now."""
+        now_s = time.monotonic()
+        return WaitInfo(
+            owner=self.owner, name=self.name, for_s=now_s - self.since_s, deadline_in_s=self.deadline_s - now_s
+        )
 
 
 class Components:
@@ -63,8 +71,9 @@ class Components:
 
     @contextmanager
     def waiting(self, owner: str, name: str, deadline_s: float) -> Iterator[HeldWait]:
-        """Show a long poll in GET /v1/run while it is held open; its name may change."""
-        held = HeldWait(owner, name, self._context.clock(), deadline_s)
+        """Show a long poll in GET /v1/run while it is held open, until `deadline_s` (of `time.monotonic`) at most; its
+        name may change."""
+        held = HeldWait(owner, name, time.monotonic(), deadline_s)
         self._held.append(held)
         try:
             yield held
@@ -81,10 +90,7 @@ class Components:
         with redis_errors("read the components"):
             raw = await self._context.redis.hgetall(key)
         infos, forgotten = [], []
-        waits = [
-            WaitInfo(owner=h.owner, name=h.name, for_s=now - h.since_s, deadline_in_s=h.deadline_s - now)
-            for h in self._held
-        ]
+        waits = [held.info() for held in self._held]
         for component_id, text in sorted(raw.items()):
             fields = json.loads(text)
             age_s = max(0.0, now - fields["at_s"])

@@ -14,14 +14,16 @@ may end a wait notifies `context.changed`.
 from __future__ import annotations
 
 import secrets
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tba.api import BatchRequest
-from tba.errors import BusyError, ConflictError, FencedError, RunOverError
+from tba.errors import BusyError, ConflictError, FencedError, RunOverError, UnavailableError
 from tba.wire import new_id
 from tba_buffer.batch_record import BatchRecord, GroupRecord
 from tba_buffer.components import Components
@@ -30,6 +32,7 @@ from tba_buffer.flow import DrawLimits, FlowSettings, draw_limits, sampling_wait
 from tba_buffer.glance import Glance, Glances
 from tba_buffer.index import Index
 from tba_buffer.lineage import fenced
+from tba_buffer.lost_payloads import lost_error
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.sampler import DrawSettings, draw_slots
@@ -44,6 +47,7 @@ WAIT_SENTENCES = {
     "alternate-generate": "this is the generating phase (sampling.alternate)",
     "run-paused": "the run is paused; resume it with `tba resume`",
     "eviction": "the drawn rollouts were evicted meanwhile",
+    "void-batch": "the batch that was open for this step is void",
 }
 
 
@@ -82,10 +86,10 @@ class Draws:
             RunOverError: the run is stopping, done or failed.
             FencedError: a newer lineage owns the run.
             ConflictError: the step is acked already.
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or has lost payloads.
         """
         context, owner = self._context, request.trainer_id
-        deadline_s = context.clock() + request.wait_s
+        deadline_s = time.monotonic() + request.wait_s  # the wall clock may jump
         with ExitStack() as held_waits:
             held = None
             while True:
@@ -93,7 +97,7 @@ class Draws:
                 try:
                     return await self._attempt(request)
                 except BusyError as busy:
-                    left_s = deadline_s - context.clock()
+                    left_s = deadline_s - time.monotonic()
                     if left_s <= 0:
                         raise
                     if held is None or held.name != busy.wait:
@@ -102,11 +106,13 @@ class Draws:
                     await context.changed.wait(changed, min(left_s, POLL_S))
 
     async def _attempt(self, request: BatchRequest) -> Drawn:
+        drawn: Drawn | str | UnavailableError = "eviction"
         for _ in range(REDRAWS):
             glance = await self._glances.read()
             if glance.token != request.token or glance.lineage != request.lineage:
                 raise _fenced(request)
-            _check_state(glance.state)
+            if glance.state != "running":
+                raise _no_batches(glance.state)
             wait = sampling_wait(glance.counts, self._flow)
             if wait is None:
                 drawn = await self._draw_anew(request, glance)
@@ -114,17 +120,18 @@ class Draws:
                 drawn = await self._answer_again(member)
             else:
                 raise _busy(wait)
-            if drawn is not None:
+            if isinstance(drawn, Drawn):
                 return drawn
-        raise _busy("eviction")
+        raise drawn if isinstance(drawn, UnavailableError) else _busy(drawn)
 
-    async def _draw_anew(self, request: BatchRequest, glance: Glance) -> Drawn | None:
-        """A new batch, or the one that is open for this step; None when the run has moved on since the glance."""
+    async def _draw_anew(self, request: BatchRequest, glance: Glance) -> Drawn | str | UnavailableError:
+        """A new batch, or the one that is open for this step; or, when the run has moved on since the glance, the name
+        of the wait that this comes to if it goes on; or the error that it comes to, when payloads are lost."""
         keys, now = self._context.keys, self._context.clock()
         try:
-            record = self._slots(request, glance.index, now + self._deadline_s)
-        except ValueError:  # evicted since
-            return None
+            record, positions = self._slots(request, glance.index, now + self._deadline_s)
+        except ValueError:  # no prompt can fill a slot any more
+            return "rollouts"
         limits, slots = draw_limits(glance.counts, self._flow), record.slots()
         (verdict, *rest), payloads = await self._context.scripts.run_with(
             "draw",
@@ -156,29 +163,31 @@ class Draws:
                 return Drawn(record.body(payloads), slots)
             case b"ok":  # evicted since
                 await self._glances.void(record.member)
+                return lost_error((await self._glances.read()).index, positions, payloads) or "eviction"
             case b"open":
                 return await self._answer_again(rest[0].decode())
             case b"fenced":
                 raise _fenced(request)
             case b"state":
-                _check_state(rest[0].decode())
+                raise _no_batches(rest[0].decode())
             case b"acked":
                 raise ConflictError(
                     f"no batch for step {request.step}: lineage {request.lineage} has acked its steps up to "
                     f"{int(rest[0])}"
                 )
-        return None
+        return "alternate-generate" if self._flow.alternate else "samples-per-insert"  # b"flow"
 
-    def _slots(self, request: BatchRequest, index: Index, deadline_s: float) -> BatchRecord:
-        """A batch of slots drawn now.
+    def _slots(self, request: BatchRequest, index: Index, deadline_s: float) -> tuple[BatchRecord, NDArray[np.integer]]:
+        """A batch of slots drawn now, and the log positions of its rollouts [num_rollouts].
 
         Raises:
             ValueError: no prompt can fill a slot.
         """
         seed = secrets.randbits(63)
         slots = draw_slots(index, self._settings, seed)
-        rollout_ids = iter(index.rollout_ids(np.concatenate([slot.rows for slot in slots])))
-        return BatchRecord(
+        rows = np.concatenate([slot.rows for slot in slots])
+        rollout_ids = iter(index.rollout_ids(rows))
+        record = BatchRecord(
             batch_id=new_id("batch"),
             lineage=request.lineage,
             step=request.step,
@@ -195,6 +204,7 @@ class Draws:
                 for slot in slots
             ],
         )
+        return record, index.column("position", rows)
 
     async def _open_member(self, request: BatchRequest) -> str | None:
         """The batch that is open for this step, as a member of `open_batches`."""
@@ -202,9 +212,10 @@ class Draws:
             member = await self._context.redis.hget(self._context.keys.open_steps, f"{request.lineage}|{request.step}")
         return None if member is None else member.decode()
 
-    async def _answer_again(self, member: str) -> Drawn | None:
-        """The open batch as it was drawn; None, and it is void, when its rollouts are gone or its deadline is near."""
+    async def _answer_again(self, member: str) -> Drawn | str:
+        """The open batch as it was drawn; a wait's name, and it is void, when it cannot be answered any more."""
         keys, worth_s = self._context.keys, self._context.clock() + self._deadline_s / 2
+        lost = "void-batch"  # its deadline is near, or past
         with redis_errors("read a batch"):
             raw = await self._context.redis.get(keys.batch(member.split("|")[0]))
             record = None if raw is None else BatchRecord.decode(raw)
@@ -212,19 +223,17 @@ class Draws:
                 payloads = await self._context.redis.hmget(keys.payloads, record.rollout_ids)
                 if None not in payloads:
                     return Drawn(record.body(payloads), {})
+                lost = "eviction"
         await self._glances.void(member)
-        return None
+        return lost
 
 
 def _limit_args(limits: DrawLimits) -> list[int | str]:
     return ["" if limit is None else limit for limit in (limits.max_drawn, limits.max_batches, limits.marks)]
 
 
-def _check_state(state: str) -> None:
-    if state == "paused":
-        raise _busy("run-paused")
-    if state != "running":
-        raise RunOverError(f"the run is {state}: no new batches")
+def _no_batches(state: str) -> BusyError | RunOverError:
+    return _busy("run-paused") if state == "paused" else RunOverError(f"the run is {state}: no new batches")
 
 
 def _busy(wait: str) -> BusyError:

@@ -139,7 +139,15 @@ class Evictor:
         self._last_number += 1
         reply = await context.scripts.run(
             "evict",
-            [keys.payloads, keys.log, keys.counters, keys.originals, keys.replica],
+            [
+                keys.payloads,
+                keys.log,
+                keys.counters,
+                keys.originals,
+                keys.replica,
+                keys.gone,
+                keys.gone_before,
+            ],
             [
                 context.replica.number,
                 self._last_number,
@@ -150,4 +158,4 @@ class Evictor:
             ],
         )
         if reply == replica.SUPERSEDED:
-            raise replica.lost(context, f"the eviction of {victims.amount.num_rollouts} rollouts")
+            raise await replica.refusal(context, f"the eviction of {victims.amount.num_rollouts} rollouts")

@@ -28,6 +28,7 @@ from tba_buffer.log import (
     Base,
     Event,
     Evicted,
+    LogGapError,
     Mark,
     Rescored,
     RolloutsAdded,
@@ -39,10 +40,6 @@ from tba_buffer.table import DEAD, Table
 from tba_buffer.version_numbers import VersionNumbers
 
 Rows = NDArray[np.int64]
-
-
-class LogGapError(Exception):
-    """The log does not continue where the view ends: Redis lost or replaced data, so the view must be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ the pieces of a base that was never completed expire by themselves.
 | payloads        | hash   | rollout id (16 bytes) -> msgpack bytes; until evicted             | push, score, evict    |
 | originals       | hash   | rollout id -> SHA-1 (hex) of the bytes as pushed, once they were  | score, evict          |
 |                 |        | replaced by re-scored ones; until evicted                         |                       |
+| gone,           | hash   | ids of evicted rollouts, so that a late repeat of their push is   | evict                 |
+| gone_before     |        | still a duplicate; the newest 50,000 to 100,000                   |                       |
 | log             | stream | the tail of the log (log.py); trimmed when a base replaces it     | push, mark, score,    |
 |                 |        |                                                                   | evict, base           |
 | base            | hash   | generation, position, num_pieces, marks (JSON) of the base;       | base.py, base         |
@@ -33,10 +35,13 @@ the pieces of a base that was never completed expire by themselves.
 | eval_results    | hash   | unit -> JSON of its result, while the evaluation is open          | eval_results          |
 | eval_done       | hash   | eval id -> units with a result, while the evaluation is open      | eval_results          |
 | lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | lineage, adopt        |
+| lineage_        | hash   | request id -> "lineage token" that it took                        | lineage               |
+| requests        |        |                                                                   |                       |
 | run             | hash   | state, reason, lineage, token, step, latest_version, checkpoint,  | lineage, mark, ack,   |
-|                 |        | checkpoint_key, marked_version, marked_position; origin (JSON of  | command, checkpoint,  |
-|                 |        | the snapshot that the run began with), origin_cursor (how far in  | adopt                 |
-|                 |        | the log of the snapshot it is loaded), forked_from                |                       |
+|                 |        | checkpoint_key; lineage_position (log position at the start of    | command, checkpoint,  |
+|                 |        | the lineage); origin (JSON of the snapshot that the run began     | adopt                 |
+|                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
+|                 |        | loaded), forked_from                                              |                       |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
 | announced       | hash   | every version that a mark announced -> log position of that mark  | mark                  |
 | open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw, ack, glance,    |
@@ -71,6 +76,8 @@ class Keys:
         self._prefix = f"tba:{run}:"
         self.payloads = self._prefix + "payloads"
         self.originals = self._prefix + "originals"
+        self.gone = self._prefix + "gone"
+        self.gone_before = self._prefix + "gone_before"
         self.log = self._prefix + "log"
         self.base = self._prefix + "base"
         self.replica = self._prefix + "replica"
@@ -91,6 +98,7 @@ class Keys:
         self.eval_results = self._prefix + "eval_results"
         self.eval_done = self._prefix + "eval_done"
         self.lineages = self._prefix + "lineages"
+        self.lineage_requests = self._prefix + "lineage_requests"
         self.run = self._prefix + "run"
         self.components = self._prefix + "components"
         self.open_batches = self._prefix + "open_batches"

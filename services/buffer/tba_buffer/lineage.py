@@ -12,6 +12,7 @@ import secrets
 from tba.api import CheckpointRequest, LineageReply, LineageRequest, MarkRequest
 from tba.errors import ConflictError, FencedError
 from tba.versions import START, LineageTree, PolicyVersion
+from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.redis_link import redis_errors
 
@@ -54,11 +55,12 @@ class Lineages:
         return {version.lineage: version.step for version in path}
 
     async def new(self, request: LineageRequest) -> LineageReply:
-        """A trainer starts from `request.parent`.
+        """A trainer starts from `request.parent`; a request id that took a lineage before gets that one again.
 
         Raises:
             ConflictError: no trainer ever made the parent version: it is not the start of its lineage, and was neither
-                acked nor announced nor checkpointed.
+                acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
+            SupersededError: this buffer process does not own the run.
             UnavailableError: Redis did not answer.
         """
         parent, token, keys = PolicyVersion.parse(request.parent), secrets.token_hex(16), self._context.keys
@@ -85,9 +87,21 @@ class Lineages:
                 keys.ledger,
                 keys.ledger_steps,
                 keys.announced,
+                keys.lineage_requests,
+                keys.replica,
             ],
-            [token, json.dumps(document), parent.lineage, parent.step, json.dumps(line)],
+            [
+                token,
+                json.dumps(document),
+                parent.lineage,
+                parent.step,
+                json.dumps(line),
+                request.request_id,
+                self._context.replica.number,
+            ],
         )
+        if reply == replica.SUPERSEDED:
+            raise await replica.refusal(self._context, "the start of a trainer")
         if reply[0] == b"unknown-lineage":
             raise ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
         if reply[0] == b"unknown-step":
@@ -97,10 +111,16 @@ class Lineages:
             )
         await self.load()
         self._context.changed.notify()
-        return LineageReply(lineage=int(reply[1]), token=token)
+        lineage, token = int(reply[1]), reply[2].decode()
+        if self.tree.parents[lineage] != parent:
+            raise ConflictError(
+                f"this request id took lineage {lineage} from version {self.tree.parents[lineage]}, not {parent}: "
+                "every trainer start needs a request id of its own"
+            )
+        return LineageReply(lineage=lineage, token=token)
 
     async def mark(self, request: MarkRequest) -> int:
-        """Announce a version and set the sync mark; answers its log position.
+        """Announce a version and set the sync mark; answers its log position, also when it is repeated late.
 
         Raises:
             FencedError: a newer lineage owns the run.

@@ -86,6 +86,10 @@ class Rescored:
     changes: NDArray[np.void]
 
 
+class LogGapError(Exception):
+    """The log is not what it was, or not whole: an entry is missing, is another one, or is none of a log."""
+
+
 Event = RolloutsAdded | Evicted | Rescored | Mark
 
 
@@ -124,7 +128,18 @@ def pack_record(
 
 
 def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
-    """One stream entry as an event."""
+    """One stream entry as an event.
+
+    Raises:
+        LogGapError: no script of the buffer wrote this entry.
+    """
+    try:
+        return _parse(entry_id, fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LogGapError(f"entry {entry_id.decode()} of the stream is none of the log") from error
+
+
+def _parse(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
     position = int(entry_id.split(b"-")[0])
     if (records := fields.get(b"r")) is not None:
         parsed = np.frombuffer(records, dtype=RECORD_DTYPE)
@@ -137,7 +152,11 @@ def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
 
 
 def parse_entries(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Event]:
-    """Stream entries as events; pushes that follow each other become one event."""
+    """Stream entries as events; pushes that follow each other become one event.
+
+    Raises:
+        LogGapError: no script of the buffer wrote one of these entries.
+    """
     events: list[Event] = []
     joined: list[bytes] = []
     end = 0
@@ -150,7 +169,7 @@ def parse_entries(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[E
 
     for entry_id, fields in entries:
         records = fields.get(b"r")
-        if records is None:
+        if records is None or len(records) % RECORD_DTYPE.itemsize:
             join()
             events.append(parse_entry(entry_id, fields))
             continue

@@ -113,7 +113,7 @@ def _counters(levels: Levels) -> Iterator[Metric]:
         "tba_buffer_refused", "Pushed rollouts that were not stored, by reason", "reason", levels.group("refused")
     )
     dropped = CounterMetricFamily(
-        "tba_buffer_dropped",
+        "tba_buffer_evicted",
         "Stored rollouts that were evicted, by reason and number of response tokens",
         labels=["reason", "length"],
     )

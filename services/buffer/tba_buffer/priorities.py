@@ -148,10 +148,10 @@ class Priorities:
         top = min(max(self.inverse_temperature * self._reference, LOWEST), -LOWEST)
         return top + math.log(self._weight(values).sum() / _SCALE)
 
-    def log_probabilities(
+    def race_terms(
         self, uniform_share: float, revalue: Callable[[Leaves, NDArray[np.float64]], NDArray[np.float64]] | None = None
-    ) -> tuple[Leaves, NDArray[np.float64]]:
-        """All members by rank, and the log-probability of each. O(n).
+    ) -> tuple[Leaves, NDArray[np.float64], float]:
+        """All members by rank, and what `race` draws them by: a term of each, and the scale of the noise. O(n).
 
         Args:
             uniform_share: u.
@@ -160,11 +160,12 @@ class Priorities:
         members = np.flatnonzero(self._ones.leaves(self._num_leaves))
         members = np.roll(members, -int(np.searchsorted(members, self.origin)))
         values = np.zeros(len(members)) if self._weights is None else self._values[members]
-        return members, log_probabilities(
+        terms, scale = race_terms(
             revalue(members, values) if revalue else values,
             inverse_temperature=self.inverse_temperature,
             uniform_share=uniform_share,
         )
+        return members, terms, scale
 
     def _find_top(self) -> None:
         members = self._values[: self._num_leaves][self._ones.leaves(self._num_leaves) > 0]
@@ -211,6 +212,49 @@ def log_probabilities(
     return np.logaddexp(np.log1p(-uniform_share) + softmax, np.log(uniform_share) + uniform)
 
 
-def gumbel_keys(log_p: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Random keys [n]: items in descending order of key are drawn one after the other without replacement by p."""
-    return log_p - np.log(np.maximum(rng.standard_exponential(len(log_p)), 1e-300))
+def race_terms(
+    values: NDArray[np.float64], *, inverse_temperature: float, uniform_share: float
+) -> tuple[NDArray[np.float64], float]:
+    """(terms [n], scale) for `race`: the probabilities of `log_probabilities`, at any inverse temperature.
+
+    Without a uniform share the terms are the values themselves: multiplied by a large number, some could not be told
+    apart. An inverse temperature that is too small to divide by makes small logits.
+    """
+    if uniform_share == 0 and inverse_temperature > 1e-280:
+        return values, 1 / inverse_temperature
+    log_p = log_probabilities(values, inverse_temperature=inverse_temperature, uniform_share=uniform_share)
+    return log_p, 1.0
+
+
+def gumbel(num: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Noise [num]: in descending order of log p + noise, items are drawn one after the other without replacement."""
+    return -np.log(np.maximum(rng.standard_exponential(num), 1e-300))
+
+
+def race(terms: NDArray[np.float64], noise: NDArray[np.float64], num: int) -> NDArray[np.int64]:
+    """The places of the `num` largest terms + noise of each row, largest first. [S, n], [S, n] -> [S, num]
+
+    Sums are compared as if they were exact: where rounding makes two equal (noise is lost beside a large term), what
+    was rounded off decides. -inf is never among the largest if a row has `num` others.
+    """
+    keys = -(terms + noise)
+    width = min(num + 1, keys.shape[1])  # one more: does the last one tie with what is left out?
+    if keys.shape[1] > 4 * width:
+        order = np.argpartition(keys, num, axis=1)[:, :width]
+        order = np.take_along_axis(order, np.argsort(np.take_along_axis(keys, order, axis=1), axis=1), axis=1)
+    else:
+        order = np.argsort(keys, axis=1)[:, :width]
+    best = np.take_along_axis(keys, order, axis=1)
+    tied = np.flatnonzero((best[:, 1:] == best[:, :-1]).any(axis=1))
+    if len(tied):
+        rounded_off = -_rounding_error(terms[tied], noise[tied])
+        order[tied] = np.lexsort((rounded_off, keys[tied]), axis=1)[:, :width]
+    return order[:, :num]
+
+
+def _rounding_error(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(a + b) - float64(a + b), exactly (TwoSum; Knuth, TAOCP 2, section 4.2.2)."""
+    with np.errstate(invalid="ignore"):  # -inf - -inf
+        rounded = a + b
+        b_part = rounded - a
+        return (a - (rounded - b_part)) + (b - b_part)

@@ -26,6 +26,7 @@ LOADING_TIMEOUT_S = 300.0
 FULL_SHARE = 0.95
 """Of maxmemory; what is left keeps draws, acks, leases and marks going, which are small."""
 FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"
+PROBE = "tba:no-such-key"
 STRONG_ENOUGH = {"always": ("always",), "everysec": ("everysec", "always")}
 
 
@@ -130,7 +131,7 @@ class Promise:
                 None,
             )
         info = await redis.info()
-        problem = self._config_problem(config) or self._state_problem(info)
+        problem = self._config_problem(config) or await self._state_problem(info)
         if problem is None:
             problem = await self._write_problem()
         return problem, _memory_problem(config, info)
@@ -155,7 +156,7 @@ class Promise:
             )
         return None
 
-    def _state_problem(self, info: Mapping[str, Any]) -> str | None:
+    async def _state_problem(self, info: Mapping[str, Any]) -> str | None:
         if info["role"] != "master":
             return (
                 f"Redis is a replica of {info.get('master_host')}:{info.get('master_port')}, which overwrites it; "
@@ -165,17 +166,37 @@ class Promise:
             return "Redis could not write its append-only file (aof_last_write_status); free space on its disk"
         # Turned on at run time, the append-only file is nothing until its first rewrite has ended.
         is_rewriting = bool(info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"])
-        if is_rewriting and self._num_connections_checked < 0 and not info["aof_base_size"]:
+        if is_rewriting and self._num_connections_checked < 0 and not await self._has_file(info):
             self._rewrite_must_end = True
         self._rewrite_must_end &= is_rewriting or info["aof_last_bgrewrite_status"] != "ok"
         if self._rewrite_must_end:
             return FIRST_REWRITE
         return None
 
+    async def _has_file(self, info: Mapping[str, Any]) -> bool:
+        """Whether there is an append-only file that is only being rewritten.
+
+        It has no base until its first rewrite has ended, which begins by itself at 64 MB. Then Redis 6 is asked by a
+        write: only a file that is in use grows. From Redis 7 on one that was just turned on grows too, so that a start
+        waits until the rewrite has ended.
+        """
+        if info["aof_base_size"] or int(str(info["redis_version"]).split(".")[0]) >= 7:
+            return bool(info["aof_base_size"])
+        try:
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.set(PROBE, b"")
+                pipe.unlink(PROBE)
+                await pipe.execute()
+        except RedisError as error:
+            if refused_writes(error) is None:
+                raise
+            return False
+        return (await self.redis.info("persistence"))["aof_current_size"] > info["aof_current_size"]
+
     async def _write_problem(self) -> str | None:
         """Whether Redis takes writes, by one that changes nothing."""
         try:
-            await self.redis.unlink("tba:no-such-key")
+            await self.redis.unlink(PROBE)
         except RedisError as error:
             if (state := refused_writes(error)) is None:
                 raise

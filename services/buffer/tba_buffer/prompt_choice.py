@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from tba_buffer.priorities import MAX_EXCESS, gumbel_keys
+from tba_buffer.priorities import MAX_EXCESS, gumbel, race
 from tba_buffer.prompt_set import PromptSet
 from tba_buffer.reward_trees import RewardTrees
 
@@ -104,8 +104,9 @@ class WeightedChoice:
         for _ in range(_MAX_ROUNDS):
             yield from self._prompts.draw(self._num_slots + 8, self._uniform_share, self._rng, self._keeps).tolist()
         # a few prompts have nearly all the weight: order all prompts at once, which is the same distribution
-        prompts, log_p = self._prompts.log_probabilities(self._uniform_share, self._exact_values)
-        yield from prompts[np.argsort(-gumbel_keys(log_p, self._rng), kind="stable")].tolist()
+        prompts, terms, scale = self._prompts.race_terms(self._uniform_share, self._exact_values)
+        noise = scale * gumbel(len(prompts), self._rng)
+        yield from prompts[race(terms[None], noise[None], len(prompts))[0]].tolist()
 
     def _keeps(self, prompts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """A big prompt has an upper bound for its weight: keep it with probability weight / bound."""

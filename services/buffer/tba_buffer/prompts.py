@@ -17,6 +17,7 @@ import numpy as np
 from tba.api import Prompt, PromptUploadReply
 from tba.config import Recipe
 from tba.errors import ConflictError
+from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.index import Index
 from tba_buffer.redis_link import redis_errors
@@ -60,6 +61,18 @@ class Catalog:
                     for text in await redis.hmget(keys.prompts, ids):
                         self._add(Prompt.model_validate_json(text))
 
+    async def reload(self) -> None:
+        """Read everything again: Redis may have lost prompts, and have given their numbers to others.
+
+        Raises:
+            UnavailableError: Redis did not answer; what was known stays.
+        """
+        async with self._lock:
+            fresh = Catalog(self._context)
+            await fresh.load()
+            self._by_id, self.ids, self._train_numbers = fresh._by_id, fresh.ids, fresh._train_numbers
+            self.train, self.heldout = fresh.train, fresh.heldout
+
     def _add(self, prompt: Prompt) -> None:
         number = len(self.ids)
         self._by_id[prompt.prompt_id] = (number, prompt)
@@ -77,6 +90,7 @@ class Catalog:
 
         Raises:
             ConflictError: an id is taken by other content.
+            SupersededError: this buffer process does not own the run.
             UnavailableError: Redis did not answer.
         """
         by_id: dict[str, str] = {}
@@ -85,8 +99,10 @@ class Catalog:
             if by_id.setdefault(prompt.prompt_id, text) != text:
                 raise ConflictError(f"prompt id {prompt.prompt_id!r} occurs twice with different content")
         keys = self._context.keys
-        args = [part for pair in by_id.items() for part in pair]
-        reply = await self._context.scripts.run("upload", [keys.prompts, keys.prompt_order], args)
+        args = [self._context.replica.number, *(part for pair in by_id.items() for part in pair)]
+        reply = await self._context.scripts.run("upload", [keys.prompts, keys.prompt_order, keys.replica], args)
+        if reply == replica.SUPERSEDED:
+            raise await replica.refusal(self._context, "the upload of prompts")
         if reply[0] == b"conflict":
             raise ConflictError(
                 f"prompt id {reply[1].decode()!r} is stored with other content; give changed prompts a new id"

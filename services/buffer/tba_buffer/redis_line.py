@@ -55,13 +55,20 @@ class _Call:
 
 
 class _Link:
-    """One connection with the calls that wait for their replies on it, oldest first."""
+    """One connection with the calls that wait for their replies on it, oldest first.
+
+    A task of its own writes: a caller that gives up never leaves a command half written, and its reply is read in turn.
+    """
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._calls: deque[_Call] = deque()
+        self._unsent: list[bytes] = []
+        self._has_unsent = asyncio.Event()
         self._takes_calls = True
-        self._reading = asyncio.create_task(self._read(), name="redis-line")
+        self._writing = asyncio.create_task(self._write(), name="redis-line-write")
+        self.reading = asyncio.create_task(self._read(), name="redis-line")
+        """Done once nothing more comes from this link: its calls are settled and it is disconnected."""
 
     @property
     def is_open(self) -> bool:
@@ -72,27 +79,48 @@ class _Link:
         if not self.is_open:
             raise ConnectionError("the connection was closed")
         call = _Call(len(commands))
-        self._calls.append(call)  # nothing else runs until it is written: the order here is that on the connection
+        self._calls.append(call)  # nothing runs between these two: the order here is that on the connection
+        self._unsent.extend(packed)
+        self._has_unsent.set()
         timeout = asyncio.get_running_loop().call_later(SOCKET_TIMEOUT_S, self._expire, call)
         try:
-            await self._connection.send_packed_command(packed, check_health=False)
             return await call.result
         finally:
             timeout.cancel()
             call.abandon()
+            self._end_if_nobody_waits()
 
     async def close(self) -> None:
         """Disconnect; calls under way fail."""
         self._takes_calls = False
         await self._connection.disconnect(nowait=True)
-        await asyncio.wait([self._reading], timeout=CLOSE_TIMEOUT_S)
+        self.reading.cancel()  # the connection ends only once Redis takes what is written, and it may not
+        await asyncio.wait([self.reading], timeout=CLOSE_TIMEOUT_S)
 
     def _expire(self, call: _Call) -> None:
         """No reply in time. Other calls under way may still get theirs; new ones take another connection."""
         self._takes_calls = False
         call.fail(TimeoutError(f"no reply for {SOCKET_TIMEOUT_S:g} s"))
-        if all(waiting.result.done() for waiting in self._calls):
-            self._reading.cancel()
+        self._end_if_nobody_waits()
+
+    def _end_if_nobody_waits(self) -> None:
+        """Whoever leaves last closes a link that takes no new calls: the late replies may never come."""
+        if not self._takes_calls and all(waiting.result.done() for waiting in self._calls):
+            self.reading.cancel()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._has_unsent.wait()
+                self._has_unsent.clear()
+                if not self._connection.is_connected:  # writing would connect again
+                    return
+                packed, self._unsent = self._unsent, []
+                await self._connection.send_packed_command(packed, check_health=False)
+        except (RedisError, OSError):
+            return  # disconnected; the reader finds that out and says so to the callers
+        finally:
+            self._takes_calls = False
 
     async def _read(self) -> None:
         reason = "the connection was closed"
@@ -111,6 +139,7 @@ class _Link:
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._takes_calls = False
+            self._writing.cancel()
             for call in self._calls:
                 call.fail(ConnectionError(reason))
             self._calls.clear()
@@ -127,6 +156,8 @@ class RedisLine:
     def __init__(self, redis: BytesRedis) -> None:
         self._pool = redis.connection_pool
         self._linking: asyncio.Task[_Link] | None = None
+        self._links: set[_Link] = set()
+        """All that still read: the newest takes calls, older ones wait for late replies."""
         self._is_closed = False
 
     async def run(self, *commands: Command) -> list[Any]:
@@ -152,8 +183,8 @@ class RedisLine:
         linking, self._linking = self._linking, None
         if linking is not None:
             await asyncio.wait([linking])
-            if linking.exception() is None:
-                await linking.result().close()
+        for link in list(self._links):
+            await link.close()
 
     async def _link(self) -> _Link:
         """The open link, or a new one; whoever needs it meanwhile waits for the same attempt."""
@@ -168,7 +199,10 @@ class RedisLine:
         connection = self._pool.make_connection()
         await connection.connect()
         connection.socket_timeout = None  # the timeout is that of the whole call
-        return _Link(connection)
+        link = _Link(connection)
+        self._links.add(link)
+        link.reading.add_done_callback(lambda _: self._links.discard(link))
+        return link
 
 
 class RedisLines:

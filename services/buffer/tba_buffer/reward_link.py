@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from tba.api import WaitInfo
+from tba.api import ScoreItem, WaitInfo
 from tba.clients import RewardClient
-from tba.errors import BusyError, ServiceError
+from tba.errors import BadReplyError, BusyError, ServiceError, UnavailableError
 from tba.logs import get_logger
 from tba.threads import in_thread
 from tba.tokens import load_tokens
@@ -32,18 +33,22 @@ log = get_logger("reward-link")
 
 
 class RewardAwayError(Exception):
-    """The reward service could not be asked; `pause_s` says when to try again."""
+    """The reward service could not be asked; `pause_s` says when to try again.
 
-    def __init__(self, message: str, pause_s: float) -> None:
+    `may_refuse`: no answer, 5xx or a bad reply, which the request itself may be the cause of.
+    """
+
+    def __init__(self, message: str, pause_s: float, *, may_refuse: bool = False) -> None:
         super().__init__(message)
         self.pause_s = pause_s
+        self.may_refuse = may_refuse
 
 
 class RewardLink:
     """Asks the reward service.
 
     Args:
-        context: the recipe and the clock.
+        context: the recipe.
         components: where the wait is shown.
 
     Raises:
@@ -55,7 +60,6 @@ class RewardLink:
     def __init__(self, context: Context, components: Components) -> None:
         recipe = context.recipe
         token = (load_tokens(recipe.auth.tokens_file) or {}).get("searcher")
-        self._context = context
         self._components = components
         self._attempt_s = ATTEMPT_S + 2 * recipe.reward.item_timeout_s
         self._client = RewardClient(recipe.reward_url, token=token, retry_s=0.0, timeout_s=self._attempt_s)
@@ -67,6 +71,8 @@ class RewardLink:
         self._ending = asyncio.Event()
         self.problem: str | None = None
         """Why the last attempt failed; None after an answer."""
+        self.num_aside = 0
+        """Rollouts that still wait for an answer while others get theirs: the wait goes on for them."""
 
     @property
     def num_items(self) -> int:
@@ -76,10 +82,7 @@ class RewardLink:
     @property
     def wait(self) -> WaitInfo | None:
         """The wait for an answer, if one is going on."""
-        held, now = self._held, self._context.clock()
-        if held is None:
-            return None
-        return WaitInfo(owner=held.owner, name=held.name, for_s=now - held.since_s, deadline_in_s=held.deadline_s - now)
+        return None if self._held is None else self._held.info()
 
     def close(self) -> None:
         """Give up the request in flight, if any, and close the connections."""
@@ -94,13 +97,21 @@ class RewardLink:
         except ServiceError:
             return None
 
+    async def scores(self, item: ScoreItem) -> bool:
+        """Whether the service answers at once what it has answered before."""
+        try:
+            await in_thread(lambda: self._quick.score([item]))
+        except ServiceError:
+            return False
+        return True
+
     async def ask(self, call: Callable[[RewardClient], T]) -> T:
         """One attempt at `call`, in a thread.
 
         Raises:
             RewardAwayError: there was no usable answer.
         """
-        deadline_s = self._context.clock() + self._attempt_s
+        deadline_s = time.monotonic() + self._attempt_s
         if self._held is None:
             self._held = self._wait.enter_context(self._components.waiting(self.owner, "reward", deadline_s))
         self._held.deadline_s = deadline_s
@@ -113,7 +124,7 @@ class RewardLink:
             raise self._away(error) from None
         finally:
             if not is_away:
-                self._answered()
+                self.end_wait()
 
     async def _unless_ending(self, answer: Coroutine[Any, Any, T]) -> T:
         work, over = asyncio.create_task(answer), asyncio.create_task(self._ending.wait())
@@ -133,11 +144,14 @@ class RewardLink:
             return RewardAwayError(self.problem, min(error.retry_after_s, MAX_PAUSE_S))
         pause_s = random.uniform(0.5, 1.0) * self._pause_s
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        return RewardAwayError(self.problem, pause_s)
+        return RewardAwayError(self.problem, pause_s, may_refuse=isinstance(error, UnavailableError | BadReplyError))
 
-    def _answered(self) -> None:
+    def end_wait(self) -> None:
+        """There was an answer, or the one that was waited for is given up."""
         if self.problem is not None:
             log.info("reward_back")
-        self.problem, self._pause_s, self._held = None, MIN_PAUSE_S, None
+        self.problem, self._pause_s = None, MIN_PAUSE_S
         self._num_items = min(self._num_items + max(1, self._num_items // 4), self._max_items)
-        self._wait.close()
+        if not self.num_aside:
+            self._held = None
+            self._wait.close()

@@ -12,6 +12,7 @@ import msgspec
 
 from tba.errors import LimitError, SchemaVersionError, UnavailableError, WireError
 from tba.wire import RolloutDocument, check_push
+from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.evictor import Evictor
 from tba_buffer.lineage import Lineages
@@ -22,6 +23,7 @@ NEW = ord("n")
 OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused"}
 CONFLICT = "conflict: this rollout id is stored with other bytes; every rollout needs its own id"
 REFUSALS: dict[type[WireError], str] = {LimitError: "too-large", SchemaVersionError: "schema-version"}
+UNKNOWN = {"unknown-prompt", "unknown-lineage"}
 
 
 class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
@@ -70,6 +72,7 @@ class Rollouts:
         keys = context.keys
         self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
         self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
+        self._keys += (keys.replica, keys.gone, keys.gone_before)
         self._hashes_tokens = context.recipe.buffer.deduplicate
 
     @property
@@ -81,6 +84,7 @@ class Rollouts:
         """Store the valid items; one outcome per item, in order.
 
         Raises:
+            SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis could not make them durable; nothing is acknowledged.
         """
         if self.refuse_reason is not None:
@@ -91,18 +95,17 @@ class Rollouts:
         records: list[bytes] = []
         visits: dict[str, int] = {}
         visit_numbers: list[int] = []
-        for at, item in enumerate(check_push(payloads)):
-            try:
-                rollout, prompt = self._place(item)
-            except Refused as refused:
-                refusals[at] = refused
+        for at, place in enumerate(await self._places(check_push(payloads))):
+            if isinstance(place, Refused):
+                refusals[at] = place
                 continue
+            rollout, prompt = place
             accepted.append(at)
             ids.append(rollout.rollout_id)
             records.append(rollout_record(rollout, prompt, len(payloads[at]), hashes_tokens=self._hashes_tokens))
             visit_numbers.append(visits.setdefault(rollout.visit_id, len(visits)))
         codes = Counter(refused.code for refused in refusals.values())
-        _, latest_version, run_state, results = await self._context.scripts.run(
+        reply = await self._context.scripts.run(
             "push",
             self._keys,
             [
@@ -110,17 +113,42 @@ class Rollouts:
                 len(visits),
                 b"".join(records),
                 struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
+                self._context.replica.number,
                 *(payloads[at] for at in accepted),
                 *visits,
                 *(part for pair in codes.items() for part in pair),
             ],
         )
+        if reply[0] == replica.SUPERSEDED:
+            raise await replica.refusal(self._context, f"the push of {len(payloads)} rollouts")
+        _, latest_version, run_state, results = reply
         stored = map(stored_outcome, ids, results.decode())
         outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
         await self._added([len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW])
         return PushResult(
             outcomes=outcomes, latest_version=latest_version.decode() or None, run_state=run_state.decode()
         )
+
+    async def _places(
+        self, items: Sequence[RolloutDocument | WireError]
+    ) -> list[tuple[RolloutDocument, int] | Refused]:
+        """Where each item belongs, or why it does not.
+
+        Nothing is refused as unknown before Redis was asked once more: the prompt or the lineage may have been added
+        after this process last read them, by the process that owned the run before.
+        """
+        places = [self._try_place(item) for item in items]
+        if any(isinstance(place, Refused) and place.code in UNKNOWN for place in places):
+            await self._catalog.load()
+            await self._lineages.load()
+            places = [self._try_place(item) for item in items]
+        return places
+
+    def _try_place(self, item: RolloutDocument | WireError) -> tuple[RolloutDocument, int] | Refused:
+        try:
+            return self._place(item)
+        except Refused as refused:
+            return refused
 
     def _place(self, item: RolloutDocument | WireError) -> tuple[RolloutDocument, int]:
         """A rollout that belongs here, and the number of its prompt."""

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from tba.config import Recipe
 from tba_buffer.index import Index, Rows
 from tba_buffer.log import SCORED
-from tba_buffer.priorities import LOWEST, Priorities, gumbel_keys
+from tba_buffer.priorities import LOWEST, Priorities, gumbel, race, race_terms
 from tba_buffer.prompt_choice import UniformChoice, WeightedChoice
 from tba_buffer.prompt_set import PromptSet
 
@@ -189,25 +189,18 @@ def _draw_from_few(
     rows, owner = _candidates(index, prompts, recent)
     num_slots, size = len(prompts), settings.group_size
     num = np.bincount(owner, minlength=num_slots)
-    log_p = _log_probabilities(index.table.get("reward", rows), num, recent, settings)
+    rewards = index.table.get("reward", rows)
     ends = np.cumsum(num)
     filled = np.arange(num.max()) < num[:, None]
     repeat = np.full(num_slots, settings.replacement) | (num < size)
     chosen = np.empty((num_slots, size), dtype=np.int64)
     if not repeat.all():
-        keys = np.full(filled.shape, -np.inf)
-        keys[filled] = -gumbel_keys(log_p, rng)
-        keys[~filled] = np.inf
-        keys = keys[~repeat]
-        if keys.shape[1] > 4 * size:
-            best = np.argpartition(keys, size - 1, axis=1)[:, :size]
-            best = np.take_along_axis(best, np.argsort(np.take_along_axis(keys, best, axis=1), axis=1), axis=1)
-        else:
-            best = np.argsort(keys, axis=1)[:, :size]
-        chosen[~repeat] = best
+        terms, noise = np.full(filled.shape, -np.inf), np.zeros(filled.shape)
+        terms[filled], noise[filled] = _race_terms(rewards, num, recent, settings, rng)
+        chosen[~repeat] = race(terms[~repeat], noise[~repeat], size)
     if repeat.any():
         p = np.zeros(filled.shape)
-        p[filled] = np.exp(log_p)
+        p[filled] = np.exp(_log_probabilities(rewards, num, recent, settings))
         ends_p = np.cumsum(p[repeat], axis=1)
         targets = rng.random((len(ends_p), size)) * ends_p[:, -1:]
         at = np.count_nonzero(ends_p[:, None, :] <= targets[:, :, None], axis=2)
@@ -229,6 +222,22 @@ def _candidates(index: Index, prompts: NDArray[np.int64], recent: NDArray[np.boo
         chosen = ~recent[owner] | index.is_recent(rows)
         rows, owner = rows[chosen], owner[chosen]
     return rows, owner
+
+
+def _race_terms(
+    rewards: NDArray[np.float64],
+    num: NDArray[np.int64],
+    recent: NDArray[np.bool_],
+    settings: DrawSettings,
+    rng: np.random.Generator,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """For `priorities.race`, of each candidate: its term [n] and its noise [n]."""
+    noise = gumbel(len(rewards), rng)
+    if settings.inverse_temperature and not settings.uniform_share:
+        terms, scale = race_terms(rewards, inverse_temperature=settings.inverse_temperature, uniform_share=0.0)
+        is_recent = np.repeat(recent, num)
+        return np.where(is_recent, 0.0, terms), np.where(is_recent, noise, scale * noise)
+    return _log_probabilities(rewards, num, recent, settings), noise
 
 
 def _log_probabilities(
@@ -265,7 +274,7 @@ def _draw_from_big(
 
 
 Draw = Callable[[int], NDArray[np.int64]]
-Weigh = Callable[[], tuple[NDArray[np.int64], NDArray[np.float64]]]
+Weigh = Callable[[], tuple[NDArray[np.int64], NDArray[np.float64], float]]
 
 
 def _distinct(draw: Draw, weigh: Weigh, num_slots: int, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -273,7 +282,7 @@ def _distinct(draw: Draw, weigh: Weigh, num_slots: int, size: int, rng: np.rando
 
     Args:
         draw: independent draws of leaves.
-        weigh: all leaves and their log-probabilities, for when independent draws repeat themselves too often.
+        weigh: all leaves as `Priorities.race_terms`, for when independent draws repeat themselves too often.
     """
     chosen = draw(num_slots * size).reshape(num_slots, size)
     in_order = np.sort(chosen, axis=1)
@@ -290,9 +299,10 @@ def _distinct(draw: Draw, weigh: Weigh, num_slots: int, size: int, rng: np.rando
     weighed = None
     for slot, leaves in kept.items():
         if len(leaves) < size:
-            weighed = weighed or weigh()
-            order = np.argsort(-gumbel_keys(weighed[1], rng), kind="stable")[: 2 * size]
-            leaves.update(dict.fromkeys(weighed[0][order].tolist()))
+            every, terms, scale = weighed = weighed or weigh()
+            noise = scale * gumbel(len(every), rng)
+            best = race(terms[None], noise[None], min(2 * size, len(every)))[0]
+            leaves.update(dict.fromkeys(every[best].tolist()))
         chosen[slot] = _first(leaves, size)
     return chosen
 
@@ -304,7 +314,7 @@ def _first(leaves: Iterable[int], num: int) -> list[int]:
 def _replay_draws(tree: Priorities, settings: DrawSettings, rng: np.random.Generator) -> tuple[Draw, Weigh]:
     """Draws from all rollouts of a tree."""
     share = settings.uniform_share
-    return (lambda num: tree.draw(num, share, rng)), (lambda: tree.log_probabilities(share))
+    return (lambda num: tree.draw(num, share, rng)), (lambda: tree.race_terms(share))
 
 
 def _recent_draws(index: Index, tree: Priorities, prompt: int, rng: np.random.Generator) -> tuple[Draw, Weigh]:
@@ -317,9 +327,9 @@ def _recent_draws(index: Index, tree: Priorities, prompt: int, rng: np.random.Ge
         leaves = tree.by_rank(np.arange(first, tree.num))
         return leaves[index.is_recent(block[leaves])]
 
-    def weigh() -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def weigh() -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
         leaves = everything()
-        return leaves, np.zeros(len(leaves))
+        return leaves, np.zeros(len(leaves)), 1.0
 
     if by_version and 16 * index.recent_counts[prompt] < tree.num - first:
         recent = everything()

@@ -10,6 +10,7 @@ from tba.errors import BusyError
 from tba.wire import encode_push
 from tba_buffer.context import Context
 from tba_buffer.glance import Glances
+from tba_buffer.lost_payloads import lost_error
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.sampler import DrawSettings, draw_rollouts
 
@@ -44,19 +45,21 @@ class Samples:
 
         Raises:
             BusyError: none is stored (wait "rollouts"), or what was drawn was evicted meanwhile (wait "eviction").
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or has lost payloads.
         """
         seed = secrets.randbits(63) if request.seed is None else request.seed
+        lost = None
         for _ in range(REDRAWS):
             index = (await self._glances.read()).index
             if not index.num_scored:
                 raise BusyError("no scored rollout is stored yet", retry_after_s=RETRY_S, wait="rollouts")
-            rollout_ids = index.rollout_ids(draw_rollouts(index, self._settings, request.num, seed))
-            position = index.position
+            rows = draw_rollouts(index, self._settings, request.num, seed)
+            rollout_ids, positions, position = index.rollout_ids(rows), index.column("position", rows), index.position
             with redis_errors("read rollouts"):
                 (payloads,) = await self._context.promise.lines.run(
                     ("HMGET", self._context.keys.payloads, *rollout_ids)
                 )
             if None not in payloads:
                 return Sample(encode_push(payloads), seed, position)
-        raise BusyError("the drawn rollouts were evicted meanwhile", retry_after_s=RETRY_S, wait="eviction")
+            lost = lost_error((await self._glances.read()).index, positions, payloads)
+        raise lost or BusyError("the drawn rollouts were evicted meanwhile", retry_after_s=RETRY_S, wait="eviction")

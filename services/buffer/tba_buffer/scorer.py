@@ -81,11 +81,17 @@ class Scorer:
                 await asyncio.wait_for(self._ending.wait(), pause_s)
 
     async def _score_pending(self) -> bool:
-        """Score the oldest pending rollouts; answers whether any was."""
+        """Score the oldest pending rollouts, those that are set aside later; answers whether any was."""
+        self._scoring.keep_waiting()
         index = await self._view.level()
         if not index.num_pending or await self._rescoring.takes_pending():
             return False
-        rows = index.pending_rows(self._link.num_items)
+        refusals = self._scoring.refusals
+        rows = index.pending_rows(self._link.num_items + len(refusals))
+        chosen = np.array(refusals.first(index.column("position", rows).tolist()), dtype=np.int64)
+        if not len(chosen):
+            return False
+        rows = index.rows_at(chosen)
         rows = rows[: self._scoring.num_fitting(index.column("num_bytes", rows))]
         scored = await self._scoring.score(index.column("position", rows).astype(np.int64))
         async with self._context.mutating:

@@ -4,7 +4,8 @@
 
 The items are those that a searcher sends: task, text and data of the prompt, text and finish reason of the response.
 An item without a score is asked for again only if it timed out, TIMEOUT_TRIES times in all; then its rollout is failed,
-with the reason. A failed score is unknown, never a number.
+with the reason. One whose request alone is not answered by a service that is up is set aside, and failed in the end
+(refusals.py). A failed score is unknown, never a number.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tba_buffer.evictor import Evictor
 from tba_buffer.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
-from tba_buffer.reward_link import RewardLink
+from tba_buffer.refusals import Refusals
+from tba_buffer.reward_link import RewardAwayError, RewardLink
 from tba_buffer.view import IndexView
 
 TIMEOUT_TRIES = 3
@@ -78,6 +80,10 @@ class Scoring:
         self._view = view
         self._link = link
         self._evictor = evictor
+        self.refusals = Refusals(context.clock)
+        """What the reward service cannot answer."""
+        self._answered: ScoreItem | None = None
+        """The last item that was scored."""
 
     def num_fitting(self, num_bytes: NDArray[np.integer]) -> int:
         """How many of these payloads, in order, one request may hold: at least one."""
@@ -104,6 +110,27 @@ class Scoring:
             return []
         before = await in_thread(lambda: [decode_rollout(payload) for _, payload in found])
         items = [self._item(rollout) for rollout in before]
+        taken = [position for position, _ in found]
+        try:
+            scores = await self._ask(items)
+            self._answered = next(
+                (item for item, score in zip(items, scores, strict=True) if not score.reason), self._answered
+            )
+        except RewardAwayError as away:
+            if not await self._is_given_up(taken, away):
+                raise
+            scores = [Score(reason=f"refused: {away}")]
+        self.refusals.forget(taken)
+        self.keep_waiting()
+        return await in_thread(
+            lambda: [
+                _scored(position, rollout, len(payload), score)
+                for (position, payload), rollout, score in zip(found, before, scores, strict=True)
+            ]
+        )
+
+    async def _ask(self, items: Sequence[ScoreItem]) -> list[Score]:
+        """One score per item; what timed out is asked for again."""
         scores = await self._link.ask(lambda client: request_scores(client, items))
         for _ in range(TIMEOUT_TRIES - 1):
             again = [at for at, score in enumerate(scores) if score.timed_out]
@@ -113,12 +140,28 @@ class Scoring:
             repeated = await self._link.ask(lambda client, late=late: request_scores(client, late))
             for at, score in zip(again, repeated, strict=True):
                 scores[at] = score
-        return await in_thread(
-            lambda: [
-                _scored(position, rollout, len(payload), score)
-                for (position, payload), rollout, score in zip(found, before, scores, strict=True)
-            ]
-        )
+        return scores
+
+    async def _is_given_up(self, positions: Sequence[int], away: RewardAwayError) -> bool:
+        """Whether this attempt failed because of its only item, and was the last one for it."""
+        if len(positions) > 1 or not away.may_refuse:
+            return False
+        if self._answered is None:
+            is_up = await self._link.known_tasks() is not None
+        else:
+            is_up = await self._link.scores(self._answered)
+        if not is_up:
+            return False
+        is_given_up = self.refusals.note(positions[0], is_alone=self._answered is None)
+        self._link.num_aside = len(self.refusals)
+        return is_given_up
+
+    def keep_waiting(self) -> None:
+        """The wait goes on while something is set aside, and ends with the last one of it."""
+        self.refusals.forget_old()
+        had, self._link.num_aside = self._link.num_aside, len(self.refusals)
+        if had and not len(self.refusals):
+            self._link.end_wait()
 
     async def live(self, scored: Sequence[Scored]) -> list[Scored]:
         """Those that are still stored; `context.mutating` must be held until they are stored.
@@ -149,7 +192,7 @@ class Scoring:
             ],
         )
         if reply == replica.SUPERSEDED:
-            raise replica.lost(self._context, "storing new rewards")
+            raise await replica.refusal(self._context, "storing new rewards")
         self._context.changed.notify()
 
     async def bound(self, scored: Sequence[Scored]) -> None:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from tba.errors import SupersededError, UnavailableError
 from tba.logs import get_logger
 from tba_buffer.base import read_base, read_head
 from tba_buffer.coalesce import Coalesced
 from tba_buffer.context import Context
-from tba_buffer.index import Index, IndexSettings, LogGapError
-from tba_buffer.log import Event, RolloutsAdded, parse_entries
+from tba_buffer.index import Index, IndexSettings
+from tba_buffer.log import Event, LogGapError, RolloutsAdded, parse_entries
 from tba_buffer.redis_link import redis_errors
 
 ENTRIES_PER_READ = 1000
 NUM_BUILDS = 5
 Entry = tuple[bytes, dict[bytes, bytes]]
 log = get_logger("view")
+
+
+@dataclass(slots=True)
+class _Levelled:
+    """An index and the last entry that is in it: the log still has that one, unless Redis lost what it had.
+
+    None when the index is fresh, empty, or ends where the log does not begin yet, as one from a base can. The two move
+    together, also when what comes next cannot be read.
+    """
+
+    index: Index
+    last: Entry | None = None
 
 
 class IndexView:
@@ -30,9 +44,16 @@ class IndexView:
         self._context = context
         self._settings = IndexSettings.of(context.recipe)
         self._reading = Coalesced(self._read, asyncio.Lock())
-        self.index = Index(self._settings)
-        self._last: Entry | None = None
-        """The last entry that is in the index: the log still has it, unless Redis lost what it had."""
+        self._levelled = _Levelled(Index(self._settings))
+        self.on_rebuilt: Callable[[], Awaitable[None]] | None = None
+        """Run when the log is not what it was, before the new index is used: Redis has lost more than the log then."""
+        self.problem: str | None = None
+        """Why there is no index of what Redis has now."""
+
+    @property
+    def index(self) -> Index:
+        """The index as it was levelled last."""
+        return self._levelled.index
 
     async def level(self) -> Index:
         """The index, with every push in it that was acknowledged before the call.
@@ -49,13 +70,32 @@ class IndexView:
     async def _read(self) -> None:
         if self.index.position:
             try:
-                self._last = await self._read_tail(self.index, self._last)
+                await self._read_tail(self._levelled)
+                self.problem = None
                 return
             except LogGapError as error:
                 log.warning("index_rebuilt", reason=str(error))
-        await self._build()
+        levelled = await self._build()
+        if self.index.position and self.on_rebuilt is not None:
+            await self.on_rebuilt()
+        await self._check_prompts(levelled.index)
+        self._levelled, self.problem = levelled, None
 
-    async def _build(self) -> None:
+    async def _check_prompts(self, index: Index) -> None:
+        """Prompts are uploaded before their rollouts: a log that names more of them is not of these prompts."""
+        with redis_errors("count the prompts"):
+            num_prompts = await self._context.redis.llen(self._context.keys.prompt_order)
+        if len(index.counts) > num_prompts:
+            raise self._refusal(
+                f"Redis has lost prompts of run {self._context.run!r}: its log has rollouts of prompt number "
+                f"{len(index.counts) - 1}, but it has {num_prompts} prompts, numbered from 0"
+            )
+
+    def _refusal(self, problem: str) -> UnavailableError:
+        self.problem = f"{problem}; restore Redis from a copy, or load a saved buffer into a new run"
+        return UnavailableError(self.problem)
+
+    async def _build(self) -> _Levelled:
         """A new index from base and tail. Another base may be switched to meanwhile: then from the start."""
         problem = ""
         for _ in range(NUM_BUILDS):
@@ -66,37 +106,29 @@ class IndexView:
                     problem = f"pieces of base {head.generation} are missing"
                     continue
                 index.restore(base)
+            levelled = _Levelled(index)
             try:
-                last = await self._read_tail(index, None)
+                await self._read_tail(levelled)
             except LogGapError as error:
                 problem = str(error)
                 continue
             if index.position >= end:
-                self.index, self._last = index, last
-                return
+                return levelled
             problem = f"the entries end at {index.position}, but {end} was given out"
-        raise UnavailableError(
-            f"the log of run {self._context.run!r} in Redis is not whole ({problem}); restore Redis from a copy, or "
-            "load a saved buffer into a new run"
-        )
+        raise self._refusal(f"the log of run {self._context.run!r} in Redis is not whole ({problem})")
 
     async def _log_end(self) -> int:
         with redis_errors("read the log position"):
             return int(await self._context.redis.hget(self._context.keys.counters, "log_position") or 0)
 
-    async def _read_tail(self, index: Index, last: Entry | None) -> Entry | None:
-        """Apply what comes after the index.
-
-        Args:
-            index: it is levelled.
-            last: its last entry; None when the index is fresh, empty or from a base.
-
-        Returns:
-            Its last entry now; None when the log does not have it.
+    async def _read_tail(self, levelled: _Levelled) -> None:
+        """Apply what comes after the index, page by page.
 
         Raises:
             LogGapError: the log does not continue where the index ends.
+            UnavailableError: Redis did not answer; the pages before are applied, and the next call goes on from there.
         """
+        index = levelled.index
         while True:
             position = index.position
             with redis_errors("read the log"):
@@ -104,18 +136,18 @@ class IndexView:
                     self._context.keys.log, f"{position}-0", "+", ENTRIES_PER_READ
                 )
             num_read = len(entries)
-            if last is not None and entries[:1] != [last]:
+            if levelled.last is not None and entries[:1] != [levelled.last]:
                 raise LogGapError(f"the log has another entry at {position} than was read there, or none")
             if entries and entries[0][0] == b"%d-0" % position:
-                last = entries.pop(0)
+                levelled.last = entries.pop(0)
             events = parse_entries(entries)
             if events:
                 if not position and first_position(events[0]) != 1:
                     raise LogGapError(f"the log begins at {first_position(events[0])} and there is no base")
                 index.apply_many(events)
-                last = entries[-1]
+                levelled.last = entries[-1]
             if num_read < ENTRIES_PER_READ:
-                return last
+                return
 
 
 def first_position(event: Event) -> int:

@@ -26,7 +26,7 @@ from tba_trainer.model import load_policy, side_files
 from tba_trainer.prefetch import Prefetcher
 from tba_trainer.publisher import Publisher
 from tba_trainer.signals import stop_on_signals
-from tba_trainer.snapshots import Snapshots
+from tba_trainer.snapshots import Snapshot, Snapshots
 from tba_trainer.startup import Session, begin, check_starting_model, starting_snapshot, wait_for_origin
 from tba_trainer.status import Heartbeats, Status
 
@@ -122,20 +122,27 @@ def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: thr
     publisher.start()
     try:
         status.set_state("publishing")
-        if session.fresh:
-            publisher.submit(start, num_eval_prompts=evaluations.num_prompts_final)
-        else:
-            publisher.submit(snapshots.take(session.first, session.parent))
-        publisher.drain()
-        if not session.fresh:
-            # the evaluation of the start may have been cut off; one that is done is answered as it is
-            evaluations.request(session.start, evaluations.num_prompts_final)
+        _publish_first(session, start, publisher, snapshots, evaluations)
         prefetcher.start()
         loop.run()
     finally:
         prefetcher.close()
         publisher.close()
         heartbeats.close()
+
+
+def _publish_first(
+    session: Session, start: Snapshot, publisher: Publisher, snapshots: Snapshots, evaluations: Evaluations
+) -> None:
+    """The first version of this lineage, and the evaluation of the start."""
+    if session.fresh:
+        publisher.submit(start, num_eval_prompts=evaluations.num_prompts_final)
+    else:
+        publisher.submit(snapshots.take(session.first, session.parent))
+    publisher.drain()
+    if not session.fresh:
+        # the evaluation of the start may have been cut off; one that is done is answered as it is
+        evaluations.request(session.start, evaluations.num_prompts_final)
 
 
 def _prefetcher(

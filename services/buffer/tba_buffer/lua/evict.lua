@@ -1,5 +1,5 @@
 -- Rollouts go: their payloads and one event of the log, for one reason.
--- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 replica
+-- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 replica, 6 gone, 7 gone_before
 -- ARGV: 1 replica, 2 number of this eviction: larger than that of every eviction before it, 3 reason,
 --       4 rollout ids (16 bytes each), 5 their positions (8 bytes each, little-endian),
 --       then pairs of length bucket, rollouts
@@ -9,11 +9,18 @@ if redis.call('GET', KEYS[5]) ~= ARGV[1] then return 'superseded' end
 local num = #ARGV[4] / 16
 -- A repeated call must not remove a rollout that was pushed again after the first one.
 if tonumber(redis.call('HGET', KEYS[3], 'evicted_number') or '0') >= tonumber(ARGV[2]) then return num end
-local ids = {}
-for i = 1, num do ids[i] = string.sub(ARGV[4], i * 16 - 15, i * 16) end
+local IDS_REMEMBERED = 50000 -- twice as many at most
+local ids, fields = {}, {}
+for i = 1, num do
+  ids[i] = string.sub(ARGV[4], i * 16 - 15, i * 16)
+  fields[2 * i - 1], fields[2 * i] = ids[i], ''
+end
 -- Removing comes first: it is what a Redis that is out of memory still does, and it lets the event pass then.
 redis.call('HDEL', KEYS[1], unpack(ids))
 redis.call('HDEL', KEYS[4], unpack(ids))
+-- A push that is repeated after its rollouts were evicted must not store them a second time.
+if redis.call('HLEN', KEYS[6]) >= IDS_REMEMBERED then redis.call('RENAME', KEYS[6], KEYS[7]) end
+redis.call('HSET', KEYS[6], unpack(fields))
 local position = string.format('%.0f', tonumber(redis.call('HGET', KEYS[3], 'log_position') or '0') + 1)
 redis.call('XADD', KEYS[2], position .. '-0', 'e', ARGV[5], 'w', ARGV[3])
 redis.call('HSET', KEYS[3], 'log_position', position, 'evicted_number', ARGV[2])

@@ -1,5 +1,6 @@
 -- Claim evaluation units and visits; expired leases come back first. If some of the ids for new leases are open leases,
 -- the request has been here before: it is answered with those, whose deadline starts anew, and nothing else is granted.
+-- A deadline beyond that of new leases was set before the clock went back: it becomes that of a new lease.
 -- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
 --       9 eval_units, 10 eval_results
 -- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
@@ -36,6 +37,11 @@ local function open(lease_id, lease)
   redis.call('HSET', KEYS[3], lease_id, cjson.encode(lease))
   redis.call('ZADD', KEYS[4], ARGV[2], lease_id)
   redis.call('HINCRBY', KEYS[6], 'leases:granted', 1)
+end
+
+local MOST_PER_CALL = 1000
+for _, lease_id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '(' .. ARGV[2], '+inf', 'LIMIT', 0, MOST_PER_CALL)) do
+  redis.call('ZADD', KEYS[4], ARGV[2], lease_id)
 end
 
 for _, lease_id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', ARGV[1])) do

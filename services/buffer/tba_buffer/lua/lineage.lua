@@ -1,14 +1,19 @@
 -- A trainer starts: a new lineage and token, and a line of the ledger that says where it goes on. Open batches of the
--- older lineages become void.
+-- older lineages become void. A request id that took a lineage before is answered with that lineage and its token, and
+-- changes nothing, however late it comes and whatever started since.
 -- KEYS: 1 run, 2 lineages, 3 open_batches, 4 counters, 5 batches_since_mark, 6 open_steps, 7 ledger, 8 ledger_steps,
---       9 announced
+--       9 announced, 10 lineage_requests, 11 replica
 -- ARGV: 1 token, 2 JSON of the lineage, 3 lineage of the parent, 4 step of the parent,
---       5 JSON of the ledger line, 'LINEAGE' in place of the new number
--- Returns {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage}.
+--       5 JSON of the ledger line, 'LINEAGE' in place of the new number, 6 request id,
+--       7 replica
+-- Returns 'superseded', {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
 -- A parent is a version that was made: the starting model, the start of its lineage, the result of an acked step, or
 -- an announced, checkpointed or adopted one.
-if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then
-  return {'ok', tonumber(redis.call('HGET', KEYS[1], 'lineage'))}
+if redis.call('GET', KEYS[11]) ~= ARGV[7] then return 'superseded' end
+local taken = redis.call('HGET', KEYS[10], ARGV[6])
+if taken then
+  local number, token = string.match(taken, '^(%d+) (.+)$')
+  return {'ok', tonumber(number), token}
 end
 local parent = ARGV[3] .. '-' .. ARGV[4]
 if parent ~= '0-0' then
@@ -24,7 +29,9 @@ end
 local lineage = redis.call('HINCRBY', KEYS[1], 'lineage', 1)
 redis.call('HSET', KEYS[2], lineage, ARGV[2])
 redis.call('RPUSH', KEYS[7], (string.gsub(ARGV[5], '"LINEAGE"', tostring(lineage), 1)))
-redis.call('HSET', KEYS[1], 'token', ARGV[1], 'step', ARGV[4])
+redis.call('HSET', KEYS[10], ARGV[6], lineage .. ' ' .. ARGV[1])
+redis.call('HSET', KEYS[1], 'token', ARGV[1], 'step', ARGV[4],
+  'lineage_position', redis.call('HGET', KEYS[4], 'log_position') or '0')
 if redis.call('HGET', KEYS[1], 'state') ~= 'paused' then
   redis.call('HSET', KEYS[1], 'state', 'running', 'reason', '')
 end
@@ -35,4 +42,4 @@ for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
 end
 if num_rollouts > 0 then redis.call('HINCRBY', KEYS[4], 'void', num_rollouts) end
 redis.call('DEL', KEYS[3], KEYS[6])
-return {'ok', lineage}
+return {'ok', lineage, ARGV[1]}

@@ -1,12 +1,15 @@
--- A sync mark: announce a version and put an event into the log. Idempotent for one token and version.
+-- A sync mark: announce a version and put an event into the log. A version that the living lineage has announced is
+-- answered with the position of that mark, and nothing changes: a late repeat must not take the run back. A new lineage
+-- may announce a version of its history once more.
 -- KEYS: 1 run, 2 log, 3 counters, 4 batches_since_mark, 5 announced
 -- ARGV: 1 token, 2 lineage of the version, 3 step of the version
 -- Returns {'fenced'} or {'ok', position}.
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {'fenced'} end
 local version = ARGV[2] .. '-' .. ARGV[3]
-local marked = version .. ' ' .. ARGV[1]
-if redis.call('HGET', KEYS[1], 'marked_version') == marked then
-  return {'ok', redis.call('HGET', KEYS[1], 'marked_position')}
+-- only the living lineage marks, so the marks after its start are its own
+local marked = redis.call('HGET', KEYS[5], version)
+if marked and tonumber(marked) > tonumber(redis.call('HGET', KEYS[1], 'lineage_position') or '0') then
+  return {'ok', marked}
 end
 local position = string.format('%.0f', tonumber(redis.call('HGET', KEYS[3], 'log_position') or '0') + 1)
 redis.call('XADD', KEYS[2], position .. '-0', 'm', ARGV[2] .. ' ' .. ARGV[3])
@@ -15,5 +18,5 @@ redis.call('HSET', KEYS[3], 'log_position', position, 'scored_at_mark',
 redis.call('HINCRBY', KEYS[3], 'marks', 1)
 redis.call('DEL', KEYS[4])
 redis.call('HSET', KEYS[5], version, position)
-redis.call('HSET', KEYS[1], 'latest_version', version, 'marked_version', marked, 'marked_position', position)
+redis.call('HSET', KEYS[1], 'latest_version', version)
 return {'ok', position}

@@ -1,15 +1,19 @@
 -- One push, all or nothing: deduplicate, log, store, count, fulfil visits.
--- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 visits, 6 leases, 7 lease_deadlines, 8 run
+-- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 visits, 6 leases, 7 lease_deadlines, 8 run, 9 replica, 10 gone,
+--       11 gone_before
 -- ARGV: 1 number of items N, 2 number of visits V, 3 all packed records (log.py), one after the other; a record begins
 --       with the rollout id, 4 per item the number (2 bytes, little-endian, from 0) of its visit,
---       then N payloads, V visit ids, and per refusal code: code, count
--- Returns {log position, latest version or '', state of the run, per item one character: 'n' new, 'd' duplicate,
+--       5 replica, then N payloads, V visit ids, and per refusal code: code, count
+-- Returns {'superseded'}, or {log position, latest version or '', state of the run, per item one character: 'n' new, 'd' duplicate,
 --          'c' conflict: the id is taken by other bytes}.
 -- A push has at most 512 items, so every unpack below stays far from Lua's limit of some 8000 values.
 local RECORD_BYTES, ID_BYTES, STATUS_AT, SCORED = 57, 16, 57, 0
-local FIRST = 5
+local FIRST = 6
 local FIELDS_PER_CALL = 16 -- id and payload of 8 rollouts: Redis copies them, and takes the same memory for each call
 local num_items, num_visits, records = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+
+-- What an older process knows of prompts and lineages may be out of date, and an emptied Redis has no number at all.
+if redis.call('GET', KEYS[9]) ~= ARGV[5] then return {'superseded'} end
 
 local function whole(number) return string.format('%.0f', number) end
 local function count(name, by)
@@ -21,14 +25,20 @@ for i = 1, num_items do
   local at = (i - 1) * RECORD_BYTES
   ids[i] = string.sub(records, at + 1, at + ID_BYTES)
 end
-local stored = num_items > 0 and redis.call('HMGET', KEYS[1], unpack(ids)) or {}
+local stored, gone, gone_before = {}, {}, {}
+if num_items > 0 then
+  stored = redis.call('HMGET', KEYS[1], unpack(ids))
+  gone, gone_before = redis.call('HMGET', KEYS[10], unpack(ids)), redis.call('HMGET', KEYS[11], unpack(ids))
+end
 
 local outcomes, new, fields, seen = {}, {}, {}, {}
 local num_duplicate, num_conflict, num_scored = 0, 0, 0
 for i = 1, num_items do
   local id, payload = ids[i], ARGV[FIRST + i - 1]
   local old = stored[i] or seen[id]
-  if not old then
+  if not old and (gone[i] or gone_before[i]) then -- stored once, and evicted since
+    outcomes[i], num_duplicate = 'd', num_duplicate + 1
+  elseif not old then
     seen[id], outcomes[i] = payload, 'n'
     new[#new + 1] = i
     fields[#fields + 1] = id

@@ -7,6 +7,7 @@ is loaded. A load that was cut off goes on at the next start of the service.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -272,9 +273,9 @@ class Snapshots:
 
     async def _work(self, job: Coroutine[Any, Any, object], what: str, wait: str) -> None:
         log.info("snapshot_job_begins", job=what)
-        deadline = self._context.clock() + DEADLINE_S
+        deadline_s = time.monotonic() + DEADLINE_S
         try:
-            with self._components.waiting(OWNER, wait, deadline):
+            with self._components.waiting(OWNER, wait, deadline_s):
                 async with asyncio.timeout(DEADLINE_S):
                     await job
         except TbaError as error:

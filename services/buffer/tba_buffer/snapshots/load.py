@@ -228,7 +228,7 @@ class SnapshotLoad:
                     [*head, part.cursor, len(payloads), b"".join(records), *payloads, *marks],
                 )
                 if reply == replica.SUPERSEDED:
-                    raise replica.lost(context, f"loading snapshot {self._source}")
+                    raise await replica.refusal(context, f"loading snapshot {self._source}")
                 if reply == b"begun":
                     raise self._has_begun()
                 if self._evictor.note(len(payloads), sum(map(len, payloads))):

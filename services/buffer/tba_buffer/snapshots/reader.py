@@ -38,7 +38,7 @@ async def read_manifest(store: ObjectStore, source: SnapshotSource) -> tuple[Sna
             f"there is no snapshot {source} in {store.url} ({source.manifest_key} does not exist); `tba buffer "
             "snapshots` lists those of a run"
         ) from None
-    manifest = decode_snapshot_manifest(data)
+    manifest = decode_snapshot_manifest(data, key=source.manifest_key)
     if (manifest.run, manifest.name) != (source.run, source.name):
         raise MalformedError(f"{source.manifest_key} is the manifest of snapshot {manifest.run}/{manifest.name}")
     return manifest, hashlib.sha256(data).hexdigest()

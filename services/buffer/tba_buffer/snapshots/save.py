@@ -3,7 +3,9 @@
     pass 1        every payload that is live
     pass 2, 3 ..  what was pushed or scored again during the pass before, until little is left
     last pass     the same under `context.mutating`: nothing is evicted or scored again, pushes go on. Its position is
-                  the one that is saved: what is live there is in the live table, what was written in vain is not
+                  the one that is saved: what is live there is in the live table, what was written in vain is not. It
+                  only reads Redis; what it read is written when the lock is free again, as a push that must evict
+                  waits for that lock, and a store can be slow
     end           live table, prompts, and last the manifest
 
 What was scored again is read from the log, because the new payload may have the old reward and size. So the log must
@@ -12,7 +14,7 @@ not be cut meanwhile: the buffer writes no new base while it saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,6 +41,8 @@ from tba_buffer.view import IndexView
 READ_ROLLOUTS, READ_BYTES = 512, 4 << 20
 LITTLE_BYTES = OBJECT_BYTES // 2
 MAX_PASSES = 8
+HELD_BYTES = 256 << 20
+"""What the last pass may read at most once MAX_PASSES have not left LITTLE_BYTES: it is held in memory."""
 LOG_ENTRIES_PER_READ = 500
 PROMPTS_PER_READ = 1000
 
@@ -93,19 +97,29 @@ class SnapshotSave:
         """
         await in_thread(self._delete_leftovers)
         position = 0
-        for _ in range(MAX_PASSES):
+        for left in reversed(range(MAX_PASSES)):
             captured = _capture(await self._view.level())
             due = await self._due(captured, since=position)
             position = captured.log_position
             self.num_rollouts = len(captured.positions)
-            await self._write(due, is_last=False)
-            if int(due.num_bytes.sum()) <= LITTLE_BYTES:
-                break
-        async with self._context.mutating:
-            live = _capture(await self._view.level())
-            self.num_rollouts = len(live.positions)
-            await self._write(await self._due(live, since=position), is_last=True)
-            beside = await self._beside()
+            async for at, payload in self._payloads(due, is_last=False):
+                await self.writer.add(at, payload)
+            await self.writer.flush()
+            async with self._context.mutating:
+                live = _capture(await self._view.level())
+                due = await self._due(live, since=position)
+                if int(due.num_bytes.sum()) <= (LITTLE_BYTES if left else HELD_BYTES):
+                    rest = [found async for found in self._payloads(due, is_last=True)]
+                    beside = await self._beside()
+                    break
+        else:
+            raise UnavailableError(
+                f"rollouts arrive faster than the store takes them: {int(due.num_bytes.sum())} bytes are unwritten "
+                f"after {MAX_PASSES} passes; save again while fewer are pushed"
+            )
+        self.num_rollouts = len(live.positions)
+        for at, payload in rest:
+            await self.writer.add(at, payload)
         await self.writer.flush()
         places = self.writer.places()
         places = places[np.isin(places["position"], live.positions)]
@@ -165,15 +179,15 @@ class SnapshotSave:
                 after = int(entry_id.split(b"-")[0])
         return np.concatenate(found)
 
-    async def _write(self, due: _Captured, *, is_last: bool) -> None:
-        """Write payloads. One that is gone was evicted after `due` was captured, which cannot be in the last pass."""
+    async def _payloads(self, due: _Captured, *, is_last: bool) -> AsyncIterator[tuple[int, bytes]]:
+        """Positions and payloads. One that is gone was evicted after `due` was captured: not so in the last pass."""
         for rows in _read_sizes(due.num_bytes):
             ids = [rollout_id.tobytes() for rollout_id in due.rollout_ids[rows]]
             with redis_errors("read rollouts"):
                 payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
             for position, payload in zip(due.positions[rows].tolist(), payloads, strict=True):
                 if payload is not None:
-                    await self.writer.add(position, payload)
+                    yield position, payload
                 elif is_last:
                     raise UnavailableError(
                         f"the rollout at log position {position} disappeared while nothing may be evicted: another "

@@ -153,6 +153,6 @@ def _error_of(response: Reply) -> ServiceError:
             return NotFoundError(detail)
         case 409:
             return ConflictError(detail)
-        case status if status >= 500:
+        case status if status >= 500 or status == 408:  # 408: the network was too slow for the body
             return UnavailableError(detail)
     return BadRequestError(detail)

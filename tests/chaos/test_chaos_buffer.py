@@ -83,7 +83,7 @@ def test_a_frozen_owner_that_wakes_beside_its_successor(tmp_path: Path, seed: in
         stack.buffer.process.send_signal(signal.SIGSTOP)
         second.append(start_second(stack, tmp_path))
         client = second[0].client()
-        for _ in range(60):
+        for _push in range(60):
             payloads = make_payloads(["train-0"], per_prompt=8)
             extra.update({decode_rollout(payload).rollout_id: payload for payload in payloads})
             client.push(payloads)

@@ -270,10 +270,10 @@ async def test_a_push_that_is_repeated_after_its_eviction_is_a_duplicate(start: 
     assert await push(buffer, rollouts[0]) == ["duplicate"]
     assert await run(*calls[0]) == 1
     assert await stored(buffer) == before
-    redis = buffer.context.redis
-    await redis.rename(gone, gone_before)  # as evict.lua does it when there are many
+    store = buffer.context.redis
+    await store.rename(gone, gone_before)  # as evict.lua does it when there are many
     assert await push(buffer, rollouts[0]) == ["duplicate"]
-    await redis.delete(gone_before)
+    await store.delete(gone_before)
     assert await push(buffer, rollouts[0]) == ["new"]
     after = await stored(buffer)
     assert await run(*calls[0]) == 1

@@ -44,7 +44,16 @@ def redis_pusher(number: int, *, redis_url: str, run: str, num_bytes: int, num_p
     return lambda: push(work.push())
 
 
-def http_drawer(number: int, *, url: str, lineage: int, token: str, num_clients: int, min_bytes: int = 64_000) -> Call:
+def http_drawer(
+    number: int,
+    *,
+    url: str,
+    lineage: int,
+    token: str,
+    num_clients: int,
+    num_rollouts: int = 64,
+    min_bytes: int = 18_000,
+) -> Call:
     """Draw fresh batches of 8 groups of 8, each for a step of its own; the body is read, not decoded."""
     client, step = BufferClient(url, retry_s=0), [number + 1]
 
@@ -53,7 +62,7 @@ def http_drawer(number: int, *, url: str, lineage: int, token: str, num_clients:
         step[0] += num_clients
         body = body_of(client, "/v1/batches", request)
         assert len(body) > min_bytes
-        return 64
+        return num_rollouts
 
     return draw
 

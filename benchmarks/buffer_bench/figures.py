@@ -75,23 +75,33 @@ def fresh_batches(duration_s: float) -> Figure:
 
 
 def batches_while_pushing(duration_s: float, max_push_per_s: float) -> Figure:
-    """One trainer draws and acks batches of 160 (8 groups of 20) while 4 clients push at half of the maximum."""
-    with world(num_prompts=NUM_PROMPTS, sampling={"group_size": 20, "rollouts_per_visit": 20}) as stack:
+    """Batches of 160 (8 groups of 20) while 4 clients push at half of the maximum: first 4 clients that draw, then one
+    trainer that draws and acks step after step."""
+    with world(
+        num_prompts=NUM_PROMPTS, sampling={"group_size": 20, "rollouts_per_visit": 20}, batch_deadline_s=2.0
+    ) as stack:
         fill(stack, 100_000, num_bytes=4096, num_prompts=NUM_PROMPTS)
         lineage, url = start_lineage(stack.client), stack.buffer.url
         num_pushers = 4
         period_s = num_pushers * 64 / (max_push_per_s / 2)
         push = {"url": url, "num_bytes": 4096, "num_prompts": NUM_PROMPTS, "period_s": period_s}
-        pushers = gather(clients.http_pusher, num_pushers, duration_s=duration_s, **push)
-        token = {"lineage": lineage.lineage, "token": lineage.token}
-        trainers = gather(clients.trainer, 1, duration_s=duration_s, url=url, num_rollouts=160, **token)
-        pushers.go()
-        trainers.go()
-        trained, pushed = trainers.collect(duration_s + 120), pushers.collect(duration_s + 120)
+        token = {"url": url, "lineage": lineage.lineage, "token": lineage.token, "num_rollouts": 160}
+
+        def beside_pushers(prepare: Any, num: int, **kwargs: Any) -> tuple[list[Tally], list[Tally]]:
+            pushers = gather(clients.http_pusher, num_pushers, duration_s=duration_s, **push)
+            others = gather(prepare, num, duration_s=duration_s, **token, **kwargs)
+            pushers.go()
+            others.go()
+            return others.collect(duration_s + 120), pushers.collect(duration_s + 120)
+
+        trained, _ = beside_pushers(clients.trainer, 1)
+        drawn, pushed = beside_pushers(clients.http_drawer, 4, num_clients=4)
         return {
-            "batches_per_s": rate(trained) / 160,
-            "draw_and_ack_p50_ms": 1000 * percentile(trained, 0.5),
-            "draw_and_ack_p99_ms": 1000 * percentile(trained, 0.99),
+            "batches_per_s": rate(drawn) / 160,
+            "draw_p50_ms": 1000 * percentile(drawn, 0.5),
+            "draw_p99_ms": 1000 * percentile(drawn, 0.99),
+            "one_trainer_batches_per_s": rate(trained) / 160,
+            "one_trainer_draw_and_ack_p99_ms": 1000 * percentile(trained, 0.99),
             "pushed_per_s": rate(pushed),
             "push_p99_ms": 1000 * percentile(pushed, 0.99),
         }
@@ -133,7 +143,7 @@ def _costs(stack: Stack, duration_s: float, num_prompts: int) -> Figure:
 
     token = {"lineage": lineage.lineage, "token": lineage.token}
     before = used_s()
-    drawn = _crowd(clients.http_drawer, 2, duration_s, url=url, num_clients=2, min_bytes=64 * 300, **token)
+    drawn = _crowd(clients.http_drawer, 2, duration_s, url=url, num_clients=2, **token)
     between = used_s()
     pushed = _crowd(clients.http_pusher, 2, duration_s, url=url, num_bytes=700, num_prompts=num_prompts)
     after = used_s()

@@ -78,7 +78,7 @@ class Rollouts:
     @property
     def refuse_reason(self) -> str | None:
         """Why nothing is stored, while that is so: this process is not the owner, or Redis could not keep it."""
-        return self._context.replica.refused or self._context.promise.problem
+        return self._context.promise.problem or self._context.replica.refused
 
     async def push(self, payloads: Sequence[bytes]) -> PushResult:
         """Store the valid items; one outcome per item, in order.

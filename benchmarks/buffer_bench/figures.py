@@ -75,27 +75,28 @@ def fresh_batches(duration_s: float) -> Figure:
 
 
 def batches_while_pushing(duration_s: float, max_push_per_s: float) -> Figure:
-    """Batches of 160 (8 groups of 20) while 4 clients push at half of the maximum: first 4 clients that draw, then one
-    trainer that draws and acks step after step."""
+    """Batches of 160 (8 groups of 20) while 4 clients push at half of the maximum: first 4 clients that draw, then
+    one trainer that draws and acks step after step."""
     with world(
         num_prompts=NUM_PROMPTS, sampling={"group_size": 20, "rollouts_per_visit": 20}, batch_deadline_s=2.0
     ) as stack:
         fill(stack, 100_000, num_bytes=4096, num_prompts=NUM_PROMPTS)
-        lineage, url = start_lineage(stack.client), stack.buffer.url
+        url = stack.buffer.url
         num_pushers = 4
         period_s = num_pushers * 64 / (max_push_per_s / 2)
         push = {"url": url, "num_bytes": 4096, "num_prompts": NUM_PROMPTS, "period_s": period_s}
-        token = {"url": url, "lineage": lineage.lineage, "token": lineage.token, "num_rollouts": 160}
 
         def beside_pushers(prepare: Any, num: int, **kwargs: Any) -> tuple[list[Tally], list[Tally]]:
             pushers = gather(clients.http_pusher, num_pushers, duration_s=duration_s, **push)
+            lineage = start_lineage(stack.client)  # batches that are open for an older one are void
+            token = {"url": url, "lineage": lineage.lineage, "token": lineage.token, "num_rollouts": 160}
             others = gather(prepare, num, duration_s=duration_s, **token, **kwargs)
             pushers.go()
             others.go()
             return others.collect(duration_s + 120), pushers.collect(duration_s + 120)
 
-        trained, _ = beside_pushers(clients.trainer, 1)
         drawn, pushed = beside_pushers(clients.http_drawer, 4, num_clients=4)
+        trained, _ = beside_pushers(clients.trainer, 1)
         return {
             "batches_per_s": rate(drawn) / 160,
             "draw_p50_ms": 1000 * percentile(drawn, 0.5),

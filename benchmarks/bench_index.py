@@ -159,6 +159,7 @@ def run(size: int, num_prompts: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--large", action="store_true", help="also 10,000,000 rollouts (needs about 4 GB)")
@@ -177,6 +178,7 @@ def main() -> None:
 
 
 def print_table(results: list[dict[str, float]]) -> None:
+    """One column per size, one line per figure."""
     columns = [f"{int(result['rollouts']):.0e}/{int(result['prompts'])}" for result in results]
     print(f"{'(rollouts/prompts)':34}" + "".join(f"{column:>14}" for column in columns))
     for name in results[0]:

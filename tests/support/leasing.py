@@ -1,0 +1,36 @@
+"""Asking a buffer for work, and doing it."""
+
+from __future__ import annotations
+
+from tba.api import EvalInfo, EvalRequest, Lease, LeaseReply, LeaseRequest, LineageReply
+from tba.clients import BufferClient
+from tba.wire import encode_rollout
+from tests.support.buffer import make_rollout
+
+
+def lease(client: BufferClient, max_leases: int = 4, searcher_id: str = "s1") -> LeaseReply:
+    return client.lease(LeaseRequest(searcher_id=searcher_id, max_leases=max_leases))
+
+
+def fulfil(client: BufferClient, lease: Lease, num: int | None = None) -> None:
+    client.push(
+        [
+            encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id))
+            for _ in range(lease.num_rollouts if num is None else num)
+        ]
+    )
+
+
+def request_eval(
+    client: BufferClient, lineage: LineageReply, version: str = "0-0", timeout_s: float = 60.0
+) -> EvalInfo:
+    return client.request_eval(
+        EvalRequest(
+            version=version,
+            token=lineage.token,
+            num_prompts=3,
+            num_samples=2,
+            success_reward=1.0,
+            timeout_s=timeout_s,
+        )
+    )

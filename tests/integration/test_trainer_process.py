@@ -16,6 +16,7 @@ import pytest
 from tba_trainer.learner import Learner
 from tba_trainer.optim import NonFiniteError
 from tba_trainer.run import train
+from tba_trainer.values import StepValues
 
 from tba.api import LedgerEntry, LineageRequest, RunCommand
 from tba.clients import BufferClient
@@ -184,10 +185,12 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint_in_a_new_lineage(
 ) -> None:
     gradients = Learner.gradients
 
-    def broken(self: Learner, batch: Batch, *, step: int, policy_ages: Sequence[int]) -> dict[str, float | None]:
+    def broken(
+        self: Learner, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
+    ) -> dict[str, float | None]:
         if step == 7:
             raise NonFiniteError("the loss of step 7 is nan")
-        return gradients(self, batch, step=step, policy_ages=policy_ages)
+        return gradients(self, batch, step=step, policy_ages=policy_ages, values=values)
 
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "gradients", broken)

@@ -21,6 +21,7 @@ from tba_trainer.objective import preset_of
 from tba_trainer.optim import NonFiniteError, Optimizer
 from tba_trainer.passes import BatchPasses
 from tba_trainer.reference import Reference
+from tba_trainer.values import StepValues, scheduled
 
 
 class Learner:
@@ -48,11 +49,14 @@ class Learner:
             max_cached=recipe.buffer.max_rollouts,
         )
 
-    def gradients(self, batch: Batch, *, step: int, policy_ages: Sequence[int]) -> dict[str, float | None]:
+    def gradients(
+        self, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
+    ) -> dict[str, float | None]:
         """Gradients of one batch for optimizer step `step`; the weights stay as they are.
 
         Args:
             policy_ages: [N] of `batch.rollouts`, in optimizer steps.
+            values: learning rate and beta of this step; None: as the recipe's schedules say.
 
         Returns:
             Metrics of the step.
@@ -66,7 +70,7 @@ class Learner:
         rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
         if self._recipe.trainer.shuffle_rewards:
             rewards = self.rng.permutation(rewards)
-        beta = self._recipe.objective.beta.at(step - 1)
+        values = values or scheduled(self._recipe, step=step)
         work = BatchPasses(
             self._policy,
             self._recipe.objective,
@@ -74,7 +78,7 @@ class Learner:
             rewards=rewards,
             ref_logprobs=self.reference.logprobs(rollouts),
             policy_ages=policy_ages,
-            beta=beta,
+            beta=values.beta,
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
         )
         self.optimizer.discard()
@@ -94,13 +98,14 @@ class Learner:
             **sums,
             **measured,
             "grad_norm": grad_norm,
-            "learning_rate": self.optimizer.learning_rate(step=step),
-            "beta": beta,
+            "learning_rate": values.learning_rate,
+            "beta": values.beta,
         }
 
-    def apply(self, *, step: int, lineage: int) -> None:
+    def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
         """Touch the weights; reset the reference where the preset says so."""
-        self.optimizer.apply(step=step)
+        values = values or scheduled(self._recipe, step=step)
+        self.optimizer.apply(learning_rate=values.learning_rate)
         resets = preset_of(self._recipe.objective).anchor == "reset"
         if resets and step % self._recipe.objective.reference_reset_steps == 0:
             self.reference.reset(self.model, PolicyVersion(lineage, step))

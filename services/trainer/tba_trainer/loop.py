@@ -60,6 +60,7 @@ from tba_trainer.publisher import Publisher
 from tba_trainer.snapshots import Snapshots
 from tba_trainer.startup import Session, config_sha256
 from tba_trainer.status import Status
+from tba_trainer.values import scheduled
 
 MAX_REFUSED_ACKS = 5
 """Batches in a row that may be void at their ack; more means that a step is slower than `batch_deadline_s`."""
@@ -157,7 +158,8 @@ class TrainingLoop:
         waited_s, started = self._status.waited_s - waited_s, time.monotonic()
         # ages are taken when the batch is consumed, not when it was drawn
         ages = [self._session.lineages.policy_age(r.version, self._own(self.step)) for r in batch.rollouts]
-        metrics = self._learner.gradients(batch, step=step, policy_ages=ages)
+        values = scheduled(self._recipe, step=step)
+        metrics = self._learner.gradients(batch, step=step, policy_ages=ages, values=values)
         metrics |= {
             "step_s": time.monotonic() - started,
             "wait_s": waited_s,
@@ -166,7 +168,7 @@ class TrainingLoop:
         }
         if not self._ack(batch, step, metrics, ages):
             return False
-        self._learner.apply(step=step, lineage=self._session.lineage)
+        self._learner.apply(step=step, lineage=self._session.lineage, values=values)
         self.step = step
         self._num_rollouts_trained += len(batch.rollouts)
         self._status.set_step(self.version, metrics)

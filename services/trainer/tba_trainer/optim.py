@@ -21,7 +21,7 @@ class NonFiniteError(TbaError):
 
 
 class Optimizer:
-    """AdamW for a model; the learning rate of every step comes from the recipe's schedule.
+    """AdamW for a model; every step is told its learning rate.
 
     Args:
         model: its parameters are the float32 master weights.
@@ -55,14 +55,10 @@ class Optimizer:
             )
         return norm
 
-    def learning_rate(self, *, step: int) -> float:
-        """Learning rate of optimizer step `step` (1 is the first)."""
-        return self._section.learning_rate.at(step - 1)
-
-    def apply(self, *, step: int) -> None:
-        """Make optimizer step `step` with the gradients at hand, then drop them."""
+    def apply(self, *, learning_rate: float) -> None:
+        """Make an optimizer step with the gradients at hand, then drop them."""
         for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate(step=step)
+            group["lr"] = learning_rate
         self._adamw.step()
         self.discard()
 

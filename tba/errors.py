@@ -23,6 +23,8 @@
     |  |- BusyError                          429: come back after `retry_after_s`
     |  `- UnavailableError                   5xx, or no connection
     |     `- SupersededError                 a newer buffer process owns the run; this one serves nothing
+    |- TeamError                             another process of the same trainer is gone or does not answer
+    |- GuardError                            an alarm of the trainer's guards has failed the run
     |- WaitTimeoutError       (TimeoutError) a named wait reached its deadline
     `- ChildError             (RuntimeError) a child process of `tba run` could not start, or died
 
@@ -102,6 +104,18 @@ class DigestError(StoreError):
     """The bytes read are not the bytes that were written."""
 
     slug = "digest"
+
+
+class TeamError(TbaError):
+    """Another process of the same trainer is gone or does not answer."""
+
+    slug = "team"
+
+
+class GuardError(TbaError):
+    """An alarm, or too many skipped batches, has failed the run; its batch has not touched the weights."""
+
+    slug = "guard"
 
 
 class ServiceError(TbaError, RuntimeError):

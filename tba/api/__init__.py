@@ -14,7 +14,9 @@ from tba.api.base import (
     VersionText,
 )
 from tba.api.evals import (
+    BestVersion,
     EvalInfo,
+    EvalNumbers,
     EvalRequest,
     EvalResult,
     EvalResults,
@@ -64,6 +66,14 @@ from tba.api.scores import (
     ScoreRequest,
     ScoreResult,
 )
+from tba.api.settings import (
+    MAX_CHANGES_PER_PAGE,
+    SettingChange,
+    SettingEffect,
+    SettingsAudit,
+    SettingsInfo,
+    SettingsRequest,
+)
 from tba.api.snapshots import (
     LoadRequest,
     OriginInfo,
@@ -92,13 +102,16 @@ from tba.api.training import (
 )
 
 __all__ = [
+    "MAX_CHANGES_PER_PAGE",
     "MAX_LEASE_IDS",
     "MAX_REFUSED_VERSIONS",
     "AckRequest",
     "BatchRequest",
+    "BestVersion",
     "CheckpointRequest",
     "ComponentInfo",
     "EvalInfo",
+    "EvalNumbers",
     "EvalRequest",
     "EvalResult",
     "EvalResults",
@@ -145,6 +158,11 @@ __all__ = [
     "ScoreReply",
     "ScoreRequest",
     "ScoreResult",
+    "SettingChange",
+    "SettingEffect",
+    "SettingsAudit",
+    "SettingsInfo",
+    "SettingsRequest",
     "SnapshotInfo",
     "SnapshotList",
     "SnapshotRequest",

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tba.api.base import Integer, Name, Number, VersionText
 from tba.config.base import StrictModel
+from tba.config.evaluation import pass_at_of
 
 
 class EvalResult(StrictModel):
-    """The rewards of one evaluation lease; None is an unknown score (counted, never 0)."""
+    """What one evaluation lease produced; None is unknown or not measured (an unknown score is counted, never 0).
+
+    The lists have one entry per completion; the other numbers are about all samples of the prompt together.
+    """
 
     lease_id: Name
     rewards: list[Number | None]
     num_response_tokens: list[Integer]
+    log_ratios: list[Number | None] | None = None
+    """Sum over the response of log pi - log pi of the starting model, both at the policy temperature."""
+    distinct_1: Number | None = None
+    distinct_2: Number | None = None
+    distinct_3: Number | None = None
+    """Different n-grams of tokens / all n-grams of tokens."""
+    embedding_distance: Number | None = None
+    """Mean cosine distance over pairs of samples."""
 
 
 class EvalResults(StrictModel):
@@ -35,20 +47,57 @@ class EvalRequest(StrictModel):
     num_samples: Integer = Field(ge=1, le=4096)
     success_reward: Number
     timeout_s: Number = Field(gt=0)
+    pass_at: list[Annotated[Integer, Field(ge=1, le=4096)]] = Field(default_factory=list, max_length=16)
 
 
-class EvalInfo(StrictModel):
-    """One evaluation. Accuracies are None until done; unknown scores are left out of the mean and counted."""
+class EvalNumbers(StrictModel):
+    """The numbers of an evaluation; None where nothing is known. Unknown scores are left out and counted.
+
+    All but `greedy_accuracy` are about the samples at the policy temperature. Accuracies, pass@k, distinct-n and the
+    embedding distance are means over prompts, the others over samples.
+    """
+
+    accuracy: float | None = None
+    greedy_accuracy: float | None = None
+    pass_at: dict[int, float | None] = Field(default_factory=dict)
+    """k -> pass@k."""
+    mean_reward: float | None = None
+    mean_response_tokens: float | None = None
+    kl_to_reference: float | None = None
+    """Mean log-ratio to the starting model, nats per response."""
+    distinct_1: float | None = None
+    distinct_2: float | None = None
+    distinct_3: float | None = None
+    embedding_distance: float | None = None
+    num_unknown: int = 0
+
+    def metric(self, name: str) -> float | None:
+        """A metric as `eval.best_metric` names it."""
+        k = pass_at_of(name)
+        return getattr(self, name) if k is None else self.pass_at.get(k)
+
+
+class EvalInfo(EvalNumbers):
+    """One evaluation. Its numbers are None until it is done."""
 
     eval_id: str
     version: VersionText
     state: Literal["pending", "done", "expired"]
     num_prompts: int
     num_done: int
-    accuracy: float | None = None
-    greedy_accuracy: float | None = None
-    mean_reward: float | None = None
-    mean_response_tokens: float | None = None
-    num_unknown: int = 0
+    num_samples: int | None = None
     created_at_s: float
     finished_at_s: float | None = None
+
+
+class BestVersion(StrictModel):
+    """The version with the best `metric` so far (`eval.best_metric`); of equal ones the one that was first.
+
+    Compared are evaluations with the same `num_samples`, each on the first `num_prompts` held-out prompts.
+    """
+
+    version: VersionText
+    metric: str
+    value: float
+    num_prompts: int
+    num_samples: int

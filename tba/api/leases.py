@@ -35,6 +35,8 @@ class Lease(StrictModel):
 
     `train`: sample `num_rollouts` completions with the newest weights and push them under `visit_id`.
     `sample`, `greedy`: held-out evaluation `eval_id` with exactly `version`; report with POST /v1/evals/{id}/results.
+    `temperature` is what to sample with: the sampling temperature as it is now (train), the policy temperature
+    (sample), 0 (greedy: the most likely token).
     """
 
     lease_id: str
@@ -42,6 +44,7 @@ class Lease(StrictModel):
     visit_id: str
     prompt: Prompt
     num_rollouts: int
+    temperature: float
     expires_in_s: float
     eval_id: str | None = None
     version: VersionText | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from tba.api.base import Name, RunState, VersionText
-from tba.api.evals import EvalInfo
+from tba.api.evals import BestVersion, EvalInfo
 from tba.api.snapshots import OriginInfo
 from tba.config.base import StrictModel
 
@@ -43,15 +43,19 @@ class RunInfo(StrictModel):
     latest_version: VersionText | None
     checkpoint: VersionText | None
     checkpoint_key: str | None
+    num_rollbacks: int = 0
+    """Lineages that began with a rollback."""
     components: list[ComponentInfo]
     waits: list[WaitInfo]
     evals: list[EvalInfo]
+    best: BestVersion | None = None
+    """None: no finished evaluation knows `eval.best_metric`."""
     origin: OriginInfo | None = None
     """The snapshot that the run began with; None: with nothing stored."""
 
 
 class RunCommand(StrictModel):
-    """POST /v1/run/{pause,resume,stop,done,fail}; reason is shown to people. `token`: done and fail only."""
+    """POST /v1/run/{pause,resume,stop,done,fail}; reason is shown to people. `token`: a trainer sends its own."""
 
     reason: str | None = Field(default=None, max_length=10_000)
     token: Name | None = None

@@ -80,6 +80,11 @@ class Stats(StrictModel):
     rollouts_generated: int
     rollouts_drawn: int
     rollouts_trained: int
+    """Rollouts of batches that a step was made with."""
+    rollouts_refused_by_trainer: dict[str, int] = Field(default_factory=dict)
+    """Reason -> rollouts of batches that the trainer could not use."""
+    batches_skipped: dict[str, int] = Field(default_factory=dict)
+    """Reason -> batches that a step consumed without being made with them."""
     samples_per_insert: float | None
     """Trained per generated rollout."""
     slots: dict[str, int]

@@ -10,16 +10,26 @@ from pydantic import Field
 from tba.api.base import MAX_LINEAGE, MAX_STEP, Integer, Name, Number, VersionText
 from tba.config.base import StrictModel
 
+Reason = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
+"""Why a batch was skipped or a rollout refused: counters and labels of metrics are called by it."""
+MAX_REASONS = 32
+
 
 class LineageRequest(StrictModel):
     """POST /v1/lineages: a trainer starts. `parent` is the version it starts from.
 
     The same `request_id` again, however late, is answered with the lineage and the token that it took, and changes
     nothing. Every start makes one of its own; it is a secret, because whoever has it is told the token.
+
+    A registered checkpoint of a later step than `parent` is not what a resume starts from any more: that is the
+    checkpoint of `parent` at `checkpoint_key`, or the start of the run where there is none. `rollback`: an alarm of the
+    lineage before led to this start; it is counted.
     """
 
     trainer_id: Name
     parent: VersionText
+    checkpoint_key: str | None = Field(default=None, min_length=1, max_length=1024)
+    rollback: bool = False
     request_id: Name = Field(default_factory=lambda: secrets.token_hex(16))
 
 
@@ -62,20 +72,29 @@ class BatchRequest(StrictModel):
 
 
 class AckRequest(StrictModel):
-    """POST /v1/batches/{batch_id}/ack: step (lineage, step) consumed the batch; `metrics` go to the ledger."""
+    """POST /v1/batches/{batch_id}/ack: step (lineage, step) consumed the batch; `metrics` go to the ledger.
+
+    `settings_revision`: of the live settings that the step was made with; what they changed took effect with it at the
+    latest. `skipped`: why the weights stayed as they were at this step; none of the rollouts counts as trained.
+    `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others.
+    """
 
     lineage: Integer = Field(ge=0, le=MAX_LINEAGE)
     step: Integer = Field(ge=1, le=MAX_STEP)
     token: Name
     metrics: dict[Name, float | None] = Field(default_factory=dict)
     policy_ages: list[Annotated[Integer, Field(ge=-MAX_STEP, le=MAX_STEP)]] = Field(default_factory=list)
+    settings_revision: Integer = Field(default=0, ge=0, le=MAX_STEP)
+    skipped: Reason | None = None
+    refused: dict[Reason, Annotated[Integer, Field(ge=1)]] = Field(default_factory=dict, max_length=MAX_REASONS)
 
 
 class LedgerEntry(StrictModel):
     """A line of the ledger: step (lineage, step) consumed a batch.
 
-    `seed` and `log_position` reproduce the draw, `slots` counts it (total, recent, replay, fallback, rollouts,
-    distinct_rollouts); lines of older releases lack them. `abandoned`: a resume went on from an earlier step.
+    `seed`, `log_position` and `most_on_policy_prob` reproduce the draw, `slots` counts it (total, recent, replay,
+    fallback, rollouts, distinct_rollouts); lines of older releases lack them. `skipped` and `refused` as in the ack.
+    `abandoned`: a resume went on from an earlier step.
     """
 
     kind: Literal["batch"] = "batch"
@@ -89,6 +108,11 @@ class LedgerEntry(StrictModel):
     num_rollouts: int
     rollout_ids: list[str]
     metrics: dict[str, float | None]
+    most_on_policy_prob: float | None = None
+    settings_revision: int = 0
+    """Of the live settings that the step was made with."""
+    skipped: str | None = None
+    refused: dict[str, int] = Field(default_factory=dict)
     abandoned: bool
 
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 
-from tba.api import EvalInfo, RunCommand, RunInfo, Stats
+from tba.api import EvalInfo, RunCommand, RunInfo, SettingsInfo, Stats
 from tba.cli.target import open_client
 from tba.clients.buffer import Command
+from tba.local.eval_table import best_text
+from tba.local.setting_changes import changed_text
 
 
 def status_command(args: argparse.Namespace) -> int:
     """Print state, components, waits and evaluations."""
     client = open_client(args)
     try:
-        info, stats = client.run(), client.stats()
+        info, stats, settings = client.run(), client.stats(), client.settings()
     finally:
         client.close()
     if args.json:
-        print(json.dumps({"run": info.model_dump(mode="json"), "stats": stats.model_dump(mode="json")}, indent=2))
+        found = {"run": info, "stats": stats, "settings": settings}
+        print(json.dumps({name: value.model_dump(mode="json") for name, value in found.items()}, indent=2))
     else:
-        print("\n".join(status_lines(info, stats)))
+        print("\n".join(status_lines(info, stats, settings)))
     return 0
 
 
@@ -49,7 +53,7 @@ def _change(args: argparse.Namespace, name: Command) -> int:
     return 0
 
 
-def status_lines(info: RunInfo, stats: Stats) -> list[str]:
+def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[str]:
     """The run as people read it, one fact per line."""
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
     lines = [
@@ -59,16 +63,26 @@ def status_lines(info: RunInfo, stats: Stats) -> list[str]:
         f"{stats.num_failed} failed), {stats.rollouts_trained} trained; samples per insert {ratio}",
         f"  prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out",
     ]
-    if stats.evicted:
-        reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(stats.evicted.items()))
-        lines.append(f"  evicted: {reasons}")
+    if changed := changed_text(settings):
+        lines.append(f"  changed settings (revision {settings.revision}): {changed}")
+    for what, counts in (
+        ("evicted", stats.evicted),
+        ("batches skipped by the trainer", stats.batches_skipped),
+        ("rollouts refused by the trainer", stats.rollouts_refused_by_trainer),
+    ):
+        if counts:
+            lines.append(f"  {what}: " + ", ".join(f"{reason} {number}" for reason, number in sorted(counts.items())))
     for item in info.components:
         alive = "" if item.alive else f"  SILENT for {item.heartbeat_age_s:.0f} s"
         lines.append(f"  {item.component_id}: {item.state}, version {item.version or 'none'}{alive}")
+        if alarms := _alarms_text(item.gauges):
+            lines.append(f"    alarms so far: {alarms}")
     for wait in info.waits:
         deadline = f"at most {max(0.0, wait.deadline_in_s):.0f} s more"
         lines.append(f"  {wait.owner} waits for {wait.name!r}: {wait.for_s:.0f} s so far, {deadline}")
     lines.extend(f"  evaluation of {item.version}: {_eval_text(item)}" for item in info.evals)
+    if info.best is not None:
+        lines.append(f"  {best_text(info.best)}")
     return lines
 
 
@@ -77,9 +91,17 @@ def _state_line(info: RunInfo) -> str:
     return f"run {info.run!r}: {info.state}{reason}, step {info.step}, lineage {info.lineage}"
 
 
+def _alarms_text(gauges: Mapping[str, float]) -> str:
+    """The alarms of a trainer that went off, how often, and whether their condition held in its last step."""
+    counts = {name.removeprefix("alarms_"): n for name, n in sorted(gauges.items()) if name.startswith("alarms_") and n}
+    return ", ".join(f"{name} {n:.0f}{' (on)' if gauges.get(f'alarm_on_{name}') else ''}" for name, n in counts.items())
+
+
 def _eval_text(item: EvalInfo) -> str:
     if item.state != "done":
         return f"{item.state}, {item.num_done} of {item.num_prompts} prompts"
     sampled = "unknown" if item.accuracy is None else f"{item.accuracy:.3f}"
     greedy = "unknown" if item.greedy_accuracy is None else f"{item.greedy_accuracy:.3f}"
-    return f"accuracy {sampled} sampled, {greedy} greedy on {item.num_prompts} held-out prompts"
+    more = "".join(f", pass@{k} {value:.3f}" for k, value in item.pass_at.items() if value is not None)
+    more += "" if item.kl_to_reference is None else f", KL {item.kl_to_reference:.3f}"
+    return f"accuracy {sampled} sampled, {greedy} greedy{more} on {item.num_prompts} held-out prompts"

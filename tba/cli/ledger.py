@@ -29,6 +29,7 @@ def check_command(args: argparse.Namespace) -> int:
     fork = "" if check.forked_from is None else f", forked from {check.forked_from} of another run"
     counts = (
         f"{info.step} steps, {check.num_batches} batches, {check.num_abandoned} of them abandoned, "
+        f"{check.num_skipped} skipped, "
         f"trainer starts: {check.num_starts}, living lineage {info.lineage}{fork}"
     )
     if violations:

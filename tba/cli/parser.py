@@ -23,11 +23,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands, common)
     _add_fork(commands, common)
     _add_control(commands, common)
+    _add_set(commands, common)
     _add_config(commands, common)
     _add_prompts(commands, common)
     _add_ledger(commands, common)
     _add_rescore(commands, common)
     _add_buffer(commands, common)
+    _add_export(commands, common)
     _add_reports(commands, common)
     return parser
 
@@ -77,6 +79,24 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         if name != "status":
             command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
         command.set_defaults(command=f"tba.cli.control:{name}_command")
+
+
+def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "set", parents=[common], help="change settings of a run while it goes on, or show what was changed and when"
+    )
+    command.add_argument(
+        "items",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps; the value is a number, "
+        "a schedule such as '{kind=\"linear\", value=0.1, final=0.01, steps=400}', or the word recipe: as it says. "
+        "A word without = is the name of a run under runs/ (default: the newest). None: show them",
+    )
+    _add_target(command, with_run=False)
+    command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(command="tba.cli.settings:set_command")
 
 
 def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -163,6 +183,19 @@ def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     snapshots.set_defaults(command="tba.cli.buffer:snapshots_command")
 
 
+def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    export = commands.add_parser(
+        "export", parents=[common], help="write a version of a run as a Hugging Face folder with a model card"
+    )
+    _add_target(export)
+    export.add_argument(
+        "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, best, or last (default): which version"
+    )
+    export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
+    export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist, or be empty")
+    export.set_defaults(command="tba.cli.export:export_command")
+
+
 def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     report = commands.add_parser("report", parents=[common], help="make summary.json and report.html of a run again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a finished run")
@@ -180,9 +213,10 @@ def _add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, de
     )
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
+def _add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", metavar="URL", help="address of the buffer service")
     where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
-    where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+    if with_run:
+        where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
     parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or the tokens file itself")

@@ -37,17 +37,26 @@ def ended_run(args: argparse.Namespace) -> RunFolder | None:
     Raises:
         ConfigError: no run is named, and none is going.
     """
-    from tba.local.run_folder import RunFolder
-
     if args.url:
         return None
-    folder = RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
+    folder = run_folder(args)
     return folder if folder.has_begun and not folder.endpoints_path.exists() else None
+
+
+def run_folder(args: argparse.Namespace) -> RunFolder:
+    """The folder of the local run that the target flags name.
+
+    Raises:
+        ConfigError: no run is named, and none is going.
+    """
+    from tba.local.run_folder import RunFolder
+
+    return RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
 
 
 def _endpoints(args: argparse.Namespace) -> tuple[str, str | None]:
     """(buffer URL, tokens file) from the endpoints.json of the chosen run folder."""
-    folder = Path(args.run_dir) if args.run_dir else _folder_of(args.run)
+    folder = run_folder(args).path
     path = folder / "endpoints.json"
     try:
         endpoints = json.loads(path.read_text())

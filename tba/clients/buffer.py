@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -37,13 +38,16 @@ from tba.api import (
     RunCommand,
     RunInfo,
     SampleRequest,
+    SettingsInfo,
+    SettingsRequest,
     SnapshotInfo,
     SnapshotList,
     SnapshotRequest,
     Stats,
 )
 from tba.api.rollouts import RewardStatus
-from tba.clients.http import ServiceClient, parse_reply
+from tba.api.settings import SETTINGS_HEADER
+from tba.clients.http import Reply, ServiceClient, parse_reply
 from tba.config.base import StrictModel
 from tba.wire import (
     Batch,
@@ -72,6 +76,9 @@ class Sample:
 
 class BufferClient(ServiceClient):
     """One method per endpoint; docs/api.md describes them. Every method raises ServiceError subclasses."""
+
+    settings_revision = 0
+    """Revision of the run's live settings, as the last batch, ack or change was answered with it."""
 
     def _post(self, path: str, body: StrictModel, reply: type[M]) -> M:
         return parse_reply(self._call("POST", path, json=body.model_dump_json().encode()), reply)
@@ -147,6 +154,7 @@ class BufferClient(ServiceClient):
         response = self._call(
             "POST", "/v1/batches", json=request.model_dump_json().encode(), timeout_s=request.wait_s + 30.0
         )
+        self._hear(response)
         return decode_batch(response.content)
 
     def sample(self, num: int, *, seed: int | None = None) -> Sample:
@@ -171,11 +179,31 @@ class BufferClient(ServiceClient):
             VoidBatchError: draw a new batch for this step. FencedError: a newer lineage owns the run.
             ConflictError: the step has acked another batch, or a step was left out.
         """
-        self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode())
+        self._hear(self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode()))
 
     def run(self) -> RunInfo:
         """State of the run, components, waits, evaluations."""
         return parse_reply(self._call("GET", "/v1/run"), RunInfo)
+
+    def settings(self, *, after: int = 0) -> SettingsInfo:
+        """The live settings, and the changes after revision `after`."""
+        return parse_reply(self._call("GET", "/v1/run/settings", params={"after": after}), SettingsInfo)
+
+    def change_settings(self, request: SettingsRequest) -> SettingsInfo:
+        """Change live settings: those that `request.settings` was given, None among them.
+
+        Returns:
+            The settings as they are now; of the changes, this one.
+
+        Raises:
+            BadRequestError: a value is not possible, by itself or with the rest of the recipe.
+            FencedError: the token is not that of the living lineage.
+        """
+        body = request.model_dump(mode="json", exclude={"settings"})
+        body["settings"] = request.settings.model_dump(mode="json", exclude_unset=True)
+        response = self._call("PATCH", "/v1/run/settings", json=json.dumps(body).encode())
+        self._hear(response)
+        return parse_reply(response, SettingsInfo)
 
     def stats(self) -> Stats:
         """Counts of the buffer."""
@@ -261,6 +289,9 @@ class BufferClient(ServiceClient):
             ConflictError: the run has begun with something else, or another such job goes on.
         """
         return self._post("/v1/snapshots/load", request, OriginInfo)
+
+    def _hear(self, reply: Reply) -> None:
+        self.settings_revision = int(reply.headers.get(SETTINGS_HEADER, "0"))
 
     def command(self, name: Command, command: RunCommand) -> RunInfo:
         """Change the state of the run."""

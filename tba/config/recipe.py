@@ -17,11 +17,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError, model_validator
 
 from tba.config.base import StrictModel
+from tba.config.evaluation import EvalSection
+from tba.config.objective import ObjectiveSection
+from tba.config.schedules import Schedule
 from tba.config.sections import (
     AuthSection,
     BufferSection,
     DataSection,
-    EvalSection,
     LocalSection,
     ModelSection,
     RewardSection,
@@ -30,7 +32,8 @@ from tba.config.sections import (
     SearcherSection,
     StoreSection,
 )
-from tba.config.training import ObjectiveSection, TrainerSection
+from tba.config.tracking import TrackingSection
+from tba.config.training import TrainerSection
 from tba.errors import ConfigError
 
 ENV_PREFIX = "TBA_"
@@ -49,6 +52,7 @@ class Recipe(StrictModel):
     objective: ObjectiveSection = ObjectiveSection()
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
+    tracking: TrackingSection = TrackingSection()
     store: StoreSection = StoreSection()
     auth: AuthSection = AuthSection()
     local: LocalSection = LocalSection()
@@ -61,9 +65,104 @@ class Recipe(StrictModel):
             raise ValueError("data: give exactly one of `generator` (a built-in task) and `path` (JSONL or Parquet)")
         if self.run.fork_version is not None and self.run.snapshot is None:
             raise ValueError("run.fork_version names a version of the run in run.snapshot: give that too")
-        if self.is_offline and self.sampling.alternate:
-            raise ValueError("sampling.alternate takes turns with searchers, and searcher.num_searchers is 0")
+        self._check_snapshot()
+        self._check_offline()
+        self._check_unused()
+        if self.trainer.compile and self.trainer.num_processes > 1:
+            raise ValueError(
+                f"trainer.compile = true is for one process, and trainer.num_processes is "
+                f"{self.trainer.num_processes}; set trainer.compile to false or trainer.num_processes to 1"
+            )
+        self._check_objective()
         return self
+
+    def _check_snapshot(self) -> None:
+        if self.run.snapshot is not None and self.objective.reference_placement == "searcher":
+            raise ValueError(
+                f'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and the rollouts of '
+                f"run.snapshot = {self.run.snapshot!r} have none of this run's starting model, so each of them would "
+                'be refused at every draw; choose "trainer"'
+            )
+
+    def _check_offline(self) -> None:
+        if not self.is_offline:
+            return
+        if self.sampling.alternate:
+            raise ValueError("sampling.alternate takes turns with searchers, and searcher.num_searchers is 0")
+        if self.objective.reference_placement == "searcher":
+            raise ValueError(
+                'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and '
+                'searcher.num_searchers is 0; choose "trainer"'
+            )
+        if self.trainer.export_version == "best":
+            raise ValueError(
+                'trainer.export_version = "best" needs evaluations, which searchers make, and searcher.num_searchers '
+                'is 0; choose "last"'
+            )
+
+    def _check_unused(self) -> None:
+        """Refuse what could never happen."""
+        if self.sampling.min_size_to_sample > self.buffer.max_rollouts:
+            raise ValueError(
+                f"sampling.min_size_to_sample {self.sampling.min_size_to_sample} is above buffer.max_rollouts "
+                f"{self.buffer.max_rollouts}: no batch could ever be drawn"
+            )
+        if self.trainer.export_version == "best" and not self.trainer.export:
+            raise ValueError(
+                'trainer.export_version = "best" says which version is exported, and trainer.export is false; remove '
+                "one of them"
+            )
+
+    def _check_objective(self) -> None:
+        self.objective.check_steps(self.trainer.num_steps)
+        num_group, sampling = self.sampling.group_size, self.sampling
+        if num_group == 1 and self.objective.preset != "reinforce":
+            raise ValueError(
+                f"sampling.group_size is 1, and {self.objective.preset} compares the rollouts of a group; raise it to "
+                'at least 2, or choose objective.preset = "reinforce"'
+            )
+        if sampling.min_distinct > num_group:
+            raise ValueError(
+                f"sampling.min_distinct is {sampling.min_distinct}, more than the {num_group} rollouts of a group "
+                "(sampling.group_size); lower it"
+            )
+        num_rollouts = sampling.prompts_per_batch * num_group
+        if num_rollouts == 1:
+            raise ValueError(
+                "sampling.prompts_per_batch and sampling.group_size are 1, and reinforce compares the rollouts of a "
+                "batch; raise one of them to at least 2"
+            )
+        self.trainer.guards.check_batch(num_rollouts)
+        self._check_temperatures()
+
+    def _check_temperatures(self) -> None:
+        """The behaviour policy stands in for theta only where both have one temperature."""
+        part, wanted = self.objective.takes_behaviour_for_theta, self.model.policy_temperature
+        if part is None or self.is_offline:  # offline nothing is sampled
+            return
+        found = self.searcher.sampling_temperature
+        for value in (found.lowest(self.trainer.num_steps), found.highest):
+            if value != wanted:
+                raise ValueError(
+                    f'objective.{part} is "behaviour" (preset {self.objective.preset}), which takes the policy that '
+                    f"sampled for an earlier theta, but searcher.sampling_temperature is {value:g} at some step and "
+                    f"model.policy_temperature is {wanted:g}, so theta would be pulled towards a distorted copy of "
+                    f"itself; make the temperatures equal or choose another {part}"
+                )
+
+    @property
+    def searchers_hold_start(self) -> bool:
+        """Whether every searcher holds the starting model."""
+        return bool(self.why_searchers_hold_start)
+
+    @property
+    def why_searchers_hold_start(self) -> list[str]:
+        """The settings that ask for the starting model in every searcher: ref log-probs, the KL of evaluations."""
+        asking = {
+            'objective.reference_placement = "searcher"': self.objective.reference_placement == "searcher",
+            "eval.kl_to_reference = true": self.eval.kl_to_reference,
+        }
+        return [setting for setting, asks in asking.items() if asks]
 
     @property
     def is_offline(self) -> bool:
@@ -102,12 +201,12 @@ def load_recipe(path: str | Path, *, sets: Sequence[str] = (), environ: Mapping[
     for name, text in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-            _put(document, keys, _value(text), where=f"environment variable {name}")
+            _put(document, keys, toml_value(text), where=f"environment variable {name}")
     for item in sets:
         dotted, sep, text = item.partition("=")
         if not sep or "." not in dotted:
             raise ConfigError(f"--set {item!r} is not of the form section.key=value")
-        _put(document, dotted.strip().split("."), _value(text), where=f"--set {item}")
+        _put(document, dotted.strip().split("."), toml_value(text), where=f"--set {item}")
     return parse_recipe(document, where=str(path))
 
 
@@ -120,7 +219,7 @@ def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_sentence(error)}") from None
+        raise ConfigError(f"{where}: {sentence_of(error, Recipe)}") from None
     if recipe.model.warm_start is None:
         return recipe
     # one cached starting model per seed
@@ -142,7 +241,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {path} is not valid: {error}") from None
 
 
-def _value(text: str) -> Any:
+def toml_value(text: str) -> Any:
+    """A value as people type it: TOML, or else a bare string."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -158,29 +258,40 @@ def _put(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: st
     at[keys[-1]] = value
 
 
-def _sentence(error: ValidationError) -> str:
+def sentence_of(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong with a document of this model: the first key, its value and what to do."""
     first = error.errors()[0]
     loc = [str(part) for part in first["loc"]]
-    key = ".".join(loc) or "recipe"
+    key = ".".join(loc)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    message = first["msg"].removeprefix("Value error, ")
+    if not loc:  # a rule that ties sections together says itself which keys and values it is about
+        return f"{message}{more}"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1]), n=1)
+        near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
         return f"unknown key {key!r} (value {first['input']!r}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
-    return f"key {key!r} has the value {first['input']!r}: {first['msg']}{more}"
+    if first["type"] == "value_error" and _model_at(loc, model) not in (None, Schedule):  # so does that of a section
+        return f"{key}: {message}{more}"
+    return f"key {key!r} has the value {first['input']!r}: {message}{more}"
 
 
-def _known_keys(path: Sequence[str]) -> list[str]:
-    model: type[BaseModel] = Recipe
+def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:
+    at = _model_at(path, model)
+    return [] if at is None else list(at.model_fields)
+
+
+def _model_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
+    """The model of a section; None where there is a plain value."""
     for part in path:
         field = model.model_fields.get(part)
         inner = None if field is None else _model_of(field.annotation)
         if inner is None:
-            return []
+            return None
         model = inner
-    return list(model.model_fields)
+    return model
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

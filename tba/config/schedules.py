@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from tba.config.base import StrictModel
 
@@ -30,13 +32,61 @@ class Schedule(StrictModel):
     decay_steps: int = Field(default=0, ge=0)
     """Length of the decay (wsd only)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_number(cls, value: Any) -> Any:
+        """A bare number is a constant schedule."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return {"value": value}
+        if not isinstance(value, dict | Schedule):
+            raise ValueError("it takes a number such as 0.1, or a schedule { kind = ... }")
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema says that a number will do, too."""
+        found = handler(schema)
+        if handler.mode == "validation":
+            resolved = handler.resolve_ref_schema(found)
+            whole = dict(resolved)
+            resolved.clear()
+            number = {"type": "number", "minimum": 0, "description": "Constant."}
+            resolved.update({"title": whole.pop("title"), "anyOf": [number, whole]})
+        return found
+
     @model_validator(mode="after")
     def _check(self) -> Schedule:
         if self.kind != "constant" and self.steps is None:
             raise ValueError(f"a {self.kind} schedule needs `steps`, the optimizer steps from start to end")
         if self.kind == "wsd" and not 0 < self.decay_steps <= (self.steps or 0):
             raise ValueError(f"a wsd schedule needs 0 < decay_steps <= steps, got {self.decay_steps}")
+        self._check_lengths()
         return self
+
+    def _check_lengths(self) -> None:
+        if self.kind != "wsd" and self.decay_steps:
+            raise ValueError(f"decay_steps belongs to a wsd schedule, and this one is {self.kind}; remove it")
+        if self.kind == "constant" and self.final:
+            raise ValueError(
+                f"a constant schedule has no final value (got {self.final:g}); name its kind (linear, cosine or wsd)"
+            )
+        # linear and cosine need one step of decay
+        room = (self.steps or 0) - (self.decay_steps if self.kind == "wsd" else 1)
+        if self.kind != "constant" and self.warmup_steps > room:
+            raise ValueError(
+                f"a warm-up of {self.warmup_steps} steps does not fit into a {self.kind} schedule of {self.steps} "
+                f"(at most {room} before its decay); raise steps or lower warmup_steps"
+            )
+
+    @property
+    def highest(self) -> float:
+        """The highest value at any step."""
+        return self.value if self.kind == "constant" else max(self.value, self.final)
+
+    def lowest(self, num_steps: int) -> float:
+        """The lowest value at steps 0 to num_steps - 1: after the warm-up every kind goes one way, from `value` to
+        `final`, so it is at an end."""
+        return min(self.at(0), self.at(num_steps - 1))
 
     def at(self, step: int) -> float:
         """The value at optimizer step `step` (0 is the first)."""
@@ -47,7 +97,7 @@ class Schedule(StrictModel):
         if self.kind == "wsd":
             start, length = self.steps - self.decay_steps, self.decay_steps
         else:
-            start, length = self.warmup_steps, max(1, self.steps - self.warmup_steps)
+            start, length = self.warmup_steps, self.steps - self.warmup_steps
         done = min(1.0, max(0.0, (step - start) / length))
         if self.kind == "linear":
             return self.value + (self.final - self.value) * done

@@ -7,6 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from tba.config.base import StrictModel
+from tba.config.bounded import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Temperature
+from tba.config.lora import LoraSection
+from tba.config.schedules import Schedule
 
 Name = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 
@@ -58,12 +61,14 @@ class ModelSection(StrictModel):
     `{seed}` in it stands for the run's seed."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of published weights and of the searchers' engines."""
-    policy_temperature: float = Field(default=1.0, gt=0)
+    policy_temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     """Divides the logits of policy and reference: the thing that is trained. Constant within a run."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Off unless a recipe says otherwise."""
     warm_start: WarmStartSection | None = None
     """Make the model on this machine if `path` does not hold it yet."""
+    lora: LoraSection | None = None
+    """Train adapters of low rank; none: full fine-tuning."""
 
 
 class DataSection(StrictModel):
@@ -139,12 +144,12 @@ class SamplingSection(StrictModel):
 
     prompts_per_batch: int = Field(default=16, ge=1)
     """Slots of a batch: one prompt each."""
-    group_size: int = Field(default=8, ge=2)
-    """K: rollouts per slot."""
+    group_size: int = Field(default=8, ge=1)
+    """K: rollouts per slot. 1 goes with `objective.preset = "reinforce"` alone."""
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
-    most_on_policy_prob: float = Field(default=0.5, ge=0, le=1)
-    """m: probability that a slot draws from what arrived since the previous sync mark."""
+    most_on_policy_prob: Probability = Schedule(value=0.5)
+    """m: probability that a slot draws from what arrived since the previous sync mark; a number or a schedule."""
     recent_window: Literal["arrival", "version"] = "arrival"
     """What recent means: arrival since the previous mark, or made by one of the last `recent_versions` versions."""
     recent_versions: int = Field(default=2, ge=1)
@@ -206,8 +211,8 @@ class SearcherSection(StrictModel):
     """Longer prompts are refused (counted, reported), never cut."""
     max_response_tokens: int = Field(default=64, ge=1)
     """Length limit of a completion."""
-    sampling_temperature: float = Field(default=1.0, gt=0)
-    """Temperature of the behaviour policy; not the policy temperature."""
+    sampling_temperature: Temperature = Schedule(value=1.0)
+    """Temperature of the behaviour policy, not the policy temperature; a number or a schedule."""
     torch_num_threads: int = Field(default=1, ge=1)
     """Threads of the engine on CPU."""
     device: str = "cpu"
@@ -242,23 +247,9 @@ class StoreSection(StrictModel):
     """S3 region."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one store operation, retries included."""
-
-
-class EvalSection(StrictModel):
-    """Evaluation on held-out prompts, by searchers with a pinned version, while training goes on."""
-
-    every_steps: int = Field(default=50, ge=1)
-    """Evaluate at every so many optimizer steps (at the published version that is next)."""
-    num_prompts: int = Field(default=128, ge=1, le=10_000)
-    """Held-out prompts of an evaluation during training; always the same ones."""
-    num_prompts_final: int = Field(default=512, ge=1, le=10_000)
-    """Held-out prompts of the first and the last evaluation."""
-    num_samples: int = Field(default=1, ge=1, le=4096)
-    """Samples per prompt at the policy temperature (pass@1 is their mean); greedy is one more."""
-    success_reward: float = 1.0
-    """A completion succeeds when its reward is at least this."""
-    timeout_s: float = Field(default=180.0, gt=0)
-    """Deadline of one evaluation."""
+    shard_bytes: int = Field(default=2 * 1024**3, ge=1)
+    """Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own):
+    what the trainer holds of a gathered model in memory at once."""
 
 
 class LocalSection(StrictModel):

@@ -1,4 +1,4 @@
-"""The trainer's sections: objective, optimizer, step, publishing, checkpoints."""
+"""The trainer's section: optimizer, step, publishing, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from tba.config.base import StrictModel
+from tba.config.bounded import LearningRate
+from tba.config.guards import GuardsSection
 from tba.config.schedules import Schedule
-
-
-class ObjectiveSection(StrictModel):
-    """Which member of the family is trained (docs/algorithm.md)."""
-
-    preset: Literal["tb", "tba_prime", "tba_prime_unweighted"] = "tb"
-    """Named choice of anchor, centre and importance weight."""
-    beta: Schedule = Schedule(value=0.05)
-    """KL coefficient."""
-    importance_clamp: float = Field(default=8.0, gt=0)
-    """Upper clamp of the token importance weight, where the preset has one."""
-    reference_reset_steps: int = Field(default=50, ge=1)
-    """rho: where the preset resets its reference, after every so many steps."""
-    centre_max_age_steps: int = Field(default=32, ge=0)
-    """Behaviour centring applies to rollouts up to this policy age; beyond it the centre is theta."""
 
 
 class TrainerSection(StrictModel):
@@ -32,7 +19,7 @@ class TrainerSection(StrictModel):
     """Optimizer steps of the run."""
     max_train_s: float | None = Field(default=None, gt=0)
     """Stop after this many seconds of training, even before `num_steps`."""
-    learning_rate: Schedule = Schedule(value=1e-4)
+    learning_rate: LearningRate = Schedule(value=1e-4)
     """AdamW learning rate."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW first-moment decay."""
@@ -43,21 +30,29 @@ class TrainerSection(StrictModel):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping by global norm."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
-    """Most padded tokens (rows times longest row) of one forward and backward pass."""
+    """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same
+    number of tokens, without padding for the model families in docs/trainer.md."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    compile: bool = False
+    """torch.compile the decoder layers; the first pass takes a minute longer. For one process only."""
     device: str = "cpu"
     """torch device."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast; master weights and optimizer stay float32."""
     torch_num_threads: int = Field(default=1, ge=1)
     """Threads on CPU."""
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that `tba run` starts the trainer in, one per GPU; the model is sharded over them. On several machines
+    torchrun starts them, and this number is not read."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """With several processes: how long one waits for the others in an exchange before all give up."""
     sync_interval: int = Field(default=4, ge=1)
     """k: publish a version and mark the buffer every k optimizer steps."""
     checkpoint_interval: int = Field(default=50, ge=1)
     """Write a checkpoint every so many steps (and at the end)."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Older checkpoints are deleted."""
+    """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)
     """Older weight versions are deleted, except those that a component or an evaluation still holds."""
     max_unpublished_versions: int = Field(default=4, ge=1)
@@ -74,3 +69,7 @@ class TrainerSection(StrictModel):
     """Control experiment: rewards are shuffled among the rollouts of a batch, so nothing can be learned."""
     export: bool = True
     """At the end, write a Hugging Face folder to the store and, in local mode, to the run folder."""
+    export_version: Literal["last", "best"] = "last"
+    """Which version that is: the last one, or the best by `eval.best_metric`."""
+    guards: GuardsSection = GuardsSection()
+    """Alarms, and what they do."""

@@ -129,6 +129,8 @@ class Crew:
     def _obituary(self, child: Child, code: int) -> str:
         """Who ended how; prints the last log lines, or takes the one that explains the end."""
         log_path = self._folder.log_path(child.name)
+        if child.name == "trainer" and code == 0:  # it ends so before the run is over only when it is told to
+            return f"trainer was stopped (SIGTERM) before the run was over [{log_path}]"
         reason = next((line for line in reversed(child.tail) if line.startswith("error: ")), None)
         if reason is not None:
             sentence = reason.removeprefix("error: ").removeprefix(f"{child.name}: ")

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tba.api import EvalInfo, LedgerEntry, LedgerLine, OriginInfo, RunInfo, Stats, VersionText
+from tba.api import (
+    BestVersion,
+    EvalInfo,
+    LedgerEntry,
+    LedgerLine,
+    OriginInfo,
+    RunInfo,
+    SettingsInfo,
+    Stats,
+    VersionText,
+)
 from tba.config import Recipe, StrictModel
 from tba.errors import ConfigError
 from tba.local.ledger import batch_entries
@@ -56,6 +66,9 @@ class History(StrictModel):
     parents: dict[int, VersionText]
     ledger: list[LedgerLine]
     evals: list[EvalInfo]
+    best: BestVersion | None = None
+    settings: SettingsInfo | None = None
+    """The live settings at the end, and every change of them."""
     origin: OriginInfo | None = None
     is_offline: bool = False
     stats: Stats
@@ -69,7 +82,13 @@ class History(StrictModel):
 
 
 def make_history(
-    *, recipe: Recipe, info: RunInfo, stats: Stats, ledger: Iterable[LedgerLine], folder: RunFolder
+    *,
+    recipe: Recipe,
+    info: RunInfo,
+    stats: Stats,
+    settings: SettingsInfo,
+    ledger: Iterable[LedgerLine],
+    folder: RunFolder,
 ) -> History:
     """Put together what the buffer service told and what the run folder holds."""
     return History(
@@ -85,6 +104,8 @@ def make_history(
         parents=info.parents,
         ledger=[_without_rollout_ids(line) for line in ledger],
         evals=info.evals,
+        best=info.best,
+        settings=settings,
         origin=info.origin,
         is_offline=recipe.is_offline,
         stats=stats,

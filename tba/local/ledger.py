@@ -56,7 +56,7 @@ class LedgerCheck:
     The promise: along the living lineage every step up to `step` has exactly one batch. Beside it: each lineage acks
     its steps in order and without a gap, between its own start and the next one; the starts are those of the lineage
     table; no batch was acked twice; `abandoned` says what the lineages' parents say; a line names as many rollouts as
-    it counts.
+    it counts, and was made with some of them unless it was skipped.
 
     Lines of the living lineage after `step`, and of lineages after it, are newer than the run that was read. Lineages
     of the snapshot that the run began with have their lines in the ledger of another run; all later ones must be in
@@ -88,7 +88,8 @@ class LedgerCheck:
         self._seen: Counter[int] = Counter()
         self._batches: Counter[str] = Counter()
         self._wrong: list[str] = []
-        self.num_batches = self.num_abandoned = 0
+        self.num_batches = self.num_abandoned = self.num_skipped = 0
+        """Lines so far; of those, abandoned, and skipped (which may also be abandoned)."""
 
     @property
     def num_starts(self) -> int:
@@ -144,6 +145,8 @@ class LedgerCheck:
         before[entry.lineage] = entry.step
         if self._has_rollout_ids and len(entry.rollout_ids) != entry.num_rollouts:
             self._wrong.append(f"{name} names {len(entry.rollout_ids)} of {entry.num_rollouts} rollouts")
+        if entry.skipped is None and sum(entry.refused.values()) >= entry.num_rollouts:
+            self._wrong.append(f"{name} was made with none of its {entry.num_rollouts} rollouts but not skipped")
         is_newer = entry.lineage > self._lineage or (entry.lineage == self._lineage and entry.step > self._step)
         is_living = entry.step in self._living.get(entry.lineage, ())
         if is_living and entry.abandoned:
@@ -155,6 +158,7 @@ class LedgerCheck:
         self._batches[entry.batch_id] += 1
         self.num_batches += 1
         self.num_abandoned += entry.abandoned
+        self.num_skipped += entry.skipped is not None
 
 
 def _num_adopted(origin: OriginInfo | None, lineage: int) -> int:

@@ -74,6 +74,8 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
             f"pass@1 sampled: {_number(summary['start_accuracy'])} -> {_number(summary['final_accuracy'])}{on}",
             f"pass@1 greedy:  {_number(summary['start_greedy'])} -> {_number(summary['final_greedy'])}{on}",
         ]
+    if summary.get("best_version") is not None:
+        lines.append(f"best version:  {summary['best_version']} ({summary['best_metric']} {summary['best_value']:.3f})")
     train_s, wait_share = summary["train_s"], summary["trainer_wait_share"]
     if train_s is not None:
         waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"

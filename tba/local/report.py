@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba.api import EvalInfo
+from tba.local.eval_table import eval_table
 from tba.local.history import History, Poll
 from tba.local.ledger import lineage_tree, living_entries, living_steps
+from tba.local.setting_changes import changes_section
 from tba.local.summary import gapless_pairs
 from tba.versions import PolicyVersion
 
@@ -25,12 +27,16 @@ SUMMARY_KEYS_SHOWN = (
     "seed",
     "state",
     "steps",
+    "settings_changed",
     "start_accuracy",
     "final_accuracy",
     "gain",
     "start_greedy",
     "final_greedy",
     "num_heldout_prompts",
+    "best_version",
+    "best_metric",
+    "best_value",
     "train_s",
     "first_step_s",
     "warm_start_s",
@@ -75,7 +81,9 @@ def render_report(history: History, summary: Mapping[str, Any]) -> tuple[str, by
     title = html.escape(f"tba run {history.run}")
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<table>\n{rows}\n</table>\n{figures}\n</body></html>\n"
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<table>\n{rows}\n</table>\n{figures}\n"
+        f"<h2>Evaluations</h2>\n{eval_table(history.evals, history.best)}\n{changes_section(history.settings)}"
+        "</body></html>\n"
     )
     return page, _overview_png(history)
 

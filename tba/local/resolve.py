@@ -13,7 +13,7 @@ from tba.errors import ConfigError
 from tba.local.ports import PortRequest, choose_ports
 from tba.local.redis_server import HOST, redis_url
 from tba.local.run_folder import RunFolder
-from tba.model_folder import check_tokenizer
+from tba.model_folder import check_embedding_model, check_tokenizer
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -25,11 +25,13 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     _make_absolute(document, "model", "path")
     _make_absolute(document, "data", "path")
     _make_absolute(document, "auth", "tokens_file")
+    _make_absolute(document, "eval", "embedding_model")
     return parse_recipe(document, where="recipe")
 
 
 def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]:
-    """The recipe that the children read, and the port of Redis. The embedded store moves into the run folder.
+    """The recipe that the children read, and the port of Redis. The embedded store and what is written for people, as
+    far as their paths are relative, move into the run folder.
 
     Raises:
         ConfigError: a port is in use.
@@ -48,6 +50,10 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]
         section["url"] = f"http://{_reachable(section['host'])}:{port}"
     document["buffer"]["redis_url"] = redis_url(redis_port)
     document["store"]["url"] = absolute_store_url(recipe.store.url, folder)
+    tracking = document["tracking"]
+    for section, key in ((tracking, "metrics_path"), (tracking, "tensorboard_dir"), (tracking["wandb"], "folder")):
+        if section is not None and section[key] is not None:
+            section[key] = str(folder.path / os.path.expanduser(section[key]))
     if document["log_format"] == "auto":
         # children write to a pipe; people read it
         document["log_format"] = "console"
@@ -67,8 +73,10 @@ def check_model(recipe: Recipe) -> bool:
 
     Raises:
         ConfigError: the model folder is missing and the recipe does not say how to make one, has no tokenizer, or was
-            made by a warm start with other settings (nothing that exists is overwritten).
+            made by a warm start with other settings (nothing that exists is overwritten); or the embedding model of
+            evaluations is none.
     """
+    check_embedding_model(recipe.eval.embedding_model)
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
         check_tokenizer(folder)

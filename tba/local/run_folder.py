@@ -5,6 +5,7 @@ runs/<name>/.tba-run       marks a run folder and is its lock (process id of the
                            presence means that there is something to resume
             config.json    the same with real ports and addresses: what the services read
             endpoints.json addresses, while the run is going
+            metrics.jsonl  every step and evaluation, from the trainer
             logs/ store/ redis/ polls.jsonl timing.json
             history.json summary.json report.html report.png model/     at the end
 """

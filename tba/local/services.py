@@ -51,8 +51,13 @@ class Services:
         return self._python("reward", "tba_reward", 1)
 
     def trainer(self) -> ChildSpec:
-        """The trainer."""
-        return self._python("trainer", "tba_trainer", self._recipe.trainer.torch_num_threads)
+        """The trainer; torchrun starts it where it has several processes."""
+        section = self._recipe.trainer
+        if section.num_processes == 1:
+            return self._python("trainer", "tba_trainer", section.torch_num_threads)
+        return self._python(
+            "trainer", "tba_trainer.parallel.launch", section.torch_num_threads, str(section.num_processes)
+        )
 
     def searcher(self, index: int) -> ChildSpec:
         """Searcher number `index`, from 0."""
@@ -66,10 +71,12 @@ class Services:
             niceness=self._recipe.local.nice_searchers,
         )
 
-    def _python(self, name: str, module: str, num_threads: int) -> ChildSpec:
+    def _python(self, name: str, module: str, num_threads: int, *arguments: str) -> ChildSpec:
         return ChildSpec(
-            name=name, command=self._command(module), environ=child_environ(self._environ, num_threads=num_threads)
+            name=name,
+            command=self._command(module, *arguments),
+            environ=child_environ(self._environ, num_threads=num_threads),
         )
 
-    def _command(self, module: str) -> list[str]:
-        return [sys.executable, "-m", module, "--config", str(self._folder.config_path)]
+    def _command(self, module: str, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", module, *arguments, "--config", str(self._folder.config_path)]

@@ -47,6 +47,7 @@ from tba.local.readiness import wait_until_ready
 from tba.local.redis_server import wait_for_redis
 from tba.local.run_folder import RunFolder
 from tba.local.services import Services
+from tba.local.setting_changes import whole_settings
 from tba.local.watch import RunWatcher
 from tba.store.base import ObjectStore
 from tba.tokens import operator_token
@@ -269,6 +270,7 @@ class Supervisor:
             if code != 0:
                 self._console.result(f"warning: the trainer ended with exit code {code} after the run was done")
         info, stats = await asyncio.to_thread(lambda: (self._client.run(), self._client.stats()))
+        settings = await asyncio.to_thread(whole_settings, self._client)
         ledger = await asyncio.to_thread(lambda: list(ledger_lines(self._client)))
         num_files = await asyncio.to_thread(
             download_export, self._store, run=self._recipe.run.name, folder=self._folder
@@ -276,7 +278,9 @@ class Supervisor:
         if self._recipe.trainer.export and not num_files:
             self._console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
         await self._crew.wait_for_searchers()
-        history = make_history(recipe=self._recipe, info=info, stats=stats, ledger=ledger, folder=self._folder)
+        history = make_history(
+            recipe=self._recipe, info=info, stats=stats, settings=settings, ledger=ledger, folder=self._folder
+        )
         return await asyncio.to_thread(write_outputs, self._folder, history)
 
     async def _is_over(self) -> bool:

@@ -1,6 +1,7 @@
 """Weight versions: publish, find, pull and delete (design.md, Weight versions).
 
-    runs/<run>/weights/<lineage>-<step>/model.safetensors   written first, create-only
+    runs/<run>/weights/<lineage>-<step>/model.safetensors   written first, create-only; a large model in several files:
+                                        model-00001-of-00003.safetensors, ...
     runs/<run>/files/<sha256>/<name>                        config and tokenizer, shared by versions, named by content
     runs/<run>/weights/<lineage>-<step>/manifest.json       written last, create-only: until it exists, nothing does
 
@@ -10,6 +11,7 @@ completes it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -22,11 +24,12 @@ from pydantic import ValidationError
 from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
-from tba.weights.digest import params_sha256_of_file, sha256_of_file
+from tba.weights.digest import params_sha256_of_files, sha256_of_file, tensor_header
 from tba.weights.incomplete import delete_incomplete
 from tba.wire.manifest import Canary, Manifest, StoredObject, decode_manifest, encode_manifest, sha256_hex
 
-TENSORS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+"""Says which file holds which tensor; Hugging Face loaders ask for it where there are several."""
 MODEL_CONFIG_NAME = "config.json"
 _NOT_TOKENIZER = (MODEL_CONFIG_NAME, "generation_config.json")
 _NOT_CONTENT = {"created_at_s", "canary", "torch_version", "transformers_version"}
@@ -44,7 +47,7 @@ class WeightVersions:
         version: PolicyVersion,
         parent: PolicyVersion | None,
         dtype: str,
-        tensors_path: Path,
+        tensors_paths: Sequence[Path],
         files: Mapping[str, Path],
         canary: Canary,
         torch_version: str,
@@ -57,7 +60,7 @@ class WeightVersions:
 
         Args:
             dtype: float32, bfloat16 or float16; what the tensors are stored as.
-            tensors_path: a safetensors file with `model.named_parameters()`.
+            tensors_paths: safetensors files with `model.named_parameters()`, stored under their names.
             files: file name -> path; `config.json` and the tokenizer's files.
 
         Returns:
@@ -65,24 +68,25 @@ class WeightVersions:
 
         Raises:
             ObjectExistsError: the version exists with other content.
-            MalformedError: `config.json` is missing, `tensors_path` is not a safetensors file, or a field is wrong.
+            MalformedError: `config.json` is missing, one of `tensors_paths` is not a safetensors file, or a field is
+                wrong.
             StoreUnavailableError
         """
         if MODEL_CONFIG_NAME not in files:
             raise MalformedError(f"weight version {version}: files hold no {MODEL_CONFIG_NAME}; got {sorted(files)}")
         try:
-            tensors = self._describe_tensors(version, tensors_path)
+            tensors = [self._describe_tensors(version, path) for path in tensors_paths]
             stored_files = [self._describe_file(name, files[name]) for name in sorted(files)]
             manifest = Manifest(
                 run=self._run,
                 version=str(version),
                 parent=None if parent is None else str(parent),
                 dtype=dtype,  # pyright: ignore[reportArgumentType]  # the model checks it
-                tensors=[tensors],
+                tensors=tensors,
                 files=stored_files,
                 model_config_sha256=next(f.sha256 for f in stored_files if f.name == MODEL_CONFIG_NAME),
                 tokenizer_sha256=_tokenizer_sha256(stored_files),
-                params_sha256=params_sha256_of_file(tensors_path),
+                params_sha256=params_sha256_of_files(tensors_paths),
                 canary=canary,
                 torch_version=torch_version,
                 transformers_version=transformers_version,
@@ -98,7 +102,8 @@ class WeightVersions:
             return self._same_or_refuse(manifest)
         for stored in stored_files:
             self._put_file(stored, files[stored.name])
-        self._put_tensors(version, tensors, tensors_path)
+        for stored, path in zip(tensors, tensors_paths, strict=True):
+            self._put_tensors(version, stored, path)
         try:
             self._store.put(self._key(version, "manifest.json"), encode_manifest(manifest), create_only=True)
         except ObjectExistsError:
@@ -136,7 +141,7 @@ class WeightVersions:
         return sorted(PolicyVersion.parse(name[0]) for name in names if name[1:] == ["manifest.json"])
 
     def download(self, version: PolicyVersion, folder: Path) -> Manifest:
-        """Pull tensors and files into `folder`, all or none, each verified.
+        """Pull tensors and files into `folder`, all or none, each verified; several files of tensors get an index.
 
         Raises:
             ObjectNotFoundError: the version does not exist.
@@ -144,18 +149,19 @@ class WeightVersions:
         """
         manifest = self.manifest(version)
         self._pull([*manifest.tensors, *manifest.files], folder)
+        if len(manifest.tensors) > 1:
+            write_index(folder, [folder / stored.name for stored in manifest.tensors])
         return manifest
 
-    def download_tensors(self, version: PolicyVersion, path: Path) -> Manifest:
-        """Pull the tensors alone into the file `path`, verified.
+    def download_tensors(self, version: PolicyVersion, folder: Path) -> tuple[Manifest, list[Path]]:
+        """Pull the tensors alone into `folder`, all or none, each verified; returns the manifest and the files.
 
         Raises:
             ObjectNotFoundError, DigestError
         """
         manifest = self.manifest(version)
-        only = manifest.tensors[0].model_copy(update={"name": path.name})
-        self._pull([only], path.parent)
-        return manifest
+        self._pull(manifest.tensors, folder)
+        return manifest, [folder / stored.name for stored in manifest.tensors]
 
     def delete(self, version: PolicyVersion) -> None:
         """Remove a version, manifest first, so that it is never half there. Files shared by content stay."""
@@ -172,8 +178,8 @@ class WeightVersions:
         return f"runs/{self._run}/weights/{version}/{name}"
 
     def _describe_tensors(self, version: PolicyVersion, path: Path) -> StoredObject:
-        sha256, key = sha256_of_file(path), self._key(version, TENSORS_NAME)
-        return StoredObject(name=TENSORS_NAME, key=key, size_bytes=path.stat().st_size, sha256=sha256)
+        sha256, key = sha256_of_file(path), self._key(version, path.name)
+        return StoredObject(name=path.name, key=key, size_bytes=path.stat().st_size, sha256=sha256)
 
     def _describe_file(self, name: str, path: Path) -> StoredObject:
         sha256 = sha256_of_file(path)
@@ -189,7 +195,7 @@ class WeightVersions:
             self._store.put_file(tensors.key, path, create_only=True)
         except ObjectExistsError:
             with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:
-                found = Path(folder) / TENSORS_NAME
+                found = Path(folder) / tensors.name
                 self._store.get_file(tensors.key, found)
                 if sha256_of_file(found) == tensors.sha256:
                     return
@@ -230,6 +236,14 @@ class WeightVersions:
                 os.replace(incoming / stored.name, folder / stored.name)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
+
+
+def write_index(folder: Path, tensors_paths: Sequence[Path]) -> None:
+    """Write `model.safetensors.index.json` for the tensors of several files in `folder`."""
+    files = {name: path.name for path in tensors_paths for name in tensor_header(path)}
+    size_bytes = sum(path.stat().st_size for path in tensors_paths)
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": files}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
 def _tokenizer_sha256(files: Sequence[StoredObject]) -> str:

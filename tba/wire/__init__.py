@@ -1,6 +1,6 @@
 """Wire formats: msgpack between services, JSON for the weight manifest, each with a schema number."""
 
-from tba.wire.batch import Batch, DrawnGroup, Group, decode_batch, encode_batch
+from tba.wire.batch import Batch, DrawnGroup, Group, RefusedRollout, decode_batch, encode_batch
 from tba.wire.document import RolloutDocument
 from tba.wire.heartbeat import Heartbeat, Wait, decode_heartbeat, encode_heartbeat
 from tba.wire.ids import new_id, new_rollout_id
@@ -24,6 +24,7 @@ __all__ = [
     "Heartbeat",
     "Manifest",
     "RefLogprob",
+    "RefusedRollout",
     "Rollout",
     "RolloutDocument",
     "Sampling",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from tba.errors import MalformedError
+from tba.errors import MalformedError, WireError
 from tba.wire.codec import Document, Name, pack, unpack
-from tba.wire.document import check_numbers, numbers_hold, read_document
+from tba.wire.push import check_push
 from tba.wire.rollout import Rollout, rollout_of
 
 SCHEMA = 1
@@ -36,15 +37,26 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedRollout:
+    """A rollout of a batch that cannot be trained on: `reason` is for counters, `detail` for people."""
+
+    prompt_id: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The groups of one optimizer step. `seed` and `log_position` reproduce the draw; after `deadline_s` (Unix
-    seconds) the batch is void and an ack is refused."""
+    seconds) the batch is void and an ack is refused. Rollouts that are not what they claim to be are not in `groups`,
+    but `refused`; a group may be smaller for it, or gone."""
 
     batch_id: str
     deadline_s: float
     seed: int
     log_position: int
     groups: tuple[Group, ...]
+    refused: tuple[RefusedRollout, ...] = ()
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -106,31 +118,38 @@ _DECODER = msgspec.msgpack.Decoder(_BatchDocument)
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Decode and validate one batch and every rollout in it.
+    """Decode and validate one batch and every rollout in it. A rollout that is not valid costs nothing but itself.
 
     Raises:
-        MalformedError, SchemaVersionError, LimitError
+        MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.
     """
     document = unpack(data, _DECODER, what="batch", schema=SCHEMA, max_bytes=MAX_BATCH_BYTES)
     if not math.isfinite(document.deadline_s):
         raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, not a finite number")
-    groups = [[read_document(payload) for payload in group.rollouts] for group in document.groups]
-    rollouts = [rollout for group in groups for rollout in group]
-    if not numbers_hold(rollouts):
-        for rollout in rollouts:
-            check_numbers(rollout)
+    items = iter(check_push([payload for group in document.groups for payload in group.rollouts]))
+    groups: list[Group] = []
+    refused: list[RefusedRollout] = []
+    for group in document.groups:
+        rollouts = []
+        for item in islice(items, len(group.rollouts)):
+            if isinstance(item, WireError):
+                refused.append(RefusedRollout(prompt_id=group.prompt_id, reason=item.slug, detail=str(item)))
+            else:
+                rollouts.append(rollout_of(item))
+        if rollouts:
+            groups.append(
+                Group(
+                    prompt_id=group.prompt_id,
+                    source=group.source,
+                    fallback=group.fallback,
+                    rollouts=tuple(rollouts),
+                )
+            )
     return Batch(
         batch_id=document.batch_id,
         deadline_s=document.deadline_s,
         seed=document.seed,
         log_position=document.log_position,
-        groups=tuple(
-            Group(
-                prompt_id=group.prompt_id,
-                source=group.source,
-                fallback=group.fallback,
-                rollouts=tuple(map(rollout_of, documents)),
-            )
-            for group, documents in zip(document.groups, groups, strict=True)
-        ),
+        groups=tuple(groups),
+        refused=tuple(refused),
     )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tba.errors import MalformedError, StoreError
-from tba.weights import params_sha256_of_file
+from tba.weights import params_sha256_of_files
 from tba.wire.manifest import params_digest
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -39,13 +39,15 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def test_the_file_digest_equals_the_digest_of_the_loaded_tensors(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "m.safetensors", metadata={"format": "pt"})
-    assert params_sha256_of_file(tmp_path / "m.safetensors") == digest_of_tensors(load_file(tmp_path / "m.safetensors"))
+    assert params_sha256_of_files([tmp_path / "m.safetensors"]) == digest_of_tensors(
+        load_file(tmp_path / "m.safetensors")
+    )
 
 
 def test_order_and_metadata_do_not_matter(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "a")
     save_file(dict(reversed(tensors().items())), tmp_path / "b", metadata={"x": "y"})
-    assert params_sha256_of_file(tmp_path / "a") == params_sha256_of_file(tmp_path / "b")
+    assert params_sha256_of_files([tmp_path / "a"]) == params_sha256_of_files([tmp_path / "b"])
 
 
 @pytest.mark.parametrize("change", ["value", "name", "shape", "dtype", "missing"])
@@ -64,7 +66,7 @@ def test_every_change_of_a_parameter_changes_the_digest(tmp_path: Path, change: 
             del changed["empty"]
     save_file(tensors(), tmp_path / "a")
     save_file(changed, tmp_path / "b")
-    assert params_sha256_of_file(tmp_path / "a") != params_sha256_of_file(tmp_path / "b")
+    assert params_sha256_of_files([tmp_path / "a"]) != params_sha256_of_files([tmp_path / "b"])
 
 
 def test_the_digest_is_the_one_that_was_published_before() -> None:
@@ -77,6 +79,6 @@ def test_a_truncated_or_missing_file_is_one_sentence(tmp_path: Path) -> None:
     save_file(tensors(), path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(MalformedError, match="is not a whole safetensors file"):
-        params_sha256_of_file(path)
+        params_sha256_of_files([path])
     with pytest.raises(StoreError, match="cannot be read"):
-        params_sha256_of_file(tmp_path / "nothing")
+        params_sha256_of_files([tmp_path / "nothing"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError
 from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions, params_sha256_of_file, sha256_of_file
+from tba.weights import WeightVersions, params_sha256_of_files, sha256_of_file
 from tba.wire import Canary, Manifest, decode_manifest
 
 CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
@@ -35,7 +37,7 @@ class Model:
             "version": version,
             "parent": START,
             "dtype": "float32",
-            "tensors_path": self.tensors,
+            "tensors_paths": [self.tensors],
             "files": self.files,
             "canary": CANARY,
             "torch_version": "2.13.0",
@@ -62,7 +64,7 @@ def test_a_published_version_comes_back_byte_for_byte(store: ObjectStore, model:
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     for name, path in {"model.safetensors": model.tensors, **model.files}.items():
         assert (tmp_path / "pulled" / name).read_bytes() == path.read_bytes()
-    assert params_sha256_of_file(tmp_path / "pulled" / "model.safetensors") == published.params_sha256
+    assert params_sha256_of_files([tmp_path / "pulled" / "model.safetensors"]) == published.params_sha256
     assert published.canary == CANARY
     assert (published.version, published.parent, published.run) == ("1-4", "0-0", "demo")
 
@@ -205,12 +207,40 @@ def test_a_damaged_object_is_named_and_nothing_is_left_in_the_folder(
     assert (folder / "model.safetensors").read_bytes() == b"old"
 
 
-def test_tensors_alone_can_be_pulled_under_any_name(store: ObjectStore, model: Model, tmp_path: Path) -> None:
+def test_tensors_alone_can_be_pulled(store: ObjectStore, model: Model, tmp_path: Path) -> None:
     versions = WeightVersions(store, "demo")
-    model.publish(versions, V1)
-    versions.download_tensors(V1, tmp_path / "engine" / "new.st")
-    assert [path.name for path in (tmp_path / "engine").iterdir()] == ["new.st"]
-    assert load_file(tmp_path / "engine" / "new.st").keys() == {"a", "b"}
+    published = model.publish(versions, V1)
+    manifest, paths = versions.download_tensors(V1, tmp_path / "engine")
+    assert manifest == published
+    assert paths == list((tmp_path / "engine").iterdir()) == [tmp_path / "engine" / "model.safetensors"]
+    assert load_file(paths[0]).keys() == {"a", "b"}
+
+
+def test_a_version_in_several_files_has_the_digest_of_its_tensors_and_comes_with_an_index(
+    store: ObjectStore, model: Model, tmp_path: Path
+) -> None:
+    versions = WeightVersions(store, "demo")
+    whole = model.publish(versions, V1)
+    paths = [tmp_path / f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    for path, (name, tensor) in zip(paths, load_file(model.tensors).items(), strict=True):
+        save_file({name: tensor}, path)
+    split = model.publish(versions, PolicyVersion(1, 8), tensors_paths=paths)
+    assert split.params_sha256 == whole.params_sha256
+    assert [item.key for item in split.tensors] == [f"runs/demo/weights/1-8/{path.name}" for path in paths]
+    pulled = versions.download_tensors(PolicyVersion(1, 8), tmp_path / "pulled")[1]
+    assert [path.read_bytes() for path in pulled] == [path.read_bytes() for path in paths]
+    versions.download(PolicyVersion(1, 8), tmp_path / "model")
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {name: path.name for path in paths for name in load_file(path)}
+    versions.delete(PolicyVersion(1, 8))
+    assert not [key for key in store.list("") if "1-8" in key]
+
+
+def test_a_tensor_in_two_files_of_one_version_is_refused(store: ObjectStore, model: Model, tmp_path: Path) -> None:
+    twice = shutil.copyfile(model.tensors, tmp_path / "twice.safetensors")
+    with pytest.raises(MalformedError, match=r"tensor '[ab]' is in .*twice\.safetensors and in another file"):
+        model.publish(WeightVersions(store, "demo"), V1, tensors_paths=[model.tensors, twice])
+    assert store.list("") == []
 
 
 def test_versions_are_sorted_as_numbers_and_runs_do_not_mix(store: ObjectStore, model: Model) -> None:
@@ -261,7 +291,7 @@ def test_a_manifest_cannot_lead_outside_the_store(store: ObjectStore, model: Mod
     [
         ({"files": {}}, r"hold no config\.json"),
         ({"dtype": "int8"}, "dtype has the value 'int8'"),
-        ({"tensors_path": Path(__file__)}, "is not a whole safetensors file"),
+        ({"tensors_paths": [Path(__file__)]}, "is not a whole safetensors file"),
     ],
 )
 def test_what_cannot_be_a_version_is_refused_before_anything_is_written(

@@ -69,7 +69,10 @@ def test_a_paused_run_makes_no_step_and_goes_on_when_told_to(place: Place) -> No
     paused = place.control("pause", "--reason", "lunch")
     assert (paused.returncode, paused.stderr) == (0, "")
     assert "paused (lunch)" in paused.stdout
-    place.until("both sides wait", lambda info: "run-paused" in {wait.name for wait in info.waits})
+    info = place.until("both sides wait", lambda info: "run-paused" in {wait.name for wait in info.waits})
+    exported = place.control("export", "--out", "exported")  # of a run that is going
+    assert exported.stdout.startswith(f"exported version {info.latest_version} "), exported.stderr
+    assert (place.path / "exported" / "model.safetensors").exists()
     seen: list[tuple[int, int]] = []
 
     def is_still() -> bool:

@@ -70,9 +70,8 @@ def arrived_before(place: Place, version: PolicyVersion) -> set[bytes]:
 
 
 def tensors_of(place: Place, run: str, version: PolicyVersion, path: Path) -> dict[str, torch.Tensor]:
-    file = path / f"{run}-{version}.safetensors"
-    WeightVersions(FileStore(folder_of(place, run).store_path), run).download_tensors(version, file)
-    return load_file(file)
+    versions = WeightVersions(FileStore(folder_of(place, run).store_path), run)
+    return load_file(versions.download_tensors(version, path / f"{run}-{version}")[1][0])
 
 
 def test_a_run_without_searchers_trains_on_the_saved_buffer_of_a_run_that_has_ended(ended: Place) -> None:

@@ -282,7 +282,7 @@ def publish_spoiled(services: Services, client: BufferClient, version: PolicyVer
         version=version,
         parent=latest,
         dtype=manifest.dtype,
-        tensors_path=folder / "spoiled.safetensors",
+        tensors_paths=[folder / "spoiled.safetensors"],
         files={item.name: folder / "latest" / item.name for item in manifest.files},
         canary=manifest.canary,
         torch_version=manifest.torch_version,

@@ -57,8 +57,7 @@ def check_summary(place: Place) -> dict[str, Any]:
 
 def published_tensors(place: Place, version: PolicyVersion, path: Path) -> dict[str, torch.Tensor]:
     versions = WeightVersions(FileStore(place.folder / "store"), RUN)
-    versions.download_tensors(version, path / f"{version}.safetensors")
-    return load_file(path / f"{version}.safetensors")
+    return load_file(versions.download_tensors(version, path / str(version))[1][0])
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +104,22 @@ def test_the_exported_model_loads_and_is_the_last_published_version(
     assert any(not torch.equal(first[name], tensor) for name, tensor in last.items())
     tokenizer = AutoTokenizer.from_pretrained(finished.folder / "model")
     assert tokenizer("47+85=")["input_ids"] == AutoTokenizer.from_pretrained(model)("47+85=")["input_ids"]
+
+
+def test_the_best_version_is_named_and_can_be_exported_after_the_run(finished: Place, tmp_path: Path) -> None:
+    summary = finished.summary()
+    best = summary["best_version"]
+    assert (summary["best_metric"], 0 <= summary["best_value"] <= 1) == ("accuracy", True)
+    exported = finished.control("export", "--version", "best", "--out", str(tmp_path / "best"))
+    assert (exported.returncode, exported.stderr) == (0, "")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    published = published_tensors(finished, PolicyVersion.parse(best), tmp_path)
+    assert all(torch.equal(parameter, published[name]) for name, parameter in loaded.named_parameters())
+    card = (tmp_path / "best" / "README.md").read_text()
+    assert f"| best version | {best} | " in card
+    assert f"# {RUN}, version 1-{NUM_STEPS}" in (finished.folder / "model" / "README.md").read_text()
+    page = (finished.folder / "report.html").read_text()
+    assert f"<b>{best}</b> (best)" in page
 
 
 def test_a_finished_run_is_looked_at_but_neither_resumed_nor_overwritten(finished: Place) -> None:

@@ -73,6 +73,13 @@ def test_a_batch_has_k_rollouts_of_one_prompt_per_slot(serve_buffer: ServeBuffer
     assert batch.deadline_s > time.time()
 
 
+def test_a_group_may_be_one_rollout_for_reinforce(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client, lineage = filled(
+        serve_buffer, sampling={"group_size": 1, "min_distinct": 1}, objective={"preset": "reinforce"}
+    )
+    assert [len(group.rollouts) for group in draw(client, lineage, 1).groups] == [1, 1, 1, 1]
+
+
 def test_an_acked_batch_is_one_line_of_the_ledger_however_often_it_is_acked(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client, lineage = filled(serve_buffer)
     batches = []
@@ -465,3 +472,31 @@ def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer)
     assert draw(client, lineage, 1).batch_id
     lineage = start_lineage(client, mark=False)
     assert draw(client, lineage, 1).batch_id
+
+
+def test_a_lineage_from_before_the_registered_checkpoint_moves_or_clears_it_and_counts_rollbacks(
+    serve_buffer: ServeBuffer,  # noqa: F811
+) -> None:
+    client = serve_buffer().client()
+    lineage = start_lineage(client)
+
+    def registered() -> tuple[str | None, str | None, int]:
+        info = client.run()
+        return info.checkpoint, info.checkpoint_key, info.num_rollbacks
+
+    for step in (5, 10):
+        key = f"checkpoints/1-{step}"
+        client.register_checkpoint(CheckpointRequest(version=f"1-{step}", token=lineage.token, key=key))
+    client.mark(MarkRequest(version="1-5", token=lineage.token))
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-10", checkpoint_key="checkpoints/1-10"))
+    assert registered() == ("1-10", "checkpoints/1-10", 0)
+    back = LineageRequest(trainer_id="t", parent="1-5", checkpoint_key="checkpoints/1-5", rollback=True)
+    reply = client.new_lineage(back)
+    assert registered() == ("1-5", "checkpoints/1-5", 1)
+    client.register_checkpoint(CheckpointRequest(version="3-7", token=reply.token, key="checkpoints/3-7"))
+    assert client.new_lineage(back) == reply  # a late repeat
+    assert registered() == ("3-7", "checkpoints/3-7", 1)
+    client.new_lineage(LineageRequest(trainer_id="t", parent="0-0", rollback=True))
+    assert registered() == (None, None, 2)
+    client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    assert registered() == (None, None, 2)

@@ -110,8 +110,11 @@ def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve
     client.upload_prompts(make_prompts(1, 3))
     lineage = start_lineage(client)
     info = request_eval(client, lineage, timeout_s=0.2)
-    report(client, lease(client, 1).leases[0], [1.0, 1.0])
+    old = lease(client, 2).leases
+    report(client, old[0], [1.0, 1.0])
     time.sleep(0.3)
+    with pytest.raises(ConflictError, match="has expired, so its results are not taken"):
+        report(client, old[1], [1.0])
     expired = client.get_eval(info.eval_id)
     assert (expired.state, expired.accuracy, expired.num_done) == ("expired", None, 0)
     assert all(item.kind == "train" for item in lease(client, 2).leases)
@@ -155,4 +158,73 @@ def test_a_stopping_run_still_evaluates_but_gives_no_visits(serve_buffer: ServeB
     assert (reply.leases, reply.run_state) == ([], "done")
 
 
-# ---- components -----------------------------------------------------------------------------------------------------
+def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that_all_evaluations_have(
+    serve_buffer: ServeBuffer,  # noqa: F811
+) -> None:
+    section = {"num_prompts": 1, "num_prompts_final": 3, "num_samples": 2, "pass_at": [2], "best_metric": "pass@2"}
+    client = serve_buffer(eval=section).client()
+    client.upload_prompts(make_prompts(1, 3))
+    lineage = start_lineage(client)
+    assert client.run().best is None
+
+    def evaluate(version: str, rewards: list[float | None]) -> None:
+        if version != "0-0":
+            client.mark(MarkRequest(version=version, token=lineage.token))
+        request_eval(client, lineage, version, pass_at=[2])
+        for item in lease(client, 6).leases:
+            if item.kind != "train":
+                number = int(item.prompt.prompt_id.rpartition("-")[2])
+                report(client, item, [rewards[number]] * item.num_rollouts)
+
+    evaluate("0-0", [0.0, 1.0, 1.0])
+    assert client.run().best is not None
+    evaluate("1-1", [1.0, 0.0, 0.0])
+    evaluate("1-2", [1.0, 1.0, 1.0])
+    assert client.run().best == serve_buffer(eval=section).client().run().best  # another process over the same Redis
+    info = client.run()
+    assert info.best is not None
+    assert (info.best.version, info.best.value, info.best.num_prompts) == ("1-1", 1.0, 1)
+    assert [item.pass_at for item in info.evals] == [{2: pytest.approx(2 / 3)}, {2: pytest.approx(1 / 3)}, {2: 1.0}]
+
+
+def test_a_version_with_hardly_any_known_score_does_not_become_the_best(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer(eval={"num_prompts": 3, "num_samples": 2}).client()
+    client.upload_prompts(make_prompts(1, 3))
+    lineage = start_lineage(client)
+    for version, unknown in (("0-0", False), ("1-1", True)):
+        if version != "0-0":
+            client.mark(MarkRequest(version=version, token=lineage.token))
+        request_eval(client, lineage, version)
+        evals = [item for item in lease(client, 6).leases if item.kind != "train"]
+        for item in evals:
+            lucky = unknown and item.prompt.prompt_id == "heldout-0"
+            rewards: list[float | None] = [1.0 if lucky else None if unknown else 0.0] * item.num_rollouts
+            report(client, item, rewards)
+    info = client.run()
+    assert [item.accuracy for item in info.evals] == [0.0, 1.0]
+    assert info.best is not None
+    assert info.best.version == "0-0"
+
+
+def test_what_a_searcher_measured_is_in_the_evaluation_and_what_is_not_finite_is_refused(
+    serve_buffer: ServeBuffer,  # noqa: F811
+) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1, 3))
+    info = request_eval(client, start_lineage(client))
+    leases = lease(client, 6).leases
+
+    def send(item: Lease, **measured: object) -> None:
+        lists = {"rewards": [1.0] * item.num_rollouts, "num_response_tokens": [5] * item.num_rollouts}
+        result = EvalResult.model_validate({"lease_id": item.lease_id, **lists, **measured})
+        client.eval_results(info.eval_id, EvalResults(searcher_id="s1", version="0-0", results=[result]))
+
+    with pytest.raises(BadRequestError, match="log-ratios"):
+        send(leases[0], log_ratios=[1.0])
+    for number, item in enumerate(leases):
+        if item.kind == "sample":
+            send(item, log_ratios=[float(number), None], distinct_1=0.5, embedding_distance=0.25)
+        else:
+            send(item)
+    done = client.get_eval(info.eval_id)
+    assert (done.kl_to_reference, done.distinct_1, done.distinct_2, done.embedding_distance) == (2.0, 0.5, None, 0.25)

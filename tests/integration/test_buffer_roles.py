@@ -17,7 +17,7 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
     clients = {role: buffer.client(token=token) for role, token in TOKENS.items()}
     calls = {
         "upload": (lambda c: c.upload_prompts(make_prompts(2)), {"operator"}),
-        "pause": (lambda c: c.command("pause", RunCommand()), {"operator"}),
+        "pause": (lambda c: c.command("pause", RunCommand(token="stale")), {"operator", "trainer"}),
         "resume": (lambda c: c.command("resume", RunCommand()), {"operator"}),
         "lineage": (lambda c: start_lineage(c), {"trainer"}),
         "draw": (
@@ -42,6 +42,22 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
             except UnauthorizedError:
                 passed = False
             assert passed == (role in allowed), f"{role} and {name}"
+
+
+def test_a_trainer_pauses_with_the_living_token_only_and_an_operator_without(
+    serve_buffer: ServeBuffer,  # noqa: F811
+) -> None:
+    buffer = serve_buffer(tokens=TOKENS)
+    trainer, operator = (buffer.client(token=TOKENS[role]) for role in ("trainer", "operator"))
+    lineage = start_lineage(trainer)
+    with pytest.raises(UnauthorizedError, match="'pause' with its fencing token only; send `token`"):
+        trainer.command("pause", RunCommand())
+    with pytest.raises(FencedError, match="newer trainer start"):
+        trainer.command("pause", RunCommand(token="stale"))
+    assert trainer.run().state == "running"
+    assert trainer.command("pause", RunCommand(token=lineage.token)).state == "paused"
+    assert operator.command("resume", RunCommand()).state == "running"
+    assert operator.command("pause", RunCommand()).state == "paused"
 
 
 def test_no_token_and_a_wrong_token_are_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811

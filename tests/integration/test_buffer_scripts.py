@@ -31,7 +31,9 @@ from tba.api import (
     LoadRequest,
     MarkRequest,
     RunCommand,
+    SettingsRequest,
 )
+from tba.config import parse_live
 from tba.store import FileStore
 from tba.wire import decode_batch, encode_rollout
 from tba.wire.snapshot import SnapshotSource
@@ -140,9 +142,21 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
     batch = decode_batch((await draws.draw(request)).body)
     await buffer.acks.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0] * 16))
-    await draws.draw(request.model_copy(update={"step": 2}))
+    change = SettingsRequest(settings=parse_live({"beta": 0.1, "most_on_policy_prob": 1, "sampling_temperature": 0.5}))
+    assert (await buffer.settings.change(change, "operator")).revision == 1
+    batch = decode_batch((await draws.draw(request.model_copy(update={"step": 2}))).body)
+    await buffer.acks.ack(batch.batch_id, AckRequest(lineage=1, step=2, token=lineage.token, settings_revision=1))
+    await leases.lease(LeaseRequest(searcher_id="s", max_leases=1))
+    (audit,) = (await buffer.settings.info()).changes
+    assert sorted((effect.name, effect.step) for effect in audit.effects) == [
+        ("beta", 2),
+        ("most_on_policy_prob", 2),
+        ("sampling_temperature", 3),
+    ]
+    await draws.draw(request.model_copy(update={"step": 3}))
     await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
     await lineages.new(LineageRequest(trainer_id="t", parent="1-1"))
+    await lineages.new(LineageRequest(trainer_id="t", parent="0-0", rollback=True))
     await buffer.run.command("pause", RunCommand(reason="look"))
     await BaseWriter(buffer.context, min_tail=1).keep_up(await buffer.view.level())
     await save_and_load(buffer, redis, twice, tmp_path)

@@ -49,7 +49,7 @@ def test_a_resumed_run_keeps_the_promise(resumed: BufferThread, capsys: pytest.C
     assert check(resumed) == 0
     assert capsys.readouterr().out == (
         "ledger of 'test': every step of the living lineage exactly once "
-        "(7 steps, 9 batches, 2 of them abandoned, trainer starts: 2, living lineage 2)\n"
+        "(7 steps, 9 batches, 2 of them abandoned, 0 skipped, trainer starts: 2, living lineage 2)\n"
     )
 
 

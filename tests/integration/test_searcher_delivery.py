@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from tba_searcher.delivery import Delivery
+from tba_searcher.evaluating import Measures
 from tba_searcher.status import Status
 from tba_searcher.text import TextCodec
+from tba_searcher.visits import Visit
 from tba_searcher.waits import Waits
 
+from tba.api import EvalResult
 from tba.clients import RewardClient
 from tba.config import parse_recipe
+from tba.versions import START
 from tba.wire import encode_rollout
-from tests.support.buffer import make_prompts, make_rollout
+from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.leasing import lease, request_eval
 from tests.support.tiny_model import make_tiny_tokenizer
+from tests.support.waiting import until
 
 
 async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
@@ -35,6 +41,8 @@ async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
         buffer=client,
         reward=RewardClient("http://127.0.0.1:1", retry_s=0),
         codec=TextCodec(tmp_path),
+        measures=Measures(reference_sums=None, embedder=None),
+        reference=None,
         status=status,
     )
     small = [encode_rollout(make_rollout()) for _ in range(5)]
@@ -45,3 +53,30 @@ async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
     assert status.counts["rollouts_pushed"] == 5
     assert status.counts["rollouts_refused"] == 1
     assert status.num_unpushed == 0
+
+
+async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_searcher_goes_on(
+    tmp_path: Path,
+    serve_buffer: ServeBuffer,  # noqa: F811
+):
+    served = serve_buffer()
+    client = served.client()
+    client.upload_prompts(make_prompts(1, 3))
+    info = request_eval(client, start_lineage(client), timeout_s=0.3)
+    (item,) = lease(client, 1).leases
+    until("the evaluation has expired", lambda: client.get_eval(info.eval_id).state == "expired")
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    status = Status(searcher_id="s", run="test", waits=Waits())
+    delivery = Delivery(
+        served.recipe,
+        buffer=client,
+        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
+        codec=TextCodec(tmp_path),
+        measures=Measures(reference_sums=None, embedder=None),
+        reference=None,
+        status=status,
+    )
+    result = EvalResult(lease_id=item.lease_id, rewards=[1.0] * 2, num_response_tokens=[5] * 2)
+    await delivery._report([(Visit(lease=item, prompt_tokens=(1,), pinned=START), result)])
+    assert status.counts["evals_reported"] == 0
+    assert client.get_eval(info.eval_id).state == "expired"

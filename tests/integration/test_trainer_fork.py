@@ -67,9 +67,8 @@ def forked(version: str | None, store: FileStore) -> RecordedBuffer:
 
 
 def tensors(store: FileStore, run: str, version: str, folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / f"{run}-{version}.safetensors"
-    WeightVersions(store, run).download_tensors(PolicyVersion.parse(version), path)
-    return load_file(path)
+    _, paths = WeightVersions(store, run).download_tensors(PolicyVersion.parse(version), folder / f"{run}-{version}")
+    return load_file(paths[0])
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -90,7 +89,10 @@ def test_a_fork_of_a_checkpoint_is_bit_for_bit_the_run_that_went_on(
     assert same(tensors(store, "demo", "1-8", tmp_path), tensors(store, "fork", "2-8", tmp_path))
     assert buffer.evals.keys() >= {"eval-2-4", "eval-2-8"}
     assert "eval-0-0" not in buffer.evals
-    assert [str(version) for version in Checkpoints(store, "fork").versions()] == ["2-5", "2-8"], "soon one of its own"
+    assert [str(version) for version in Checkpoints(store, "fork", folder=tmp_path, max_bytes=10**9).versions()] == [
+        "2-5",
+        "2-8",
+    ], "soon one of its own"
 
 
 def test_a_fork_of_a_version_without_a_checkpoint_takes_its_weights(
@@ -103,6 +105,19 @@ def test_a_fork_of_a_version_without_a_checkpoint_takes_its_weights(
     assert same(tensors(store, "demo", "1-6", tmp_path), tensors(store, "light", "2-6", tmp_path))
     assert not same(tensors(store, "light", "2-6", tmp_path), tensors(store, "light", "2-8", tmp_path))
     assert WeightVersions(store, "light").manifest(PolicyVersion(2, 6)).parent == "1-6"
+
+
+def test_a_fork_whose_searchers_hold_the_starting_model_stores_it_without_announcing_it(
+    trained: tuple[FileStore, RecordedBuffer], model: Path
+) -> None:
+    store, _ = trained
+    versions, start_version = WeightVersions(store, "held"), PolicyVersion(0, 0)
+    for _ in range(2):  # a restart finds it there
+        buffer = forked("1-4", store)
+        start(fork_recipe(model, "held", eval={"kl_to_reference": True}), buffer, store)
+        assert buffer.marks == ["2-4", "2-6", "2-8"]
+        manifest = versions.manifest(start_version)
+        assert manifest.params_sha256 == WeightVersions(store, "demo").manifest(start_version).params_sha256
 
 
 def test_a_fork_that_stops_early_starts_from_its_version_again(

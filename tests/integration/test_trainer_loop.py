@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tba_trainer.optim import NonFiniteError
-from tba_trainer.run import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.config import Recipe
 from tba.errors import (
     BusyError,
     ConfigError,
@@ -31,10 +24,10 @@ from tba.errors import (
 )
 from tba.store import FileStore
 from tba.versions import PolicyVersion
-from tba.weights import WeightVersions
 from tba.wire import Batch
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
+from tests.support.trainer_values import make_batch, make_recipe
+from tests.support.trainer_world import World, failing
 
 
 @pytest.fixture(scope="session")
@@ -42,49 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
-class World:
-    """A run: its buffer, its store, and trainers that start one after another."""
-
-    def __init__(self, folder: Path) -> None:
-        self.buffer = RecordedBuffer()
-        self.store = FileStore(folder / "store")
-        self.folder = folder
-        self.versions = WeightVersions(self.store, "demo")
-        self.stop = threading.Event()
-
-    def train(self, recipe: Recipe) -> None:
-        self.stop.clear()
-        train(recipe, buffer=self.buffer, store=self.store, stop=self.stop)  # pyright: ignore[reportArgumentType]
-
-    def tensors(self, version: str) -> dict[str, torch.Tensor]:
-        path = self.folder / f"{version}.safetensors"
-        self.versions.download_tensors(PolicyVersion.parse(version), path)
-        return load_file(path)
-
-    def stop_after(self, step: int) -> None:
-        """SIGTERM arrives while the step after `step` is drawn or runs."""
-
-        def before(method: str) -> None:
-            if method == "ack" and self.buffer.step == step - 1:
-                self.stop.set()
-
-        self.buffer.before = before
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
-
-
-def failing(times: int, error: Callable[[], Exception], method: str) -> Callable[[str], None]:
-    left = [times]
-
-    def before(called: str) -> None:
-        if called == method and left[0] > 0:
-            left[0] -= 1
-            raise error()
-
-    return before
 
 
 def test_a_run_publishes_in_order_checkpoints_evaluates_exports_and_is_done(world: World, model: Path) -> None:
@@ -134,7 +87,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
     recipe = make_recipe(
         model,
         trainer={"num_steps": 8, "sync_interval": 3, "shuffle_rewards": True, "learning_rate": {"value": 1e-2}},
-        objective={"preset": preset, "reference_reset_steps": 3, "beta": {"value": 0.1}},
+        objective={"preset": preset, "beta": 0.1} | ({} if preset == "tb" else {"reference_reset_steps": 3}),
     )
 
     def batch_of(step: int) -> Batch:
@@ -208,7 +161,7 @@ def test_another_dtype_under_the_same_run_is_named_as_such(world: World, model: 
 def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World, model: Path) -> None:
     world.stop_after(1)
     world.train(make_recipe(model))
-    key = "runs/demo/checkpoints/1-1/model.safetensors"
+    key = "runs/demo/checkpoints/1-1/model-00001.safetensors"
     data = bytearray(world.store.get(key))
     data[-1] ^= 1
     world.store.put(key, bytes(data))
@@ -376,58 +329,6 @@ def test_a_publisher_that_is_fenced_ends_the_training(world: World, model: Path)
     with pytest.raises(FencedError):
         world.train(make_recipe(model, trainer={"num_steps": 400, "sync_interval": 1}))
     assert world.buffer.marks == ["0-0"]
-
-
-def test_a_loss_that_is_not_finite_marks_the_run_failed_before_the_weights_are_touched(
-    world: World, model: Path
-) -> None:
-    def batch_of(step: int) -> Batch:
-        batch = make_batch(step)
-        if step < 3:
-            return batch
-        first = batch.groups[0]
-        rollouts = (replace(first.rollouts[0], reward=math.nan), *first.rollouts[1:])
-        return replace(batch, groups=(replace(first, rollouts=rollouts), *batch.groups[1:]))
-
-    world.buffer.batch_of = batch_of
-    with pytest.raises(NonFiniteError, match="the loss of step 3 is nan; the weights were not touched"):
-        world.train(make_recipe(model))
-    assert world.buffer.state == "failed"
-    assert world.buffer.reason is not None
-    assert world.buffer.reason.startswith("the loss of step 3 is nan")
-    assert [step for _, step, _ in world.buffer.acks] == [1, 2]
-
-
-def test_a_run_that_failed_is_resumed_from_its_last_checkpoint(world: World, model: Path) -> None:
-    recipe = make_recipe(model, trainer={"checkpoint_interval": 1})
-
-    def batch_of(step: int) -> Batch:
-        batch = make_batch(step)
-        if step < 3:
-            return batch
-        first = batch.groups[0]
-        unscored = replace(first.rollouts[0], reward=None, reward_status="pending", reward_version=None)
-        return replace(batch, groups=(replace(first, rollouts=(unscored,)),))
-
-    world.buffer.batch_of = batch_of
-    with pytest.raises(TbaError, match="no reward"):
-        world.train(recipe)
-    assert world.buffer.state == "failed"
-    world.buffer.batch_of = make_batch
-    world.train(recipe)
-    assert world.buffer.state == "done"
-    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
-    assert [(lineage, step) for lineage, step, _ in world.buffer.acks] == [(1, 1), (1, 2), (2, 3), (2, 4)]
-
-
-def test_a_rollout_without_a_reward_is_never_trained_on(world: World, model: Path) -> None:
-    batch = make_batch(1)
-    first = batch.groups[0]
-    unscored = replace(first.rollouts[0], reward=None, reward_status="pending", reward_version=None)
-    world.buffer.batch_of = lambda step: replace(batch, groups=(replace(first, rollouts=(unscored,)),))
-    with pytest.raises(TbaError, match="no reward"):
-        world.train(make_recipe(model))
-    assert world.buffer.state == "failed"
 
 
 def test_a_batch_that_expired_touches_no_weight_and_is_drawn_anew_for_the_same_step(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tba_trainer.learner import Learner
-from tba_trainer.optim import NonFiniteError
 from tba_trainer.run import train
-from tba_trainer.values import StepValues
 
 from tba.api import LedgerEntry, LineageRequest, RunCommand
 from tba.clients import BufferClient
@@ -185,23 +184,22 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint_in_a_new_lineage(
 ) -> None:
     gradients = Learner.gradients
 
-    def broken(
-        self: Learner, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
-    ) -> dict[str, float | None]:
-        if step == 7:
-            raise NonFiniteError("the loss of step 7 is nan")
-        return gradients(self, batch, step=step, policy_ages=policy_ages, values=values)
+    def broken(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> dict[str, float | None]:
+        return gradients(self, batch, step=step, **kwargs) | ({"loss": math.nan} if step == 7 else {})
 
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "gradients", broken)
         patch.setattr(threading, "excepthook", lambda args: None)  # the thread ends with that error
-        run.train_here().join(timeout=60)
+        run.train_here(**{"guards.non_finite.action": "fail"}).join(timeout=60)
     failed = run.client.run()
-    assert (failed.state, failed.state_reason) == ("failed", "the loss of step 7 is nan")
+    assert (failed.state, failed.step) == ("failed", 7)
+    assert failed.state_reason is not None
+    assert failed.state_reason.startswith("step 1-7: non_finite: the loss is nan")
     run.train_here().join(timeout=60)
     done = run.client.run()
     assert (done.state, done.parents) == ("done", {1: "0-0", 2: "1-5"})
-    assert [entry.step for entry in run.ledger() if not entry.abandoned] == list(range(1, NUM_STEPS + 1))
+    living = [entry for entry in run.ledger() if not entry.abandoned]
+    assert [(entry.step, entry.skipped) for entry in living] == [(step, None) for step in range(1, NUM_STEPS + 1)]
 
 
 def test_a_trainer_that_is_stopped_in_its_final_evaluation_can_be_resumed_to_the_end(run: Run) -> None:

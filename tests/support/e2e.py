@@ -31,7 +31,7 @@ ENDLESS = 1_000_000
 T = TypeVar("T")
 
 
-def tiny_sections(model: Path, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tiny_sections(model: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Sections of a recipe for a few seconds of training; `sections` override single values."""
     document: dict[str, dict[str, Any]] = {
         "run": {"name": RUN},
@@ -324,6 +324,7 @@ def start_services(folder: Path, model: Path, **sections: dict[str, Any]) -> Ser
         document = tiny_sections(model, store={"url": f"file://{folder / 'store'}"}, **sections)
         document["buffer"] |= {"port": free_port(), "redis_url": redis.url}
         document["reward"] |= {"port": free_port()}
+        document["tracking"] = {"metrics_path": str(folder / "metrics.jsonl")}
         recipe = parse_recipe(document, where="tiny recipe")
         recipe_path = write_recipe(folder / "recipe.json", recipe)
         buffer = start_buffer(recipe_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tba.api import EvalInfo, EvalRequest, Lease, LeaseReply, LeaseRequest, LineageReply
 from tba.clients import BufferClient
 from tba.wire import encode_rollout
@@ -22,7 +24,11 @@ def fulfil(client: BufferClient, lease: Lease, num: int | None = None) -> None:
 
 
 def request_eval(
-    client: BufferClient, lineage: LineageReply, version: str = "0-0", timeout_s: float = 60.0
+    client: BufferClient,
+    lineage: LineageReply,
+    version: str = "0-0",
+    timeout_s: float = 60.0,
+    pass_at: Sequence[int] = (),
 ) -> EvalInfo:
     return client.request_eval(
         EvalRequest(
@@ -32,5 +38,6 @@ def request_eval(
             num_samples=2,
             success_reward=1.0,
             timeout_s=timeout_s,
+            pass_at=list(pass_at),
         )
     )

@@ -39,7 +39,8 @@ def publish_version(
 ) -> None:
     """Publish the model in `folder` the way the trainer does; `canary_shift` spoils the canary."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    tensors = folder / f"named-{version}.safetensors"
+    tensors = folder / f"published-{version}" / "model.safetensors"
+    tensors.parent.mkdir(exist_ok=True)
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, tensors, {"format": "pt"})
     prompt, response = [4, 5, 6], [7, 8, 9, 10]
     with torch.inference_mode():
@@ -49,7 +50,7 @@ def publish_version(
         version=version,
         parent=parent,
         dtype="float32",
-        tensors_path=tensors,
+        tensors_paths=[tensors],
         files={name: folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")},
         canary=Canary(
             prompt_tokens=prompt,

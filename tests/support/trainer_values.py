@@ -13,6 +13,7 @@ import numpy as np
 from tba.api import (
     AckRequest,
     BatchRequest,
+    BestVersion,
     CheckpointRequest,
     ComponentInfo,
     EvalInfo,
@@ -24,9 +25,11 @@ from tba.api import (
     OriginInfo,
     RunCommand,
     RunInfo,
+    SettingsInfo,
+    SettingsRequest,
 )
-from tba.config import Recipe, parse_recipe
-from tba.errors import FencedError, RunOverError
+from tba.config import LiveSettings, Recipe, parse_recipe
+from tba.errors import ConflictError, FencedError, RunOverError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Group, Heartbeat, RefLogprob, Rollout, Sampling, VersionSpan
 
@@ -41,6 +44,7 @@ def make_recipe(path: Path | str, /, **sections: dict[str, Any]) -> Recipe:
         "data": {"generator": "addition"},
         "trainer": {"num_steps": 4, "retry_s": 5.0, "batch_wait_s": 10.0, "micro_batch_tokens": 4096},
         "eval": {"every_steps": 2, "timeout_s": 5.0},
+        "tracking": {"metrics_path": str(Path(path).parent / "metrics.jsonl")},
     }
     for name, values in sections.items():
         document[name] = {**document.get(name, {}), **values}
@@ -126,6 +130,7 @@ class RecordedBuffer:
         self.reason: str | None = None
         self.lineage, self.step = 0, 0
         self.parents: dict[int, str] = {}
+        self.num_rollbacks = 0
         self.marks: list[str] = []
         self.acks: list[tuple[int, int, AckRequest]] = []
         self.drawn: list[tuple[int, int]] = []
@@ -135,6 +140,10 @@ class RecordedBuffer:
         self.beats: list[Heartbeat] = []
         self.components: list[ComponentInfo] = []
         self.origin: OriginInfo | None = None
+        self.best: BestVersion | None = None
+        self.settings_revision = 0
+        self.changes: list[SettingsRequest] = []
+        self._live = LiveSettings()
         self._lock = threading.RLock()
 
     def _enter(self, method: str, token: str | None = None) -> None:
@@ -154,9 +163,11 @@ class RecordedBuffer:
             latest_version=self.marks[-1] if self.marks else None,
             checkpoint=self.checkpoint and self.checkpoint[0],
             checkpoint_key=self.checkpoint and self.checkpoint[1],
+            num_rollbacks=self.num_rollbacks,
             components=self.components,
             waits=[],
-            evals=[self._info(eval_id) for eval_id in self.evals],
+            evals=[self._info(eval_id) for eval_id in list(self.evals)],  # asked in several threads
+            best=self.best,
             origin=self.origin,
         )
 
@@ -165,6 +176,11 @@ class RecordedBuffer:
         with self._lock:
             self.lineage += 1
             self.parents[self.lineage] = request.parent
+            self.num_rollbacks += request.rollback
+            parent = PolicyVersion.parse(request.parent)
+            if self.checkpoint is not None and PolicyVersion.parse(self.checkpoint[0]).step > parent.step:
+                key = request.checkpoint_key
+                self.checkpoint = None if key is None else (request.parent, key)
             if self.state != "paused":
                 self.state, self.reason = "running", None
             return LineageReply(lineage=self.lineage, token=f"token-{self.lineage}")
@@ -211,6 +227,24 @@ class RecordedBuffer:
         ]
         self.reason = command.reason
         return self.run()
+
+    def settings(self, *, after: int = 0) -> SettingsInfo:
+        self._enter("settings")
+        return SettingsInfo(
+            revision=self.settings_revision, settings=self._live, recipe=LiveSettings(), now={}, changes=[], next=None
+        )
+
+    def change_settings(self, request: SettingsRequest) -> SettingsInfo:
+        self._enter("change_settings", request.token)
+        if any(change.request_id == request.request_id for change in self.changes):
+            return self.settings()
+        if request.revision not in (None, self.settings_revision):
+            raise ConflictError(f"the settings are at revision {self.settings_revision}")
+        self.changes.append(request)
+        given = {name: getattr(request.settings, name) for name in request.settings.model_fields_set}
+        self._live = self._live.model_copy(update=given)
+        self.settings_revision += 1
+        return self.settings()
 
     def _info(self, eval_id: str) -> EvalInfo:
         request = self.evals[eval_id]

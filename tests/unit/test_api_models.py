@@ -28,7 +28,9 @@ def test_prompt_data_may_be_nested_and_of_any_language():
 def read_back(prompt: Prompt) -> Prompt:
     """As the catalog stores it, and as a searcher gets it."""
     stored = Prompt.model_validate_json(json.dumps(prompt.model_dump(), sort_keys=True, ensure_ascii=False).encode())
-    lease = Lease(lease_id="l", kind="train", visit_id="v", prompt=stored, num_rollouts=1, expires_in_s=1.0)
+    lease = Lease(
+        lease_id="l", kind="train", visit_id="v", prompt=stored, num_rollouts=1, temperature=1.0, expires_in_s=1.0
+    )
     reply = LeaseReply(leases=[lease], latest_version=None, run_state="running")
     return LeaseReply.model_validate_json(reply.model_dump_json().encode()).leases[0].prompt
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tba.api import RunInfo, WaitInfo
+from tba.api import RunInfo, SettingsInfo, WaitInfo
 from tba.cli.control import status_lines
-from tests.support.history_values import stats
+from tests.support.history_values import evaluation, stats
 
 INFO = {
     "run": "demo",
@@ -22,12 +22,53 @@ INFO = {
 }
 
 
+def make_settings(**live: object) -> SettingsInfo:
+    recipe = {"learning_rate": 1e-4, "beta": 0.05, "most_on_policy_prob": 0.5, "sampling_temperature": 1}
+    document = {"revision": len(live), "settings": live, "recipe": {**recipe, "eval_every_steps": 50}, "now": {}}
+    return SettingsInfo.model_validate({**document, "changes": [], "next": None})
+
+
+def test_changed_settings_are_shown_beside_the_recipes_values() -> None:
+    linear = {"kind": "linear", "value": 0.1, "final": 0.01, "steps": 400, "warmup_steps": 10}
+    settings = make_settings(learning_rate=0.0002, beta=linear)
+    lines = status_lines(RunInfo.model_validate(INFO), stats(), settings)
+    assert (
+        "  changed settings (revision 2): learning_rate 0.0002 (recipe: 0.0001), "
+        "beta linear 0.1 to 0.01 over 400 steps after 10 of warm-up (recipe: 0.05)"
+    ) in lines
+    assert not any("changed" in line for line in status_lines(RunInfo.model_validate(INFO), stats(), make_settings()))
+
+
 def test_evictions_are_shown_by_reason_and_waits_by_name() -> None:
     info = RunInfo.model_validate(INFO)
-    lines = status_lines(info, stats().model_copy(update={"evicted": {"policy_age": 2, "max_rollouts": 7}}))
+    counts = stats().model_copy(update={"evicted": {"policy_age": 2, "max_rollouts": 7}})
+    lines = status_lines(info, counts, make_settings())
     assert "  evicted: max_rollouts 7, policy_age 2" in lines
     assert "  trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more" in lines
 
 
 def test_nothing_is_said_about_evictions_while_there_are_none() -> None:
-    assert not any("evicted" in line for line in status_lines(RunInfo.model_validate(INFO), stats()))
+    assert not any("evicted" in line for line in status_lines(RunInfo.model_validate(INFO), stats(), make_settings()))
+
+
+def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None:
+    gauges = {"alarms_grad_spike": 3.0, "alarm_on_grad_spike": 1.0, "alarms_ess_collapse": 0.0, "step": 3.0}
+    trainer = {"component_id": "trainer-1", "kind": "trainer", "state": "training", "version": "1-3", "alive": True}
+    info = RunInfo.model_validate({**INFO, "components": [{**trainer, "heartbeat_age_s": 0.1, "gauges": gauges}]})
+    counts = {"batches_skipped": {"non_finite": 2}, "rollouts_refused_by_trainer": {"vocabulary": 5, "malformed": 1}}
+    lines = status_lines(info, stats().model_copy(update=counts), make_settings())
+    assert lines[lines.index("  trainer-1: training, version 1-3") + 1] == "    alarms so far: grad_spike 3 (on)"
+    assert "  batches skipped by the trainer: non_finite 2" in lines
+    assert "  rollouts refused by the trainer: malformed 1, vocabulary 5" in lines
+    quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
+    assert not any("trainer:" in line or "alarms" in line for line in quiet)
+
+
+def test_the_best_version_and_what_an_evaluation_measured_are_shown() -> None:
+    evaluated = evaluation("1-2", 0.5, num_prompts=64).model_copy(update={"pass_at": {4: 0.75}, "kl_to_reference": 2.0})
+    best = {"version": "1-2", "metric": "accuracy", "value": 0.5, "num_prompts": 64, "num_samples": 4}
+    info = RunInfo.model_validate({**INFO, "evals": [evaluated], "best": best})
+    lines = status_lines(info, stats(), make_settings())
+    known = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750, KL 2.000 on 64 held-out prompts"
+    assert f"  evaluation of 1-2: {known}" in lines
+    assert any(line.startswith("  best version 1-2: accuracy 0.500 on the 64") for line in lines)

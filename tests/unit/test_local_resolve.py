@@ -75,6 +75,18 @@ def test_only_the_embedded_store_moves_into_the_run_folder(url, absolute):
     assert absolute_store_url(url, RunFolder(Path("/runs/r"))) == absolute
 
 
+def test_what_trackers_write_moves_into_the_run_folder(tmp_path):
+    tracking = {"tensorboard_dir": "tb", "wandb": {"mode": "offline"}}
+    config, _ = with_real_addresses(make(tracking=tracking), RunFolder(tmp_path / "r"))
+    found = config.tracking
+    assert (found.metrics_path, found.tensorboard_dir) == (f"{tmp_path}/r/metrics.jsonl", f"{tmp_path}/r/tb")
+    assert found.wandb is not None
+    assert found.wandb.folder == f"{tmp_path}/r/wandb"
+    given = {"metrics_path": "/data/m.jsonl"}
+    config, _ = with_real_addresses(make(tracking=given), RunFolder(tmp_path / "r"))
+    assert (config.tracking.metrics_path, config.tracking.tensorboard_dir) == ("/data/m.jsonl", None)
+
+
 def test_a_missing_model_is_refused_unless_a_warm_start_makes_it(tmp_path):
     path = str(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"holds no config.json.*\[model.warm_start\]"):
@@ -88,6 +100,14 @@ def test_a_missing_model_is_refused_unless_a_warm_start_makes_it(tmp_path):
             check_model(recipe)
     (tmp_path / "m" / "vocab.json").touch()
     assert not check_model(warm)
+
+
+def test_a_missing_embedding_model_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = with_absolute_paths(make(eval={"embedding_model": "encoder", "num_samples": 2}))
+    assert recipe.eval.embedding_model == str(tmp_path / "encoder")
+    with pytest.raises(ConfigError, match=r"eval\.embedding_model .*encoder' holds no model with a tokenizer"):
+        check_model(recipe)
 
 
 def test_a_cached_starting_model_is_never_overwritten_by_one_with_other_settings(tmp_path):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from tba.cli.main import main
 from tba.cli.reports import markdown_table
 from tba.errors import ConfigError
+from tba.local.eval_table import eval_table
 from tba.local.history import Poll, load_history, load_polls
 from tba.local.outputs import result_lines, write_outputs
 from tba.local.report import RATE_WINDOW_S, age_bins, draw_learning, rate_course
@@ -194,3 +195,22 @@ def test_a_run_without_searchers_says_that_nothing_was_evaluated():
     lines = result_lines(summary, RunFolder(Path("/r")))
     assert lines[0].startswith("not evaluated: the run had no searchers")
     assert not any("pass@1" in line for line in lines)
+
+
+def test_the_best_version_and_every_evaluation_are_in_the_summary_and_in_the_report():
+    best = {"version": "1-4", "metric": "pass@2", "value": 0.875, "num_prompts": 64, "num_samples": 2}
+    measured = evaluation("1-10", 0.7).model_copy(update={"pass_at": {2: 0.8}, "distinct_2": 0.25})
+    ended = history(best=best, evals=[evaluation("1-4", 0.5), measured, evaluation("1-8", None, "expired")])
+    summary = summarise(ended)
+    assert (summary["best_version"], summary["best_metric"], summary["best_value"]) == ("1-4", "pass@2", 0.875)
+    assert (summary["final_pass_at"], summary["final_distinct_2"]) == ({"2": 0.8}, 0.25)
+    assert summary["final_kl_to_reference"] is None
+    assert "best version:  1-4 (pass@2 0.875)" in result_lines(summary, RunFolder(Path("/r")))
+    table = eval_table(ended.evals, ended.best)
+    assert "<b>1-4</b> (best)" in table
+    assert "<th>pass@2</th>" in table
+    assert "<th>distinct-2</th>" in table
+    assert "distinct-1" not in table  # nothing is known of it
+    assert "1-8" not in table
+    assert summarise(history())["best_version"] is None
+    assert "No evaluation" in eval_table([], None)

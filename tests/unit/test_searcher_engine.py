@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tba.errors import ConfigError, DigestError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
-from tba.weights import WeightVersions, params_sha256_of_file
+from tba.weights import WeightVersions, params_sha256_of_files
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model
 
@@ -181,7 +181,7 @@ def test_weights_loaded_in_flight_begin_a_span_and_decoding_goes_on_under_them(f
     done: list[Completion] = []
     for _ in range(6):
         done += engine.step()
-    engine.load_weights(tensors, V1)
+    engine.load_weights([tensors], V1)
     assert engine.version == V1
     while engine.num_active + engine.num_waiting:
         done += engine.step()
@@ -228,7 +228,7 @@ def test_a_version_that_fails_a_check_is_given_up_and_the_old_weights_are_back(f
     pulled = PulledVersions(versions, tmp_path / "pulled")
     old, new = pulled.fetch_all(START)[0], pulled.fetch(V1)
     if damage == "params_sha256":
-        new = Pulled(V1, new.path, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
+        new = Pulled(V1, new.paths, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
     engine = make_engine(tmp_path / "pulled" / "model-0-0")
     check_loaded(engine, old.manifest)
     error = swap(engine, new, old)
@@ -248,8 +248,8 @@ def test_half_precision_digests_are_those_of_the_file(folders, tmp_path, dtype):
     path = tmp_path / "half.safetensors"
     tensors = load_file(named_tensors(folders["llama", True, 1], path))
     save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, path)
-    engine.load_weights(path, V1)
-    assert engine.params_sha256() == params_sha256_of_file(path)
+    engine.load_weights([path], V1)
+    assert engine.params_sha256() == params_sha256_of_files([path])
     engine.submit(Request(request_id="h", prompt_tokens=(4, 5), temperature=1.0, max_response_tokens=8, eos_ids=()))
     done: list[Completion] = []
     while not done:
@@ -265,8 +265,8 @@ def test_a_second_load_before_any_token_leaves_no_empty_span(folders, tmp_path):
     untouched = run_all(make_engine(folders["llama", False, 0]), [request])[request.request_id]
     engine.submit(request)
     done = engine.step()
-    engine.load_weights(new, V1)
-    engine.load_weights(old, START)
+    engine.load_weights([new], V1)
+    engine.load_weights([old], START)
     while not done:
         done = engine.step()
     assert [span.version for span in done[0].version_spans] == [START]
@@ -278,8 +278,8 @@ def test_the_digest_of_held_parameters_is_that_of_the_published_file(folders, tm
     engine = make_engine(folders["llama", tied, 0])
     for seed in (0, 1):
         path = named_tensors(folders["llama", tied, seed], tmp_path / f"{seed}.safetensors")
-        engine.load_weights(path, V1)
-        assert engine.params_sha256() == params_sha256_of_file(path)
+        engine.load_weights([path], V1)
+        assert engine.params_sha256() == params_sha256_of_files([path])
 
 
 def test_canary_logprobs_are_those_of_the_loaded_weights(folders, tmp_path):
@@ -287,7 +287,7 @@ def test_canary_logprobs_are_those_of_the_loaded_weights(folders, tmp_path):
     request = Request(request_id="c", prompt_tokens=(4, 5, 6), temperature=1.0, max_response_tokens=4, eos_ids=())
     response = np.array([7, 8, 9, 10])
     for seed in (0, 1):
-        engine.load_weights(named_tensors(folders["llama", True, seed], tmp_path / f"{seed}.safetensors"), V1)
+        engine.load_weights([named_tensors(folders["llama", True, seed], tmp_path / f"{seed}.safetensors")], V1)
         expected = hf_logprobs(hf_model(folders["llama", True, seed]), request, response)
         np.testing.assert_allclose(engine.canary_logprobs([4, 5, 6], response.tolist()), expected, atol=1e-5)
 
@@ -310,7 +310,7 @@ def test_unusable_weight_files_are_refused_and_change_nothing(folders, tmp_path,
     if damage == "not a file":
         path.write_bytes(b"no tensors here")
     with pytest.raises(EngineError, match=r"new\.safetensors"):
-        engine.load_weights(path, V1)
+        engine.load_weights([path], V1)
     assert engine.params_sha256() == before
     assert engine.version == START
 
@@ -321,7 +321,7 @@ def test_weights_that_give_no_finite_logits_are_an_error_and_never_a_rollout(fol
     tensors = load_file(path)
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, path)
-    engine.load_weights(path, V1)
+    engine.load_weights([path], V1)
     engine.submit(make_requests(1)[0])
     with pytest.raises(EngineError, match="not finite under version 1-4"):
         engine.step()

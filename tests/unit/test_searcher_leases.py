@@ -44,8 +44,10 @@ class Delivering:
 
 def make_visit(name: str) -> Visit:
     prompt = Prompt(prompt_id="p", task="addition", text="1+1=")
-    lease = Lease(lease_id=name, kind="train", visit_id=name, prompt=prompt, num_rollouts=2, expires_in_s=60)
-    return Visit(lease=lease, prompt_tokens=(5, 6), temperature=1.0, pinned=None)
+    lease = Lease(
+        lease_id=name, kind="train", visit_id=name, prompt=prompt, num_rollouts=2, temperature=1.0, expires_in_s=60
+    )
+    return Visit(lease=lease, prompt_tokens=(5, 6), pinned=None)
 
 
 def make_leases(buffer: Any, backlog: Backlog, *delivering: str) -> tuple[Leases, Status]:

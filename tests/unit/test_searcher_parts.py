@@ -36,9 +36,10 @@ def make_visit(name: str, *, num_rollouts: int = 3, pinned: PolicyVersion | None
         visit_id=f"visit-{name}",
         prompt=Prompt(prompt_id="p", task="addition", text="1+1="),
         num_rollouts=num_rollouts,
+        temperature=1.0,
         expires_in_s=60,
     )
-    return Visit(lease=lease, prompt_tokens=(5, 6), temperature=1.0, pinned=pinned)
+    return Visit(lease=lease, prompt_tokens=(5, 6), pinned=pinned)
 
 
 def make_completion(request: Request) -> Completion:

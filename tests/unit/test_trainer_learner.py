@@ -13,14 +13,12 @@ from tba_trainer import learner as learner_module
 from tba_trainer.learner import Learner
 from tba_trainer.logprobs import LogprobModel
 from tba_trainer.metrics import ess_ratio
-from tba_trainer.microbatch import pad_sequences
 from tba_trainer.model import frozen_copy, load_policy
-from tba_trainer.optim import NonFiniteError
+from tba_trainer.packing import pack_sequences
 from tba_trainer.passes import BatchPasses
 
-from tba.errors import MalformedError, TbaError
-from tba.versions import START, PolicyVersion
-from tba.wire import Batch, RefLogprob, Rollout
+from tba.errors import TbaError
+from tba.wire import Batch, Rollout
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe, make_rollout
 
@@ -52,22 +50,9 @@ def gradient(learner: Learner, batch: Batch, ages: list[int] | None = None) -> t
 
 
 def logprob(model: Any, rollout: Rollout, temperature: float) -> float:
-    sequences = pad_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
+    sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
     with torch.no_grad():
         return float(LogprobModel(model, temperature=temperature).token_logprobs(sequences).sum())
-
-
-@pytest.mark.parametrize("preset", ["tb", "tba_prime"])
-def test_the_gradient_does_not_depend_on_micro_batching(folder: Path, preset: str) -> None:
-    """4096 tokens: one pass for all. 80: groups whole in several passes. 20 and 1: groups span micro-batches."""
-    batch = make_batch(0)
-    ages = [0, 40] * 6
-    sections = {"objective": {"preset": preset, "beta": {"value": 0.3}}}
-    whole = gradient(moved(make_learner(folder, **sections)), batch, ages)
-    assert whole.norm() > 0
-    for micro_batch_tokens in (80, 20, 1):
-        learner = moved(make_learner(folder, trainer={"micro_batch_tokens": micro_batch_tokens}, **sections))
-        torch.testing.assert_close(gradient(learner, batch, ages), whole, atol=2e-6, rtol=2e-4)
 
 
 def test_group_means_are_per_prompt_even_when_two_prompts_share_a_micro_batch(folder: Path) -> None:
@@ -87,7 +72,9 @@ def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_ro
     cold = replace(hot, sampling=replace(hot.sampling, temperature=0.5))
     learner = moved(make_learner(folder, model={"policy_temperature": 0.7}))
     start = load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False)
-    [value] = learner.reference.logprobs([hot])
+    values = learner.reference.logprobs([hot])
+    assert values is not None
+    [value] = values
     assert value == pytest.approx(logprob(start, hot, 0.7), abs=1e-4)
     assert value != pytest.approx(logprob(start, hot, 1.0), abs=1e-2)
     others = make_batch(0).groups[0]
@@ -103,55 +90,6 @@ def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_ro
     rollouts = (hot, *others.rollouts[1:])
     expected = np.mean([logprob(learner.model, r, 0.7) - logprob(start, r, 0.7) for r in rollouts])
     assert measured == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_reference_logprob_that_a_rollout_carries_counts_only_for_its_version(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    current = make_rollout(rng, ref_logprob=RefLogprob(value=-7.5, version=START))
-    stale = make_rollout(rng, ref_logprob=RefLogprob(value=-7.5, version=PolicyVersion(1, 50)))
-    reference = make_learner(folder).reference
-    values = reference.logprobs([current, stale])
-    assert values[0] == -7.5
-    assert values[1] != -7.5
-    assert reference.num_computed == 1
-
-
-def test_reference_logprobs_are_computed_once_until_a_reset(folder: Path) -> None:
-    batch = make_batch(0)
-    learner = make_learner(folder)
-    before = learner.reference.logprobs(batch.rollouts)
-    assert learner.reference.logprobs(batch.rollouts) == before
-    assert learner.reference.num_computed == 12
-    moved(learner)
-    learner.reference.reset(learner.model, PolicyVersion(1, 50))
-    after = learner.reference.logprobs(batch.rollouts)
-    assert learner.reference.num_computed == 24
-    assert learner.reference.version == PolicyVersion(1, 50)
-    assert after[0] == pytest.approx(logprob(learner.model, batch.rollouts[0], 1.0), abs=1e-4)
-    assert after[0] != pytest.approx(before[0], abs=1e-3)
-
-
-def test_the_reference_cache_is_bounded_and_keeps_what_was_used_last(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    rollouts = [make_rollout(rng) for _ in range(4)]
-    reference = make_learner(folder, buffer={"max_rollouts": 2}).reference
-    reference.logprobs(rollouts[:2])
-    reference.logprobs([rollouts[0]])
-    reference.logprobs([rollouts[2]])
-    reference.logprobs([rollouts[0]])
-    assert reference.num_computed == 3
-    reference.logprobs([rollouts[1]])
-    assert reference.num_computed == 4
-    assert len(reference.cache_tensors()["ref_logprobs"]) == 2
-
-
-def test_tb_keeps_its_reference_and_tba_prime_resets_it_on_schedule(folder: Path) -> None:
-    for preset, version in (("tb", START), ("tba_prime", PolicyVersion(4, 2))):
-        learner = make_learner(folder, objective={"preset": preset, "reference_reset_steps": 2})
-        for step in (1, 2, 3):
-            learner.gradients(make_batch(step), step=step, policy_ages=[0] * 12)
-            learner.apply(step=step, lineage=4)
-        assert learner.reference.version == version
 
 
 def test_schedules_are_read_at_the_step(folder: Path) -> None:
@@ -179,13 +117,16 @@ def test_adamw_steps_like_torch_with_clipped_gradients(folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), twin.parameters(), strict=True))
 
 
-def test_an_infinite_gradient_is_refused_before_the_weights_are_touched(folder: Path) -> None:
+def test_an_infinite_gradient_is_reported_and_the_weights_are_not_touched(folder: Path) -> None:
     learner = make_learner(folder)
     learner.model.get_output_embeddings().weight.register_hook(lambda grad: grad * float("inf"))
     before = [p.detach().clone() for p in learner.model.parameters()]
-    with pytest.raises(NonFiniteError, match=r"gradient norm of step 7 is (nan|inf); the weights were not touched"):
-        learner.gradients(make_batch(0), step=7, policy_ages=[0] * 12)
+    metrics = learner.gradients(make_batch(0), step=7, policy_ages=[0] * 12)
+    assert metrics["grad_norm"] is not None
+    assert not np.isfinite(metrics["grad_norm"])
+    learner.skip(step=7, lineage=1)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+    assert all(p.grad is None for p in learner.model.parameters())
 
 
 def test_shuffled_rewards_are_the_same_rewards_in_another_order(folder: Path) -> None:
@@ -239,9 +180,9 @@ def test_at_policy_age_0_ess_is_near_1_and_the_gap_near_0(folder: Path) -> None:
     batch = make_batch(0)
     rollouts = []
     for rollout in batch.rollouts:
-        sequences = pad_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
+        sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
         with torch.no_grad():
-            values = LogprobModel(learner.model, temperature=1.0).token_logprobs(sequences)[0].numpy()
+            values = LogprobModel(learner.model, temperature=1.0).token_logprobs(sequences).numpy()
         rollouts.append(replace(rollout, sampler_logprobs=values))
     group = replace(batch.groups[0], rollouts=tuple(rollouts))
     metrics = learner.gradients(replace(batch, groups=(group,)), step=1, policy_ages=[0] * 12)
@@ -259,21 +200,6 @@ def test_ess_counts_effective_samples() -> None:
     assert ess_ratio(np.zeros(8)) == pytest.approx(1.0)
     assert ess_ratio(np.array([0.0, -1e9, -1e9, -1e9])) == pytest.approx(0.25)
     assert ess_ratio(np.array([900.0, 900.0])) == pytest.approx(1.0)
-
-
-def test_a_token_outside_the_vocabulary_is_refused_by_name(folder: Path) -> None:
-    batch = make_batch(0)
-    rollout = make_rollout(np.random.default_rng(0), response_tokens=np.array([5, 33]))
-    group = replace(batch.groups[0], rollouts=(rollout,))
-    with pytest.raises(MalformedError, match="token id 33 is outside the model's vocabulary of 33"):
-        make_learner(folder).gradients(replace(batch, groups=(group,)), step=1, policy_ages=[0])
-
-
-def test_a_rollout_longer_than_the_model_reads_is_refused(folder: Path) -> None:
-    batch = make_batch(0)
-    group = replace(batch.groups[0], rollouts=(make_rollout(np.random.default_rng(0), num_response_tokens=600),))
-    with pytest.raises(MalformedError, match="605 tokens, the model reads 512"):
-        make_learner(folder).gradients(replace(batch, groups=(group,)), step=1, policy_ages=[0])
 
 
 def test_optimizer_state_of_another_model_is_refused(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trainer log-probs against the model called on one unpadded sequence at a time."""
+"""Trainer log-probs under precision, checkpointing, odd tokens. Packed against alone: test_trainer_packing.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tba_trainer.logprobs as logprobs_module
 import torch
+from tba_trainer import head
 from tba_trainer.logprobs import LogprobModel
-from tba_trainer.microbatch import pad_sequences
 from tba_trainer.model import load_policy
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from tba_trainer.packing import pack_sequences
+from transformers import AutoModelForCausalLM
 
 from tba.config.sections import ModelSection
 from tests.support.tiny_model import EOS_ID, PAD_ID, make_tiny_model
@@ -44,25 +44,23 @@ def alone(model: Any, prompt: np.ndarray, response: np.ndarray, temperature: flo
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_padded_rows_give_what_each_sequence_gives_alone(model: Any, temperature: float) -> None:
+def test_packed_sequences_give_what_each_gives_alone(model: Any, temperature: float) -> None:
     prompts, responses = some_sequences()
-    found = LogprobModel(model, temperature=temperature).token_logprobs(pad_sequences(prompts, responses, "cpu"))
-    assert found.shape == (4, 12)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        torch.testing.assert_close(
-            found[row, : len(response)], alone(model, prompt, response, temperature), atol=1e-5, rtol=1e-5
-        )
-        assert (found[row, len(response) :] == 0).all()
+    found = LogprobModel(model, temperature=temperature).token_logprobs(pack_sequences(prompts, responses, "cpu"))
+    expected = [
+        alone(model, prompt, response, temperature) for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_other_rows_and_their_padding_do_not_change_a_gradient(model: Any) -> None:
+def test_other_sequences_do_not_change_a_gradient(model: Any) -> None:
     prompts, responses = some_sequences()
 
     def gradient(rows: list[int]) -> torch.Tensor:
         model.zero_grad()
         policy = LogprobModel(model, temperature=1.0)
-        batch = pad_sequences([prompts[i] for i in rows], [responses[i] for i in rows], "cpu")
-        policy.token_logprobs(batch)[rows.index(1)].sum().backward()
+        batch = pack_sequences([prompts[i] for i in rows], [responses[i] for i in rows], "cpu")
+        policy.token_logprobs(batch)[batch.row == rows.index(1)].sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     torch.testing.assert_close(gradient([0, 1, 2, 3]), gradient([1]), atol=1e-5, rtol=1e-4)
@@ -72,53 +70,32 @@ def test_eos_and_pad_ids_inside_a_response_are_tokens_like_any_other(model: Any)
     prompt = np.array([PAD_ID, 5, EOS_ID], dtype=np.int32)
     response = np.array([7, PAD_ID, EOS_ID, EOS_ID], dtype=np.int32)
     filler = np.array([9] * 8, dtype=np.int32)
-    batch = pad_sequences([prompt, filler], [response, filler], "cpu")
-    assert batch.mask.sum().item() == 12
+    batch = pack_sequences([prompt, filler], [response, filler], "cpu")
+    assert len(batch.response_tokens) == 12
     found = LogprobModel(model, temperature=1.0).token_logprobs(batch)
-    torch.testing.assert_close(found[0, :4], alone(model, prompt, response, 1.0), atol=1e-5, rtol=1e-5)
-    assert (found[0, :4] < 0).all()
+    torch.testing.assert_close(found[:4], alone(model, prompt, response, 1.0), atol=1e-5, rtol=1e-5)
+    assert (found[:4] < 0).all()
 
 
 def test_chunks_of_the_output_head_give_the_same_values_and_gradients(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = pad_sequences(*some_sequences(), "cpu")
+    batch = pack_sequences(*some_sequences(), "cpu")
 
     def values_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
         model.zero_grad()
         values = LogprobModel(model, temperature=0.7).token_logprobs(batch)
-        (values * torch.arange(12.0)).sum().backward()
+        (values * torch.arange(23.0)).sum().backward()
         return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     whole = values_and_gradient()
-    monkeypatch.setattr(logprobs_module, "HEAD_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 5 * 4 * VOCAB_SIZE})
     chunked = values_and_gradient()
     torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_that_caps_its_logits_goes_through_its_own_forward_pass() -> None:
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=0.5,
-        initializer_range=0.5,
-    )
-    model = Gemma2ForCausalLM(config).eval()
-    prompts, responses = some_sequences()
-    found = LogprobModel(model, temperature=1.0).token_logprobs(pad_sequences(prompts, responses, "cpu"))
-    torch.testing.assert_close(
-        found[0, : len(responses[0])], alone(model, prompts[0], responses[0], 1.0), atol=1e-5, rtol=1e-5
-    )
-
-
 def test_bfloat16_autocast_is_close_and_answers_in_float32(model: Any) -> None:
-    batch = pad_sequences(*some_sequences(), "cpu")
+    batch = pack_sequences(*some_sequences(), "cpu")
     exact = LogprobModel(model, temperature=1.0).token_logprobs(batch)
     fast = LogprobModel(model, temperature=1.0, autocast_dtype=torch.bfloat16).token_logprobs(batch)
     assert fast.dtype == torch.float32
@@ -127,7 +104,7 @@ def test_bfloat16_autocast_is_close_and_answers_in_float32(model: Any) -> None:
 
 def test_gradient_checkpointing_changes_neither_values_nor_gradients(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
-    batch = pad_sequences(*some_sequences(), "cpu")
+    batch = pack_sequences(*some_sequences(), "cpu")
     results = []
     for gradient_checkpointing in (False, True):
         model = load_policy(ModelSection(path=str(folder)), device="cpu", gradient_checkpointing=gradient_checkpointing)

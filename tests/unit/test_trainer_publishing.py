@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +11,21 @@ import torch
 from tba_trainer.collect import versions_to_delete
 from tba_trainer.evaluations import Evaluations
 from tba_trainer.logprobs import LogprobModel
-from tba_trainer.microbatch import pad_sequences
 from tba_trainer.model import load_policy, side_files
+from tba_trainer.packing import pack_sequences
 from tba_trainer.prefetch import Prefetcher
 from tba_trainer.snapshots import Snapshots
 from tba_trainer.status import Status
 from transformers import AutoModelForCausalLM
 
-from tba.api import ComponentInfo, EvalInfo, RunInfo
-from tba.config.sections import EvalSection
+from tba.api import BestVersion, ComponentInfo, EvalInfo, RunInfo
+from tba.config.evaluation import EvalSection
 from tba.errors import RunOverError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -33,18 +33,18 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
     folder = make_tiny_model(tmp_path / "model", hidden_size=32, tied=True)
     recipe = make_recipe(folder, model={"dtype": dtype, "policy_temperature": 0.5})
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    snapshots = Snapshots(theta, recipe)
+    snapshots = Snapshots(theta, recipe, folder=tmp_path)
     with torch.no_grad():
         for parameter in theta.parameters():
             parameter += 0.01
     taken = snapshots.take(PolicyVersion(1, 4), START)
     assert "lm_head.weight" not in taken.tensors  # tied: named once
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    loaded.load_state_dict(taken.tensors, strict=False)
-    sequences = pad_sequences([np.array(taken.canary.prompt_tokens)], [np.array(taken.canary.response_tokens)], "cpu")
+    loaded.load_state_dict(dict(taken.tensors), strict=False)
+    sequences = pack_sequences([np.array(taken.canary.prompt_tokens)], [np.array(taken.canary.response_tokens)], "cpu")
     with torch.no_grad():
-        expected = LogprobModel(loaded, temperature=1.0).token_logprobs(sequences)[0]
-        trained = LogprobModel(theta, temperature=1.0).token_logprobs(sequences)[0]
+        expected = LogprobModel(loaded, temperature=1.0).token_logprobs(sequences)
+        trained = LogprobModel(theta, temperature=1.0).token_logprobs(sequences)
     found = torch.tensor(taken.canary.logprobs)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     assert torch.allclose(found, trained, atol=1e-6) == (dtype == "float32")
@@ -53,7 +53,7 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
 def test_a_snapshot_does_not_follow_later_updates(tmp_path: Path) -> None:
     recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    taken = Snapshots(theta, recipe).take(START, None)
+    taken = Snapshots(theta, recipe, folder=tmp_path).take(START, None)
     before = {name: tensor.clone() for name, tensor in taken.tensors.items()}
     with torch.no_grad():
         for parameter in theta.parameters():
@@ -111,20 +111,35 @@ def test_versions_that_something_holds_are_never_deleted() -> None:
         components=[component("3-24", alive=True), component("3-28", alive=False)],
         waits=[],
         evals=[evaluation("3-32", "pending"), evaluation("3-36", "done")],
+        best=BestVersion(version="3-40", metric="accuracy", value=0.5, num_prompts=4, num_samples=1),
     )
     versions = [START, PolicyVersion(1, 4), PolicyVersion(1, 8), PolicyVersion(2, 8), PolicyVersion(2, 20)]
     versions += [PolicyVersion(3, step) for step in range(20, 61, 4)]
     checkpoints = [PolicyVersion(2, 20), PolicyVersion(3, 48)]
     deleted = versions_to_delete(versions, info, checkpoints, keep=2)
-    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28", "3-36", "3-40", "3-44", "3-52"]
+    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28", "3-36", "3-44", "3-52"]
     assert versions_to_delete(versions, info, checkpoints, keep=100) == []
+    without = info.model_copy(update={"best": None})
+    assert PolicyVersion(3, 40) in versions_to_delete(versions, without, checkpoints, keep=2)
 
 
 def test_an_evaluation_is_due_at_the_first_version_after_every_so_many_steps() -> None:
     section = EvalSection(every_steps=10, num_prompts=7)
-    evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=20)  # pyright: ignore[reportArgumentType]
-    due = {step: evaluations.num_prompts_due(step) for step in (24, 28, 32, 36, 40, 64)}
+    evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=20, sync_interval=4)  # pyright: ignore[reportArgumentType]
+    due = {step: evaluations.num_prompts_due(step, every_steps=10) for step in (24, 28, 32, 36, 40, 64)}
     assert due == {24: None, 28: None, 32: 7, 36: None, 40: 7, 64: 7}
+
+
+@pytest.mark.parametrize(
+    ("start_step", "due_at"), [(49, [52, 100]), (50, [52, 100]), (51, [52, 100]), (52, [100]), (54, [100])]
+)
+def test_an_evaluation_that_a_stop_before_its_version_cut_off_is_due_at_the_first_version_after_it(
+    start_step: int, due_at: list[int]
+) -> None:
+    section = EvalSection(every_steps=50, num_prompts=7)
+    evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=start_step, sync_interval=4)  # pyright: ignore[reportArgumentType]
+    syncs = [step for step in range(start_step + 1, 101) if step % 4 == 0]
+    assert [step for step in syncs if evaluations.num_prompts_due(step, every_steps=50)] == due_at
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -150,8 +165,9 @@ def test_batches_are_drawn_as_far_ahead_as_allowed_and_no_further(ahead: int) ->
         batch = prefetcher.take(step)
         assert batch is not None
         assert batch.seed == step
-        time.sleep(0.1)  # a step runs; the thread draws what it may
-        assert drawn == list(range(1, min(step + ahead, 5) + 1))
+        allowed = list(range(1, min(step + ahead, 5) + 1))
+        until("everything that may be drawn while the step runs is", lambda allowed=allowed: len(drawn) >= len(allowed))
+        assert drawn == allowed
     prefetcher.close()
 
 

@@ -26,6 +26,7 @@ app.kubernetes.io/component: {{ .name }}
 {{- with .Values.store.endpointUrl }}
 - {name: TBA_STORE__ENDPOINT_URL, value: {{ . | quote }}}
 {{- end }}
+- {name: TBA_TRACKING__METRICS_PATH, value: /tmp/metrics.jsonl}
 - {name: TBA_AUTH__TOKENS_FILE, value: /etc/tba-tokens/tokens.json}
 {{- end }}
 

@@ -36,7 +36,7 @@ class Acks:
             FencedError: a newer lineage owns the run.
             VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
             ConflictError: the step has acked another batch, or a step was left out.
-            BadRequestError: the number of policy ages is not the number of rollouts.
+            BadRequestError: the numbers of policy ages and of refused rollouts are not those of the batch.
             UnavailableError: Redis did not answer.
         """
         keys, now = self._context.keys, self._context.clock()
@@ -44,11 +44,14 @@ class Acks:
             raw = await self._context.redis.get(keys.batch(batch_id))
         record = None if raw is None else BatchRecord.decode(raw)
         num_rollouts = 0 if record is None else record.num_rollouts
-        if record is not None and request.policy_ages and len(request.policy_ages) != num_rollouts:
-            raise BadRequestError(
-                f"batch {batch_id} has {num_rollouts} rollouts, the ack has {len(request.policy_ages)} policy ages"
-            )
-        ages = Counter(max(0, age) for age in request.policy_ages)
+        if record is not None:
+            _check_counts(record, request)
+        num_trained = 0 if request.skipped else num_rollouts - sum(request.refused.values())
+        # what a skipped step drew had no effect: the histogram of policy ages is about what was trained on
+        ages = Counter(max(0, age) for age in request.policy_ages if not request.skipped)
+        counters = {f"trainer_refused:{reason}": number for reason, number in request.refused.items()}
+        if request.skipped:
+            counters[f"skipped:{request.skipped}"] = 1
         # without a record the script finds that the batch was acked already, or is void: the line is not used
         line = {} if record is None else batch_line(record, request, acked_at_s=now)
         reply = await self._context.scripts.run(
@@ -62,6 +65,9 @@ class Acks:
                 keys.ages,
                 keys.batch(batch_id),
                 keys.open_steps,
+                keys.settings,
+                keys.settings_changes,
+                keys.settings_effects,
             ],
             [
                 request.token,
@@ -71,14 +77,30 @@ class Acks:
                 now,
                 batch_member(batch_id, num_rollouts, request.lineage, request.step),
                 json.dumps(line),
-                num_rollouts,
+                num_trained,
+                request.settings_revision,
+                len(ages),
                 *(part for pair in sorted(ages.items()) for part in pair),
+                *(part for pair in sorted(counters.items()) for part in pair),
             ],
         )
         _check_reply(reply, batch_id, request)
         self._context.changed.notify()
         if self._evictor.note_step(PolicyVersion(request.lineage, request.step)):
             await self._evictor.enforce()
+
+
+def _check_counts(record: BatchRecord, request: AckRequest) -> None:
+    num_rollouts, num_refused, num_ages = record.num_rollouts, sum(request.refused.values()), len(request.policy_ages)
+    if num_refused > num_rollouts or (num_ages and num_ages + num_refused != num_rollouts):
+        raise BadRequestError(
+            f"batch {record.batch_id} has {num_rollouts} rollouts, the ack has {num_ages} policy ages and "
+            f"{num_refused} refused rollouts"
+        )
+    if num_refused == num_rollouts and not request.skipped:
+        raise BadRequestError(
+            f"all {num_rollouts} rollouts of batch {record.batch_id} were refused: its step is one that was skipped"
+        )
 
 
 def _check_reply(reply: list[bytes], batch_id: str, request: AckRequest) -> None:

@@ -12,7 +12,18 @@ from tba.config import Recipe
 from tba.service import Authenticator, create_app
 from tba_buffer.buffer import Buffer
 from tba_buffer.request_times import RequestTimes
-from tba_buffer.routes import batches, evals, lineages, prompts, rollout_views, rollouts, run, scores, snapshots
+from tba_buffer.routes import (
+    batches,
+    evals,
+    lineages,
+    prompts,
+    rollout_views,
+    rollouts,
+    run,
+    scores,
+    settings,
+    snapshots,
+)
 
 
 def build_app(recipe: Recipe, tokens: Mapping[str, str] | None) -> FastAPI:
@@ -45,6 +56,6 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | None) -> FastAPI:
     )
     app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
     # requests try the routes in this order: what is asked most comes first
-    for routes in (rollouts, batches, run, prompts, evals, lineages, rollout_views, scores, snapshots):
+    for routes in (rollouts, batches, run, prompts, evals, lineages, rollout_views, scores, settings, snapshots):
         app.include_router(routes.router(buffer, auth))
     return app

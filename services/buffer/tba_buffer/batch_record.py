@@ -21,7 +21,7 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A drawn batch without its payloads. `seed` and `log_position` reproduce the draw."""
+    """A drawn batch without its payloads. `seed`, `log_position` and `most_on_policy_prob` reproduce the draw."""
 
     batch_id: str
     lineage: int
@@ -30,6 +30,8 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     log_position: int
     deadline_s: float
     groups: list[GroupRecord]
+    most_on_policy_prob: float | None = None
+    """None: drawn by an older release."""
 
     @property
     def rollout_ids(self) -> list[bytes]:

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from tba.api import RunInfo, Stats
 from tba.config import Recipe
-from tba.errors import ConfigError, UnavailableError
+from tba.errors import UnavailableError
 from tba.logs import get_logger
 from tba_buffer import replica
 from tba_buffer.acks import Acks
@@ -47,6 +47,7 @@ from tba_buffer.samples import Samples
 from tba_buffer.scorer import Scorer
 from tba_buffer.scoring import Scoring
 from tba_buffer.scripts import Scripts
+from tba_buffer.settings import Settings, read_live
 from tba_buffer.snapshots import Snapshots
 from tba_buffer.stats import StatsReader
 from tba_buffer.view import IndexView
@@ -63,17 +64,9 @@ class Buffer:
         recipe: the run.
         registry: for metrics.
         clock: Unix seconds; deadlines of leases and batches are told by it.
-
-    Raises:
-        ConfigError: settings that could never work together.
     """
 
     def __init__(self, recipe: Recipe, registry: CollectorRegistry, *, clock: Callable[[], float] = time.time) -> None:
-        if recipe.sampling.min_size_to_sample > recipe.buffer.max_rollouts:
-            raise ConfigError(
-                f"sampling.min_size_to_sample {recipe.sampling.min_size_to_sample} is above buffer.max_rollouts "
-                f"{recipe.buffer.max_rollouts}: no batch could ever be drawn"
-            )
         promise = Promise(recipe.buffer.redis_url, recipe.buffer.appendfsync)
         self.context = Context(
             recipe=recipe,
@@ -98,7 +91,8 @@ class Buffer:
         scoring = Scoring(self.context, catalog=self.catalog, view=self.view, link=reward, evictor=self.evictor)
         self.rescoring = Rescoring(self.context, catalog=self.catalog, view=self.view, scoring=scoring, link=reward)
         self.scorer = Scorer(self.context, view=self.view, scoring=scoring, rescoring=self.rescoring, link=reward)
-        glances = Glances(self.context, self.view)
+        self.settings = Settings(self.context, self.lineages)
+        glances = Glances(self.context, self.view, self.settings)
         self.leases = Leases(self.context, catalog=self.catalog, evals=self.evals, glances=glances)
         self.draws = Draws(self.context, catalog=self.catalog, glances=glances, components=self.components)
         self.acks = Acks(self.context, self.evictor)
@@ -136,6 +130,7 @@ class Buffer:
         await replica.take(self.context)
         await self.catalog.load()
         await self.lineages.load()
+        await self.settings.load()
         index = await self.view.level()
         await self.evictor.enforce()
         log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
@@ -181,6 +176,7 @@ class Buffer:
         """
         fields = await self.run.read()
         components, waits = await self.components.read()
+        evals, best = await self.evals.all_and_best()
         return RunInfo(
             run=self.context.run,
             state=fields.state,
@@ -191,9 +187,11 @@ class Buffer:
             latest_version=fields.latest_version,
             checkpoint=fields.checkpoint,
             checkpoint_key=fields.checkpoint_key,
+            num_rollbacks=fields.num_rollbacks,
             components=components,
             waits=waits,
-            evals=await self.evals.all(),
+            evals=evals,
+            best=best,
             origin=await self.snapshots.origin(),
         )
 
@@ -201,6 +199,7 @@ class Buffer:
         """Redis is not what it was (restored from an older file): what is known beside the index is read again."""
         await self.catalog.reload()
         await self.lineages.load()
+        await self.settings.load()
 
     async def _tend(self) -> None:
         await replica.check(self.context)
@@ -226,16 +225,18 @@ class Buffer:
 
 
 def check_redis(recipe: Recipe) -> None:
-    """Before anything is served: Redis answers and promises to keep what it acknowledges.
+    """Before anything is served: Redis answers and promises to keep what it acknowledges, and the run's live settings
+    go with the recipe.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not, or they do not.
     """
 
     async def check() -> None:
         promise = Promise(recipe.buffer.redis_url, recipe.buffer.appendfsync)
         try:
             await promise.check_at_start()
+            await read_live(promise.redis, Keys(recipe.run.name), recipe)
         finally:
             await promise.aclose()
 

@@ -30,7 +30,6 @@ from tba_buffer.components import Components
 from tba_buffer.context import Context
 from tba_buffer.flow import DrawLimits, FlowSettings, draw_limits, sampling_wait
 from tba_buffer.glance import Glance, Glances
-from tba_buffer.index import Index
 from tba_buffer.lineage import fenced
 from tba_buffer.lost_payloads import lost_error
 from tba_buffer.prompts import Catalog
@@ -75,7 +74,6 @@ class Draws:
         self._glances = glances
         self._components = components
         self._flow = FlowSettings.of(context.recipe)
-        self._settings = DrawSettings.of(context.recipe)
         self._deadline_s = context.recipe.buffer.batch_deadline_s
 
     async def draw(self, request: BatchRequest) -> Drawn:
@@ -129,7 +127,7 @@ class Draws:
         of the wait that this comes to if it goes on; or the error that it comes to, when payloads are lost."""
         keys, now = self._context.keys, self._context.clock()
         try:
-            record, positions = self._slots(request, glance.index, now + self._deadline_s)
+            record, positions = self._slots(request, glance, now + self._deadline_s)
         except ValueError:  # no prompt can fill a slot any more
             return "rollouts"
         limits, slots = draw_limits(glance.counts, self._flow), record.slots()
@@ -142,6 +140,9 @@ class Draws:
                 keys.batch(record.batch_id),
                 keys.batches_since_mark,
                 keys.open_steps,
+                keys.settings,
+                keys.settings_changes,
+                keys.settings_effects,
             ],
             [
                 request.token,
@@ -154,6 +155,8 @@ class Draws:
                 round((self._deadline_s + RECORD_KEPT_S) * 1000),
                 record.num_rollouts,
                 *_limit_args(limits),
+                glance.live.revision,
+                now,
                 *(part for pair in slots.items() for part in pair),
             ],
             ("HMGET", keys.payloads, *record.rollout_ids),
@@ -177,14 +180,17 @@ class Draws:
                 )
         return "alternate-generate" if self._flow.alternate else "samples-per-insert"  # b"flow"
 
-    def _slots(self, request: BatchRequest, index: Index, deadline_s: float) -> tuple[BatchRecord, NDArray[np.integer]]:
+    def _slots(
+        self, request: BatchRequest, glance: Glance, deadline_s: float
+    ) -> tuple[BatchRecord, NDArray[np.integer]]:
         """A batch of slots drawn now, and the log positions of its rollouts [num_rollouts].
 
         Raises:
             ValueError: no prompt can fill a slot.
         """
-        seed = secrets.randbits(63)
-        slots = draw_slots(index, self._settings, seed)
+        seed, index = secrets.randbits(63), glance.index
+        settings = DrawSettings.of(glance.live.recipe, step=request.step)
+        slots = draw_slots(index, settings, seed)
         rows = np.concatenate([slot.rows for slot in slots])
         rollout_ids = iter(index.rollout_ids(rows))
         record = BatchRecord(
@@ -203,6 +209,7 @@ class Draws:
                 )
                 for slot in slots
             ],
+            most_on_policy_prob=settings.most_on_policy_prob,
         )
         return record, index.column("position", rows)
 

@@ -2,44 +2,27 @@
 
 An evaluation is 2 * num_prompts units: per prompt one of kind `sample` and one of kind `greedy`, always over the first
 held-out prompts in upload order. Units are leased (leases.py) before any visit; an expired lease puts its unit back.
-The first result of a unit counts. Unknown scores are left out of every mean and counted.
+The first result of a unit counts. Unknown scores are left out of every mean and counted (eval_summary.py). The best
+version is read off the finished evaluations (best_version.py).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tba.api import EvalInfo, EvalRequest, EvalResult, EvalResults
+from tba.api import BestVersion, EvalInfo, EvalRequest, EvalResult, EvalResults
 from tba.errors import BadRequestError, ConflictError, NotFoundError
+from tba_buffer.best_version import best_version
 from tba_buffer.context import Context
+from tba_buffer.eval_summary import count_unknown, summarise, summarise_first
+from tba_buffer.eval_units import KINDS, Unit
 from tba_buffer.lineage import fenced
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
-
-KINDS = ("sample", "greedy")
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One kind of one held-out prompt of one evaluation."""
-
-    eval_id: str
-    kind: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.eval_id}|{self.kind}|{self.number}"
-
-    @classmethod
-    def parse(cls, text: str) -> Unit:
-        """Read what `str` wrote."""
-        eval_id, kind, number = text.split("|")
-        return cls(eval_id, kind, int(number))
 
 
 class Evals:
@@ -74,6 +57,7 @@ class Evals:
             "num_prompts": num_prompts,
             "num_samples": request.num_samples,
             "success_reward": request.success_reward,
+            "pass_at": request.pass_at,
             "created_at_s": now,
             "deadline_s": now + request.timeout_s,
         }
@@ -104,15 +88,18 @@ class Evals:
             raise NotFoundError(f"there is no evaluation {eval_id!r}")
         return infos[0]
 
-    async def all(self) -> list[EvalInfo]:
-        """Every evaluation, oldest first.
+    async def all_and_best(self) -> tuple[list[EvalInfo], BestVersion | None]:
+        """Every evaluation, oldest first, and the best version among the finished ones.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
         with redis_errors("read the evaluations"):
             ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
-        return await self._read([eval_id.decode() for eval_id in ids])
+        documents = await self._read_documents([eval_id.decode() for eval_id in ids])
+        section = self._context.recipe.eval
+        best = best_version((document for document, _ in documents), section, num_heldout=len(self._catalog.heldout))
+        return [self._info(*pair) for pair in documents], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The stored documents of evaluations.
@@ -129,7 +116,11 @@ class Evals:
     async def results(self, eval_id: str, results: EvalResults) -> None:
         """Store results; idempotent by lease, and the first result of a unit counts.
 
+        Nothing is taken past the deadline: from then on the version is not held, so it may be gone, and what is gone
+        must not become the best version.
+
         Raises:
+            ConflictError: the evaluation has expired.
             NotFoundError: no such evaluation, or a lease that is not one of its leases.
             BadRequestError: the version is another one, or the number of rewards is not what was leased.
             UnavailableError: Redis did not answer.
@@ -141,6 +132,10 @@ class Evals:
             raise BadRequestError(f"{eval_id} evaluates version {document['version']}, not {results.version}")
         if document["state"] == "done" or not results.results:
             return
+        if self._is_expired(document):
+            raise ConflictError(
+                f"{eval_id} has expired, so its results are not taken any more; the trainer may ask for it again"
+            )
         keys = self._context.keys
         with redis_errors("read the leases"):
             units = await self._context.redis.hmget(keys.eval_units, [item.lease_id for item in results.results])
@@ -149,7 +144,7 @@ class Evals:
             if unit is None or Unit.parse(unit.decode()).eval_id != eval_id:
                 raise NotFoundError(f"lease {item.lease_id!r} is not a lease of {eval_id}")
             _check_result(item, Unit.parse(unit.decode()), document["num_samples"])
-            args += [item.lease_id, item.model_dump_json(include={"rewards", "num_response_tokens"})]
+            args += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
         num_done = await self._context.scripts.run(
             "eval_results",
             [keys.eval_units, keys.eval_results, keys.eval_done, keys.leases, keys.lease_deadlines],
@@ -159,32 +154,38 @@ class Evals:
             await self._finish(document)
 
     async def _read(self, eval_ids: Sequence[str]) -> list[EvalInfo]:
+        return [self._info(*pair) for pair in await self._read_documents(eval_ids)]
+
+    async def _read_documents(self, eval_ids: Sequence[str]) -> list[tuple[dict[str, Any], int]]:
+        """The stored evaluations, each with the number of its units that are done."""
         documents = await self.documents(eval_ids)
         if not documents:
             return []
         with redis_errors("read the evaluations"):
             counts = await self._context.redis.hmget(self._context.keys.eval_done, list(documents))
-        infos = []
+        found = []
         for document, count in zip(documents.values(), counts, strict=True):
             num_units, num_done = len(KINDS) * document["num_prompts"], int(count or 0)
             if document["state"] == "pending" and num_done >= num_units:
                 document = await self._finish(document)  # the process died between the last result and this
-            infos.append(self._info(document, num_done))
-        return infos
+            found.append((document, num_done))
+        return found
 
     def _info(self, document: dict[str, Any], num_done: int) -> EvalInfo:
-        state = document["state"]
-        if state == "pending" and document["deadline_s"] <= self._context.clock():
-            state = "expired"
+        state = "expired" if self._is_expired(document) else document["state"]
         return EvalInfo(
             eval_id=document["eval_id"],
             version=document["version"],
             state=state,
             num_prompts=document["num_prompts"],
             num_done=document["num_prompts"] if state == "done" else num_done // len(KINDS),
+            num_samples=document["num_samples"],
             created_at_s=document["created_at_s"],
             **document.get("summary", {}),
         )
+
+    def _is_expired(self, document: dict[str, Any]) -> bool:
+        return document["state"] == "pending" and document["deadline_s"] <= self._context.clock()
 
     async def _finish(self, document: dict[str, Any]) -> dict[str, Any]:
         eval_id, keys, redis = document["eval_id"], self._context.keys, self._context.redis
@@ -195,8 +196,7 @@ class Evals:
             if any(text is None for text in texts):  # another request has just finished it
                 return (await self.documents([eval_id]))[eval_id]
             results = {unit: json.loads(text) for unit, text in zip(units, texts, strict=True)}
-            summary = summarise(results, success_reward=document["success_reward"])
-            done = {**document, "state": "done", "summary": {**summary, "finished_at_s": self._context.clock()}}
+            done = self._done(document, results)
             ended = [lease for lease, unit in leases.items() if Unit.parse(unit.decode()).eval_id == eval_id]
             async with redis.pipeline(transaction=True) as pipe:
                 pipe.hset(keys.evals, eval_id, json.dumps(done))
@@ -208,36 +208,21 @@ class Evals:
         self._context.changed.notify()
         return done
 
-
-def summarise(results: dict[Unit, dict[str, list[Any]]], *, success_reward: float) -> dict[str, float | int | None]:
-    """The numbers of a finished evaluation.
-
-    Accuracy is the mean over prompts of the share of successes among the known scores of that prompt; prompts without
-    a known score are left out. None where nothing is known.
-    """
-    successes: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    rewards: list[float] = []
-    lengths: list[int] = []
-    num_unknown = 0
-    for unit, result in results.items():
-        known = [reward for reward in result["rewards"] if reward is not None]
-        num_unknown += len(result["rewards"]) - len(known)
-        if known:
-            successes[unit.kind].append(float(np.mean([reward >= success_reward for reward in known])))
-        if unit.kind == "sample":
-            rewards += known
-            lengths += result["num_response_tokens"]
-    return {
-        "accuracy": _mean(successes["sample"]),
-        "greedy_accuracy": _mean(successes["greedy"]),
-        "mean_reward": _mean(rewards),
-        "mean_response_tokens": _mean(lengths),
-        "num_unknown": num_unknown,
-    }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+    def _done(self, document: dict[str, Any], results: dict[Unit, dict[str, Any]]) -> dict[str, Any]:
+        """The document of a finished evaluation: its numbers, and those that versions are compared by."""
+        how = {"success_reward": document["success_reward"], "pass_at": document.get("pass_at", ())}
+        num_first = min(document["num_prompts"], self._context.recipe.eval.num_prompts_compared)
+        numbers, first = summarise(results, **how), summarise_first(results, num_first, **how)
+        return {
+            **document,
+            "state": "done",
+            "summary": {**numbers.model_dump(mode="json"), "finished_at_s": self._context.clock()},
+            "first": {
+                "num_prompts": num_first,
+                "numbers": first.model_dump(mode="json"),
+                "num_unknown": count_unknown(results, num_first),
+            },
+        }
 
 
 def _check_result(item: EvalResult, unit: Unit, num_samples: int) -> None:
@@ -247,5 +232,9 @@ def _check_result(item: EvalResult, unit: Unit, num_samples: int) -> None:
             f"lease {item.lease_id!r} ({unit.kind}) asked for {wanted} completions, got {len(item.rewards)} rewards "
             f"and {len(item.num_response_tokens)} lengths"
         )
-    if not all(reward is None or np.isfinite(reward) for reward in item.rewards):
-        raise BadRequestError(f"lease {item.lease_id!r}: a reward is not finite; an unknown score is null")
+    if item.log_ratios is not None and len(item.log_ratios) != wanted:
+        raise BadRequestError(f"lease {item.lease_id!r}: {len(item.log_ratios)} log-ratios of {wanted} completions")
+    measured = (item.distinct_1, item.distinct_2, item.distinct_3, item.embedding_distance)
+    numbers = (*item.rewards, *(item.log_ratios or ()), *measured)
+    if not all(number is None or np.isfinite(number) for number in numbers):
+        raise BadRequestError(f"lease {item.lease_id!r}: a number is not finite; an unknown one is null")

@@ -15,6 +15,7 @@ from tba_buffer.coalesce import Coalesced
 from tba_buffer.context import Context
 from tba_buffer.flow import FlowCounts
 from tba_buffer.index import Index
+from tba_buffer.settings import Live, Settings
 from tba_buffer.view import IndexView
 
 
@@ -26,6 +27,9 @@ class Glance:
     token: str | None
     lineage: int
     latest_version: str | None
+    step: int
+    """The last acked step."""
+    live: Live
     counts: FlowCounts
     index: Index
 
@@ -36,13 +40,22 @@ class Glances:
     Args:
         context: Redis and settings.
         view: the index.
+        settings: the live ones.
     """
 
-    def __init__(self, context: Context, view: IndexView) -> None:
+    def __init__(self, context: Context, view: IndexView, settings: Settings) -> None:
         self._context = context
         self._view = view
+        self._settings = settings
         keys = context.keys
-        self._keys = [keys.run, keys.counters, keys.open_batches, keys.batches_since_mark, keys.open_steps]
+        self._keys = [
+            keys.run,
+            keys.counters,
+            keys.open_batches,
+            keys.batches_since_mark,
+            keys.open_steps,
+            keys.settings,
+        ]
         self._looking = Coalesced(self._look, asyncio.Lock())
         self._last: Glance | None = None
 
@@ -70,7 +83,7 @@ class Glances:
 
     async def _look(self) -> None:
         reply = await self._context.scripts.run("glance", self._keys, [self._context.clock()])
-        (state, token, lineage, latest_version), numbers, batches_since_mark = reply
+        (state, token, lineage, latest_version, step), numbers, batches_since_mark, revision = reply
         position, inserted, leased, drawn, void, inserted_at_mark, marks = (int(number or 0) for number in numbers)
         index = self._view.index
         if index.position != position or self._context.replica.refused is not None:
@@ -80,6 +93,8 @@ class Glances:
             token=_text(token),
             lineage=int(lineage or 0),
             latest_version=_text(latest_version),
+            step=int(step or 0),
+            live=await self._settings.at(int(revision or 0)),
             counts=FlowCounts(
                 stored=index.num_scored,
                 pending=index.num_pending,

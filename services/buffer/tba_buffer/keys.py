@@ -41,7 +41,7 @@ the pieces of a base that was never completed expire by themselves.
 |                 |        | checkpoint_key; lineage_position (log position at the start of    | command, checkpoint,  |
 |                 |        | the lineage); origin (JSON of the snapshot that the run began     | adopt                 |
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
-|                 |        | loaded), forked_from                                              |                       |
+|                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
 | announced       | hash   | every version that a mark announced -> log position of that mark  | mark                  |
 | open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw, ack, glance,    |
@@ -53,13 +53,23 @@ the pieces of a base that was never completed expire by themselves.
 | batch:<id>      | string | msgpack: what was drawn, until some time after its deadline       | draw                  |
 | ledger          | list   | JSON lines in order: acked batches and resumes                    | ack, lineage          |
 | ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack                   |
+| settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings, effects,    |
+|                 |        | that were changed; seen:<name> -> revision up to which            | lineage               |
+|                 |        | effects.lua has looked for changes of it in this lineage          |                       |
+| settings_       | list   | JSON lines, one per revision, oldest first: who changed what      | settings              |
+| changes         |        |                                                                   |                       |
+| settings_       | zset   | JSON of where a change took effect -> its revision                | effects               |
+| effects         |        |                                                                   |                       |
+| settings_       | hash   | request id -> revision that it made                               | settings              |
+| requests        |        |                                                                   |                       |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
 Counters: log_position (of the last event); evicted_number (of the last eviction); generated, loaded (from a snapshot),
 scored_total, pushed:<outcome>, refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome>
 (ever); inflight (rollouts that open train leases still owe); drawn, void (rollouts drawn; of those, in batches that
-became void), trained, batches; slots:<what>; leases:<what>; marks; scored_at_mark. What is stored now (live, by status,
-bytes) is not counted: the index knows.
+became void), trained, batches; skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches);
+slots:<what>; leases:<what>; marks; scored_at_mark. What is stored now (live, by status, bytes) is not counted: the
+index knows.
 """
 
 from __future__ import annotations
@@ -106,6 +116,10 @@ class Keys:
         self.batches_since_mark = self._prefix + "batches_since_mark"
         self.announced = self._prefix + "announced"
         self.ledger = self._prefix + "ledger"
+        self.settings = self._prefix + "settings"
+        self.settings_changes = self._prefix + "settings_changes"
+        self.settings_effects = self._prefix + "settings_effects"
+        self.settings_requests = self._prefix + "settings_requests"
         self.ledger_steps = self._prefix + "ledger_steps"
 
     def batch(self, batch_id: str) -> str:

@@ -19,10 +19,10 @@ import time
 from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
 from tba_buffer.askers import Askers
 from tba_buffer.context import Context
-from tba_buffer.evals import Evals, Unit
+from tba_buffer.eval_units import Unit
+from tba_buffer.evals import Evals
 from tba_buffer.flow import FlowSettings, generation_room
 from tba_buffer.glance import Glance, Glances
-from tba_buffer.index import Index
 from tba_buffer.prompts import Catalog, VisitOrder
 from tba_buffer.redis_link import redis_errors
 
@@ -60,6 +60,10 @@ class Leases:
             keys.eval_todo,
             keys.eval_units,
             keys.eval_results,
+            keys.run,
+            keys.settings,
+            keys.settings_changes,
+            keys.settings_effects,
         ]
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
@@ -73,7 +77,7 @@ class Leases:
             glance = await self._glances.read()
             room, wait = self._room(glance)
             if glance.state in ("running", "stopping"):
-                leases = await self._claim(request, room if wait is None else 0, glance.index)
+                leases = await self._claim(request, room if wait is None else 0, glance)
         if leases:
             self._askers.served(request.searcher_id)
             retry_after_s = 0.0
@@ -117,7 +121,7 @@ class Leases:
             return 0, "no-prompts"
         return generation_room(glance.counts, self._flow)
 
-    async def _claim(self, request: LeaseRequest, room: int | None, index: Index) -> list[Lease]:
+    async def _claim(self, request: LeaseRequest, room: int | None, glance: Glance) -> list[Lease]:
         now, sampling = self._context.clock(), self._context.recipe.sampling
         lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
         max_train = request.max_leases if room is None else min(request.max_leases, math.ceil(room / num_visit))
@@ -125,7 +129,7 @@ class Leases:
         for _ in range(ATTEMPTS):
             with redis_errors("read the cursor"):
                 cursor = ((await self._context.redis.get(self._context.keys.cursor)) or b"").decode()
-            candidates = self._order.next(cursor, max_train, index)
+            candidates = self._order.next(cursor, max_train, glance.index)
             moved, *flat = await self._context.scripts.run(
                 "lease",
                 self._keys,
@@ -139,16 +143,18 @@ class Leases:
                     -1 if room is None else room,
                     cursor,
                     len(candidates),
+                    glance.live.revision,
                     *lease_ids,
                     *(part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)),
                     *request.refused_versions,
                 ],
             )
             if flat or not moved:
-                return await self._leases(flat, lease_s)
+                sampling_temperature = glance.live.recipe.searcher.sampling_temperature.at(glance.step)
+                return await self._leases(flat, lease_s, sampling_temperature)
         return []
 
-    async def _leases(self, flat: list[bytes | int], lease_s: float) -> list[Lease]:
+    async def _leases(self, flat: list[bytes | int], lease_s: float, sampling_temperature: float) -> list[Lease]:
         rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
         eval_ids = sorted({Unit.parse(row[2]).eval_id for row in rows if row[0] == "eval"})
         documents = await self._evals.documents(eval_ids)
@@ -163,6 +169,7 @@ class Leases:
                     visit_id=subject,
                     prompt=found[1],
                     num_rollouts=int(num),
+                    temperature=sampling_temperature,
                     expires_in_s=lease_s,
                 )
             else:
@@ -178,6 +185,7 @@ class Leases:
             visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
             prompt=self._catalog.heldout[unit.number],
             num_rollouts=1 if unit.kind == "greedy" else document["num_samples"],
+            temperature=0.0 if unit.kind == "greedy" else self._context.recipe.model.policy_temperature,
             expires_in_s=lease_s,
             eval_id=unit.eval_id,
             version=document["version"],

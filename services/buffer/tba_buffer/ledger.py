@@ -34,7 +34,11 @@ def batch_line(record: BatchRecord, request: AckRequest, *, acked_at_s: float) -
         "slots": record.slots(),
         "num_rollouts": record.num_rollouts,
         "rollout_ids": [rollout_id.hex() for rollout_id in record.rollout_ids],
+        "most_on_policy_prob": record.most_on_policy_prob,
+        "settings_revision": request.settings_revision,
         "metrics": request.metrics,
+        "skipped": request.skipped,
+        "refused": request.refused,
     }
 
 

@@ -57,6 +57,8 @@ class Lineages:
     async def new(self, request: LineageRequest) -> LineageReply:
         """A trainer starts from `request.parent`; a request id that took a lineage before gets that one again.
 
+        A registered checkpoint after the parent gives its place to the parent's, or to none, in the same call.
+
         Raises:
             ConflictError: no trainer ever made the parent version: it is not the start of its lineage, and was neither
                 acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
@@ -89,6 +91,7 @@ class Lineages:
                 keys.announced,
                 keys.lineage_requests,
                 keys.replica,
+                keys.settings,
             ],
             [
                 token,
@@ -98,6 +101,8 @@ class Lineages:
                 json.dumps(line),
                 request.request_id,
                 self._context.replica.number,
+                request.checkpoint_key or "",
+                int(request.rollback),
             ],
         )
         if reply == replica.SUPERSEDED:

@@ -125,12 +125,14 @@ def _counters(levels: Levels) -> Iterator[Metric]:
     for name, counted, text in (
         ("tba_drawn_rollouts", "drawn", "Rollouts drawn for batches"),
         ("tba_void_rollouts", "void", "Rollouts of drawn batches that became void"),
-        ("tba_trained_rollouts", "trained", "Rollouts of batches that a step consumed"),
+        ("tba_trained_rollouts", "trained", "Rollouts of batches that a step was made with"),
         ("tba_sync_marks", "marks", "Versions announced"),
     ):
         yield CounterMetricFamily(name, text, value=counters.get(counted, 0))
     events = {"drawn": counters.get("batches", 0), "acked": levels.num_acked}
     yield _by("tba_buffer_batches", "Batches, by what became of them", "event", events)
+    yield _by("tba_trainer_refused", "Rollouts that the trainer refused", "reason", levels.group("trainer_refused"))
+    yield _by("tba_skipped_batches", "Batches consumed by a step that skipped them", "reason", levels.group("skipped"))
     slots = levels.group("slots")
     kinds = {kind: slots.get(kind, 0) for kind in ("recent", "replay", "fallback")}
     yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)

@@ -1,6 +1,6 @@
 """The state of the run, in Redis: what is allowed now, and where the living lineage stands.
 
-running <-> paused        pause, resume (operator)
+running <-> paused        pause (operator, or a guard of the trainer with the living token), resume (operator)
 running, paused -> stopping        stop (operator): no new visits, no new batches; evaluations go on
 any -> done, failed                done, fail (the trainer with the living token)
 stopping, done, failed -> running  a new lineage: a trainer starts again
@@ -41,6 +41,7 @@ class RunFields:
     latest_version: str | None
     checkpoint: str | None
     checkpoint_key: str | None
+    num_rollbacks: int
 
 
 class RunControl:
@@ -71,18 +72,20 @@ class RunControl:
             latest_version=fields.get("latest_version"),
             checkpoint=fields.get("checkpoint"),
             checkpoint_key=fields.get("checkpoint_key"),
+            num_rollbacks=int(fields.get("rollbacks", 0)),
         )
 
     async def command(self, name: Command, command: RunCommand) -> None:
         """Change the state; repeating a command changes nothing.
 
         Raises:
-            FencedError: done or fail without the living token.
+            FencedError: done or fail without the living token; any command with another token.
             ConflictError: the state does not allow it.
             UnavailableError: Redis did not answer.
         """
         state, allowed_from, needs_token = COMMANDS[name]
-        args = [state, command.reason or "", command.token or "", int(needs_token), *allowed_from]
+        checks_token = needs_token or command.token is not None
+        args = [state, command.reason or "", command.token or "", int(checks_token), *allowed_from]
         reply = await self._context.scripts.run("command", [self._context.keys.run], args)
         if reply[0] == b"fenced":
             raise fenced(f"the command {name!r}")

@@ -54,13 +54,13 @@ class DrawSettings:
     min_distinct: int = 2
 
     @classmethod
-    def of(cls, recipe: Recipe) -> DrawSettings:
-        """The settings of a run."""
+    def of(cls, recipe: Recipe, *, step: int = 1) -> DrawSettings:
+        """The settings of a run for the batch of optimizer step `step` (1 is the first)."""
         sampling = recipe.sampling
         return cls(
             prompts_per_batch=sampling.prompts_per_batch,
             group_size=sampling.group_size,
-            most_on_policy_prob=sampling.most_on_policy_prob,
+            most_on_policy_prob=sampling.most_on_policy_prob.at(step - 1),
             inverse_temperature=sampling.reward_inverse_temperature,
             uniform_share=sampling.uniform_share,
             prioritise=sampling.prioritise,

@@ -37,8 +37,9 @@ NAMES = (
     "draw",
     "ack",
     "adopt",
+    "settings",
 )
-PRELUDES = {"lease": "release", "return": "release"}
+PRELUDES = {"lease": ("release", "effects"), "return": ("release",), "draw": ("effects",), "ack": ("effects",)}
 
 
 class Scripts:
@@ -54,7 +55,7 @@ class Scripts:
         folder = files("tba_buffer") / "lua"
         self._scripts = {}
         for name in NAMES:
-            parts = [PRELUDES[name], name] if name in PRELUDES else [name]
+            parts = [*PRELUDES.get(name, ()), name]
             self._scripts[name] = redis.register_script("\n".join((folder / f"{p}.lua").read_text() for p in parts))
 
     async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:

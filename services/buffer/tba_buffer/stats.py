@@ -169,6 +169,8 @@ class StatsReader:
             rollouts_generated=generated,
             rollouts_drawn=counters.get("drawn", 0),
             rollouts_trained=trained,
+            rollouts_refused_by_trainer=levels.group("trainer_refused"),
+            batches_skipped=levels.group("skipped"),
             samples_per_insert=trained / generated if generated else None,
             slots=slots,
             unique_ratio=_ratio(slots, "distinct_rollouts", "rollouts"),

@@ -2,7 +2,8 @@
 
 complete visits --scoring--> scored visits --pushing--> buffer
 
-scoring   waits for visits; while the reward service is away ("reward-unreachable", deadline score_retry_s; after
+scoring   asks the reward service, and the starting model for ref log-probs where the objective places them here;
+          waits for visits; while the reward service is away ("reward-unreachable", deadline score_retry_s; after
           one such deadline further visits are tried once each, until the service answers again)
 pushing   waits for scored visits; while the buffer is busy (the wait it names) or away ("buffer-unreachable",
           deadline retry_s, then the searcher ends with an error)
@@ -11,6 +12,7 @@ pushing   waits for scored visits; while the buffer is busy (the wait it names) 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,9 +22,12 @@ import numpy as np
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreResult
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
-from tba.errors import BadReplyError, BadRequestError, NotFoundError, WaitTimeoutError
+from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundError, WaitTimeoutError
 from tba.logs import get_logger
-from tba.wire import Rollout, Sampling, encode_rollout, new_rollout_id
+from tba.versions import START
+from tba.wire import RefLogprob, Rollout, Sampling, encode_rollout, new_rollout_id
+from tba_searcher.evaluating import Measures, unknown_result
+from tba_searcher.reference import StartingModel
 from tba_searcher.status import Status
 from tba_searcher.text import TextCodec
 from tba_searcher.visits import Visit
@@ -51,14 +56,17 @@ class _Scored:
     visit: Visit
     payloads: list[bytes]
     """Encoded rollouts; none for an evaluation."""
-    rewards: list[float | None]
-    num_response_tokens: list[int]
+    result: EvalResult | None = None
+    """Of an evaluation."""
 
 
 class Delivery:
     """Scores and pushes complete visits.
 
     `on_reply` is told about every push reply, which carries the newest version and the run's state.
+
+    Args:
+        reference: computes the ref log-prob of every rollout; None: rollouts carry none.
     """
 
     def __init__(
@@ -68,10 +76,12 @@ class Delivery:
         buffer: BufferClient,
         reward: RewardClient,
         codec: TextCodec,
+        measures: Measures,
+        reference: StartingModel | None,
         status: Status,
     ) -> None:
         self._recipe, self._buffer, self._reward = recipe, buffer, reward
-        self._codec, self._status = codec, status
+        self._codec, self._measures, self._reference, self._status = codec, measures, reference, status
         self.on_reply: Callable[[PushReply], None] | None = None
         self._complete: asyncio.Queue[Visit] = asyncio.Queue()
         self._scored: asyncio.Queue[_Scored] = asyncio.Queue()
@@ -96,8 +106,7 @@ class Delivery:
     def put_unknown(self, visit: Visit) -> None:
         """Report an evaluation whose prompt cannot be sampled: all its scores are unknown."""
         self._open.add(visit.lease.lease_id)
-        num = visit.lease.num_rollouts
-        self._scored.put_nowait(_Scored(visit, [], [None] * num, [0] * num))
+        self._scored.put_nowait(_Scored(visit, [], unknown_result(visit)))
 
     async def score_forever(self) -> None:
         """Score visits, as many at once as fit into one push."""
@@ -116,7 +125,7 @@ class Delivery:
             while not self._scored.empty():
                 batch.append(self._scored.get_nowait())
             await self._push([payload for item in batch for payload in item.payloads])
-            await self._report([item for item in batch if item.visit.pinned is not None])
+            await self._report([(item.visit, item.result) for item in batch if item.result is not None])
             self._open.difference_update(item.visit.lease.lease_id for item in batch)
 
     async def _score(self, visits: list[Visit]) -> None:
@@ -141,13 +150,17 @@ class Delivery:
         at = 0
         for visit in visits:
             end = at + len(visit.completions)
-            payloads = []
             if visit.pinned is None:
-                rollouts = [self._rollout(visit, i - at, ids[i], texts[i], results[i]) for i in range(at, end)]
-                payloads = [encode_rollout(rollout) for rollout in rollouts]
-            rewards = [result.reward if isinstance(result, ScoreResult) else None for result in results[at:end]]
-            lengths = [len(completion.response_tokens) for completion in visit.completions]
-            self._scored.put_nowait(_Scored(visit, payloads, rewards, lengths))
+                refs = await self._ref_logprobs(visit)
+                rollouts = [
+                    self._rollout(visit, i - at, ids[i], texts[i], results[i], refs[i - at]) for i in range(at, end)
+                ]
+                scored = _Scored(visit, [encode_rollout(rollout) for rollout in rollouts])
+            else:
+                rewards = [result.reward if isinstance(result, ScoreResult) else None for result in results[at:end]]
+                measured = await asyncio.to_thread(self._measures.result, visit, texts[at:end], rewards)
+                scored = _Scored(visit, [], measured)
+            self._scored.put_nowait(scored)
             at = end
 
     async def _results(self, items: list[ScoreItem]) -> list[ScoreResult] | list[str]:
@@ -176,7 +189,27 @@ class Delivery:
         self._status.counts["scores_pending"] += len(items)
         return [reason] * len(items)
 
-    def _rollout(self, visit: Visit, index: int, rollout_id: bytes, text: str, result: ScoreResult | str) -> Rollout:
+    async def _ref_logprobs(self, visit: Visit) -> list[RefLogprob | None]:
+        """Of every completion; one that is not finite stays unknown, and the trainer refuses that rollout."""
+        if self._reference is None:
+            return [None] * len(visit.completions)
+        responses = [completion.response_tokens for completion in visit.completions]
+        sums = await asyncio.to_thread(self._reference.sums, [visit.prompt_tokens] * len(responses), responses)
+        unknown = [value for value in sums if not math.isfinite(value)]
+        if unknown:
+            self._status.counts["ref_logprobs_unknown"] += len(unknown)
+            log.error("ref log-probs are not finite", lease_id=visit.lease.lease_id, num_rollouts=len(unknown))
+        return [RefLogprob(value=value, version=START) if math.isfinite(value) else None for value in sums]
+
+    def _rollout(
+        self,
+        visit: Visit,
+        index: int,
+        rollout_id: bytes,
+        text: str,
+        result: ScoreResult | str,
+        ref_logprob: RefLogprob | None,
+    ) -> Rollout:
         completion, lease = visit.completions[index], visit.lease
         if isinstance(result, str):
             status, reason, reward, reward_version = "pending", result, None, None
@@ -197,9 +230,9 @@ class Delivery:
             response_text=text,
             finish_reason=completion.finish_reason,
             version_spans=completion.version_spans,
-            sampling=Sampling(temperature=visit.temperature),
+            sampling=Sampling(temperature=visit.lease.temperature),
             sampler_logprobs=completion.sampler_logprobs,
-            ref_logprob=None,
+            ref_logprob=ref_logprob,
             reward=reward,
             reward_status=status,
             reward_reason=reason,
@@ -236,18 +269,16 @@ class Delivery:
             if self.on_reply is not None:
                 self.on_reply(reply)
 
-    async def _report(self, items: list[_Scored]) -> None:
+    async def _report(self, items: list[tuple[Visit, EvalResult]]) -> None:
         by_eval: dict[tuple[str, str], list[EvalResult]] = {}
-        for item in items:
-            lease = item.visit.lease
-            result = EvalResult(
-                lease_id=lease.lease_id, rewards=item.rewards, num_response_tokens=item.num_response_tokens
-            )
-            by_eval.setdefault((lease.eval_id or "", str(item.visit.pinned)), []).append(result)
+        for visit, result in items:
+            by_eval.setdefault((visit.lease.eval_id or "", str(visit.pinned)), []).append(result)
         for (eval_id, version), results in by_eval.items():
             body = EvalResults(searcher_id=self._status.searcher_id, version=version, results=results)
             try:
                 await self._to_buffer(lambda eval_id=eval_id, body=body: self._buffer.eval_results(eval_id, body))
+            except ConflictError as error:  # it has expired: nothing is wrong here
+                log.warning("evaluation results too late", eval_id=eval_id, detail=str(error))
             except (BadRequestError, NotFoundError) as error:
                 log.error("evaluation results refused", eval_id=eval_id, detail=str(error))
             else:

@@ -198,11 +198,9 @@ class SearcherLoop:
         for lease in reply.leases:
             if lease.lease_id in returned:
                 continue
-            temperatures = {"train": self._recipe.searcher.sampling_temperature, "greedy": 0.0}
             visit = Visit(
                 lease=lease,
                 prompt_tokens=self._codec.encode_prompt(lease.prompt.text),
-                temperature=temperatures.get(lease.kind, self._recipe.model.policy_temperature),
                 pinned=None if lease.version is None or lease.kind == "train" else PolicyVersion.parse(lease.version),
             )
             num_tokens = len(visit.prompt_tokens)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tba.errors import DigestError, TbaError
 from tba.versions import PolicyVersion
@@ -17,10 +19,10 @@ from tba_searcher.engines.base import Engine
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """One version whose tensors lie in `path`, digest verified."""
+    """One version whose tensors lie in `paths`, digests verified."""
 
     version: PolicyVersion
-    path: Path
+    paths: tuple[Path, ...]
     manifest: Manifest
 
 
@@ -44,7 +46,7 @@ class PulledVersions:
         """
         folder = self._folder / f"model-{version}"
         manifest = self._versions.download(version, folder)
-        return Pulled(version, folder / "model.safetensors", manifest), folder
+        return Pulled(version, tuple(folder / stored.name for stored in manifest.tensors), manifest), folder
 
     def fetch(self, version: PolicyVersion) -> Pulled:
         """Pull the tensors of a version.
@@ -52,8 +54,8 @@ class PulledVersions:
         Raises:
             StoreError, MalformedError
         """
-        path = self._folder / f"{version}.safetensors"
-        return Pulled(version, path, self._versions.download_tensors(version, path))
+        manifest, paths = self._versions.download_tensors(version, self._folder / f"tensors-{version}")
+        return Pulled(version, tuple(paths), manifest)
 
     def add(self, pulled: Pulled) -> None:
         """A version has arrived."""
@@ -66,10 +68,23 @@ class PulledVersions:
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
         """Delete every other version's tensors."""
         for version in set(self._pulled) - set(versions):
-            self._pulled.pop(version).path.unlink(missing_ok=True)
+            for path in self._pulled.pop(version).paths:
+                path.unlink(missing_ok=True)
 
 
-def check_loaded(engine: Engine, manifest: Manifest) -> None:
+class Loaded(Protocol):
+    """A model in memory: an engine, or the reference."""
+
+    def params_sha256(self) -> str:
+        """`tba.wire.manifest.params_digest` over its parameters."""
+        ...
+
+    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probs [R] at temperature 1 of a given response."""
+        ...
+
+
+def check_loaded(engine: Loaded, manifest: Manifest) -> None:
     """The two checks before a version may be used: the parameters the engine holds, and the canary.
 
     Raises:
@@ -94,9 +109,9 @@ def check_loaded(engine: Engine, manifest: Manifest) -> None:
 def swap(engine: Engine, new: Pulled, old: Pulled) -> TbaError | None:
     """Load `new` and check it; where that fails, load `old` again and return the reason."""
     try:
-        engine.load_weights(new.path, new.version)
+        engine.load_weights(new.paths, new.version)
         check_loaded(engine, new.manifest)
     except TbaError as error:
-        engine.load_weights(old.path, old.version)
+        engine.load_weights(old.paths, old.version)
         return error
     return None

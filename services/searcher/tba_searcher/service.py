@@ -17,15 +17,19 @@ from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
+from tba.model_folder import check_embedding_model
 from tba.store import open_store
 from tba.threads import in_thread
 from tba.tokens import role_token
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_searcher.delivery import Delivery
+from tba_searcher.diversity import Embedder
 from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.evaluating import Measures
 from tba_searcher.loop import BEAT_S, SearcherLoop
 from tba_searcher.pulling import Pulled, PulledVersions, check_loaded
+from tba_searcher.reference import StartingModel, load_starting_model
 from tba_searcher.seeds import engine_seed, new_searcher_id
 from tba_searcher.status import Status
 from tba_searcher.text import TextCodec
@@ -46,6 +50,7 @@ def run_searcher(recipe: Recipe) -> None:
     """
     torch.set_num_threads(recipe.searcher.torch_num_threads)
     check_device(recipe.searcher.device)
+    check_embedding_model(recipe.eval.embedding_model)
     with tempfile.TemporaryDirectory(prefix="tba-searcher-", ignore_cleanup_errors=True) as folder:
         asyncio.run(_Service(recipe, Path(folder)).run())
 
@@ -77,7 +82,8 @@ class _Service:
         self._buffer = BufferClient(recipe.buffer_url, token=token, **patience)
         self._beats = BufferClient(recipe.buffer_url, token=token, retry_s=0, timeout_s=5)
         self._reward = RewardClient(recipe.reward_url, token=token, **patience)
-        self._pulled = PulledVersions(WeightVersions(open_store(recipe.store), recipe.run.name), folder)
+        self._versions, self._folder = WeightVersions(open_store(recipe.store), recipe.run.name), folder
+        self._pulled = PulledVersions(self._versions, folder)
 
     async def run(self) -> None:
         """Start, run, stop."""
@@ -146,6 +152,7 @@ class _Service:
     def _build(self, pulled: Pulled, folder: Path) -> SearcherLoop:
         """Engine and loop around one version (blocking: loads the model)."""
         recipe, settings = self._recipe, self._recipe.searcher
+        reference = self._reference()
         engine = EmbeddedEngine(
             folder,
             pulled.version,
@@ -165,7 +172,20 @@ class _Service:
         log.info("engine ready", version=str(pulled.version), eos_ids=eos_ids, num_slots=settings.num_slots)
         self._status.counts["weight_loads"] += 1
         self._status.version, self._status.state = pulled.version, "running"
-        delivery = Delivery(recipe, buffer=self._buffer, reward=self._reward, codec=codec, status=self._status)
+        embedder = None if recipe.eval.embedding_model is None else Embedder(recipe.eval.embedding_model)
+        carried = recipe.objective.reference_placement == "searcher"
+        delivery = Delivery(
+            recipe,
+            buffer=self._buffer,
+            reward=self._reward,
+            codec=codec,
+            measures=Measures(
+                reference_sums=reference.sums_of_prompt if reference and recipe.eval.kl_to_reference else None,
+                embedder=embedder,
+            ),
+            reference=reference if carried else None,
+            status=self._status,
+        )
         return SearcherLoop(
             recipe,
             engine=engine,
@@ -179,6 +199,22 @@ class _Service:
             status=self._status,
             stop=self._stop,
         )
+
+    def _reference(self) -> StartingModel | None:
+        """The starting model, where rollouts or evaluations need its log-probs."""
+        recipe = self._recipe
+        if not recipe.searchers_hold_start:
+            return None
+        reference = load_starting_model(
+            self._versions,
+            self._folder,
+            asked_by=recipe.why_searchers_hold_start,
+            temperature=recipe.model.policy_temperature,
+            device=recipe.searcher.device,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
+        log.info("reference ready", version=str(START))
+        return reference
 
     async def _beat_while_starting(self) -> None:
         while True:

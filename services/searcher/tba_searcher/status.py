@@ -17,6 +17,7 @@ COUNTERS = (
     "rollouts_refused",
     "scores_pending",
     "scores_failed",
+    "ref_logprobs_unknown",
     "evals_reported",
     "weight_loads",
     "refused_versions",

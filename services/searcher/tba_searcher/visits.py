@@ -17,7 +17,6 @@ class Visit:
 
     lease: Lease
     prompt_tokens: tuple[int, ...]
-    temperature: float
     pinned: PolicyVersion | None
     num_submitted: int = 0
     completions: list[Completion] = field(default_factory=list)
@@ -102,7 +101,7 @@ class Backlog:
         return Request(
             request_id=f"{visit.lease.lease_id}/{visit.num_submitted}",
             prompt_tokens=visit.prompt_tokens,
-            temperature=visit.temperature,
+            temperature=visit.lease.temperature,
             max_response_tokens=self._max_response_tokens,
             eos_ids=self._eos_ids,
         )

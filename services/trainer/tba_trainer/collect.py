@@ -20,15 +20,16 @@ def versions_to_delete(
 ) -> list[PolicyVersion]:
     """Versions beyond the newest `keep`, except those that something still holds.
 
-    Held are: the starting model, the announced version, those of live components and of pending evaluations, those
-    that a checkpoint in the store was taken at, and the versions that the lineages of the living or of a checkpoint
-    started from.
+    Held are: the starting model, the announced version, the best one, those of live components and of pending
+    evaluations, those that a checkpoint in the store was taken at, and the versions that the lineages of the living or
+    of a checkpoint started from. What becomes the best after `info` was read was being evaluated then, so it is held.
     """
     checkpoints = list(checkpoints)
     lineages = {info.lineage, *(version.lineage for version in checkpoints)}
     named = [
         info.latest_version,
         info.checkpoint,
+        info.best and info.best.version,
         *(component.version for component in info.components if component.alive),
         *(evaluation.version for evaluation in info.evals if evaluation.state == "pending"),
         *(info.parents.get(lineage) for lineage in lineages),

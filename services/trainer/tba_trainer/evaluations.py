@@ -10,7 +10,7 @@ import time
 
 from tba.api import EvalInfo, EvalRequest
 from tba.clients import BufferClient
-from tba.config.sections import EvalSection
+from tba.config.evaluation import EvalSection
 from tba.errors import FencedError, TbaError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
@@ -25,19 +25,32 @@ class Evaluations:
 
     Args:
         token: of the lineage.
-        start_step: step that this trainer starts from; what was due before is not asked for again.
+        start_step: step that this trainer starts from.
+        sync_interval: steps between published versions. What became due after the last of them before `start_step`
+            has not been asked for; what was due before has, and is not asked for again.
         enabled: False when nobody would do them.
     """
 
     def __init__(
-        self, buffer: BufferClient, section: EvalSection, *, token: str, start_step: int, enabled: bool = True
+        self,
+        buffer: BufferClient,
+        section: EvalSection,
+        *,
+        token: str,
+        start_step: int,
+        sync_interval: int,
+        enabled: bool = True,
     ) -> None:
         self._buffer, self._section, self._token, self._enabled = buffer, section, token, enabled
-        self._last_step = start_step
+        self._last_step = start_step - start_step % sync_interval
 
-    def num_prompts_due(self, step: int) -> int | None:
-        """Held-out prompts for the version published at `step`; None when no evaluation is due. Asking settles it."""
-        due = step // self._section.every_steps > self._last_step // self._section.every_steps
+    def num_prompts_due(self, step: int, *, every_steps: int) -> int | None:
+        """Held-out prompts for the version published at `step`; None when no evaluation is due. Asking settles it.
+
+        Args:
+            every_steps: the interval as it is now; a multiple of it since the last time that this was asked is due.
+        """
+        due = step // every_steps > self._last_step // every_steps
         self._last_step = step
         return self._section.num_prompts if due else None
 
@@ -61,6 +74,7 @@ class Evaluations:
                     token=self._token,
                     num_prompts=num_prompts,
                     num_samples=self._section.num_samples,
+                    pass_at=self._section.pass_at,
                     success_reward=self._section.success_reward,
                     timeout_s=self._section.timeout_s,
                 )

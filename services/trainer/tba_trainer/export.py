@@ -1,34 +1,60 @@
-"""The end product: a Hugging Face folder in the object store under runs/<run>/export/."""
+"""The end product in the object store, under runs/<run>/export/: a published version with its model card."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+from tba.api import RunInfo, SettingsAudit
+from tba.config import Recipe
+from tba.export import RunFacts, write_export
+from tba.logs import get_logger
 from tba.store import ObjectStore
-from tba_trainer.snapshots import Snapshots
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+
+log = get_logger("export")
 
 
-def write_export(snapshots: Snapshots, files: Mapping[str, Path], folder: Path) -> None:
-    """Write config, weights in `model.dtype` and the tokenizer's files; AutoModelForCausalLM loads the folder."""
-    snapshots.save_pretrained(folder)
-    for name, path in files.items():
-        if not (folder / name).exists():
-            shutil.copyfile(path, folder / name)
-
-
-def upload_export(snapshots: Snapshots, files: Mapping[str, Path], store: ObjectStore, run: str) -> str:
+def upload_export(
+    recipe: Recipe, info: RunInfo, store: ObjectStore, *, last: PolicyVersion, changes: Sequence[SettingsAudit]
+) -> str:
     """Write the export and upload it; returns its prefix in the store. Doing it again replaces the files.
 
+    Args:
+        info: the run as the buffer knows it: evaluations and the best version go on the card.
+        last: the version that was published last.
+        changes: of the live settings.
+
     Raises:
-        StoreUnavailableError
+        StoreError: the store is away, or what it holds of the version is damaged.
     """
-    prefix = f"runs/{run}/export/"
+    prefix, versions = f"runs/{recipe.run.name}/export/", WeightVersions(store, recipe.run.name)
+    version = _chosen(recipe.trainer.export_version, info, versions, last)
+    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, parents=info.parents, changes=changes)
     with tempfile.TemporaryDirectory(prefix="tba-export-") as name:
-        folder = Path(name)
-        write_export(snapshots, files, folder)
-        for path in sorted(folder.iterdir()):
-            store.put_file(prefix + path.name, path)
+        write_export(versions, version, Path(name), facts)
+        paths = {prefix + path.name: path for path in sorted(Path(name).iterdir())}
+        for key, path in paths.items():
+            store.put_file(key, path)
+    for key in set(store.list(prefix)) - paths.keys():
+        store.delete(key)
+    log.info("exported", version=str(version), prefix=prefix, store=store.url)
     return prefix
+
+
+def _chosen(
+    which: Literal["last", "best"], info: RunInfo, versions: WeightVersions, last: PolicyVersion
+) -> PolicyVersion:
+    if which == "last":
+        return last
+    if info.best is None:
+        log.warning("no_best_version", exported=str(last), hint="no evaluation of this run knows eval.best_metric")
+        return last
+    best = PolicyVersion.parse(info.best.version)
+    if not versions.exists(best):
+        log.warning("best_version_is_gone", version=str(best), exported=str(last))
+        return last
+    return best

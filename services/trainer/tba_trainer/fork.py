@@ -8,11 +8,8 @@ weights are taken and the rest begins anew.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors.torch import load_file
 
 from tba.api import OriginInfo
 from tba.errors import ConfigError, ObjectNotFoundError
@@ -22,7 +19,7 @@ from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba_trainer.checkpoint import Checkpoint, Checkpoints
 from tba_trainer.learner import Learner
-from tba_trainer.model import load_tensors
+from tba_trainer.tensor_files import TensorFiles
 
 log = get_logger("fork")
 
@@ -42,18 +39,21 @@ class Fork:
             return None
         return cls(origin.run, PolicyVersion.parse(origin.version), origin.lineage)
 
-    def checkpoint(self, store: ObjectStore) -> Checkpoint | None:
-        """The other run's checkpoint of exactly this version.
+    def checkpoint(self, own: Checkpoints) -> Checkpoint | None:
+        """The other run's checkpoint of exactly this version, from the store that keeps this run's own ones.
 
         Raises:
             DigestError, MalformedError: it is damaged.
             StoreUnavailableError
         """
-        checkpoints = Checkpoints(store, self.run)
+        checkpoints = own.of_run(self.run)
         return checkpoints.load(checkpoints.key(self.version)) if self.version in checkpoints.versions() else None
 
-    def load_weights(self, store: ObjectStore, learner: Learner, model_config_sha256: str) -> None:
+    def load_weights(self, store: ObjectStore, learner: Learner, model_config_sha256: str, *, folder: Path) -> None:
         """Put the published weights of the version into the learner, which holds the starting model.
+
+        Args:
+            folder: where the files lie on their way.
 
         Raises:
             ConfigError: the version is not in the store, or is of another model.
@@ -63,15 +63,12 @@ class Fork:
         what = f"version {self.version} of run {self.run!r}"
         versions = WeightVersions(store, self.run)
         try:
-            with tempfile.TemporaryDirectory(prefix="tba-fork-") as folder:
-                path = Path(folder) / "model.safetensors"
-                manifest = versions.download_tensors(self.version, path)
-                tensors = load_file(path)
+            manifest, paths = versions.download_tensors(self.version, folder / str(self.version))
         except ObjectNotFoundError:
             raise ConfigError(f"this run is forked from {what}, which is not in {store.url}") from None
         if manifest.model_config_sha256 != model_config_sha256:
             raise ConfigError(f"config.json in model.path is not that of {what}; a fork trains the same model")
-        load_tensors(learner.model, tensors, what=what)
+        learner.load_weights(TensorFiles(paths), what=what)
         log.warning(
             "forked_without_checkpoint",
             version=str(self.version),

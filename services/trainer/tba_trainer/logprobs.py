@@ -1,7 +1,8 @@
 """Token log-probs of responses under a causal language model, at the policy temperature.
 
-The output head is the expensive part in memory: it runs only where a response token is predicted, in chunks, and in
-the backward pass it is recomputed chunk by chunk.
+A pass runs over packed sequences where the model family allows it, over padded rows otherwise. Of what the decoder
+gives, only the places where a response token is predicted go on to the output head, and that is walked in chunks
+(head.py): it is the expensive part in memory.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from tba_trainer.microbatch import PaddedSequences
+from tba_trainer.attention import find_segments, use_packed_attention
+from tba_trainer.head import head_logprobs
+from tba_trainer.packing import PackedSequences
+from tba_trainer.padded import padded_outputs
+from tba_trainer.parallel.sharding import inside, is_sharded
+from tba_trainer.parameters import is_adapted
 
-HEAD_CHUNK_TOKENS = 2048
-"""Positions whose logits exist at once; at 150,000 vocabulary entries in float32 that is 1.2 GB."""
 _PROBE_TOKENS = 4
 _PROBE_TOLERANCE = 1e-6
 
@@ -26,85 +29,83 @@ class LogprobModel:
     """A causal language model as a source of log-probs.
 
     Args:
-        model: Hugging Face causal LM in eval mode (or in train mode with every dropout at 0).
+        model: Hugging Face causal LM in eval mode (or in train mode with every dropout at 0). Where its family can be
+            packed its attention is exchanged: from then on it is for these passes only, not for generation.
         temperature: divides the logits. The policy temperature for theta and reference, 1 for canaries.
         autocast_dtype: bfloat16 runs matrix products in it; None computes in the model's own dtype.
     """
 
-    def __init__(self, model: Any, *, temperature: float, autocast_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         self._temperature = temperature
         self._autocast_dtype = autocast_dtype
-        self._has_plain_head = _has_plain_head(model)
+        # every pass of a sharded model is a collective of several ranks, so all make the same number of them: one
+        self._sharded = is_sharded(model)
+        self._has_plain_head = inside(model, _has_plain_head, model)
+        self.is_packed = use_packed_attention(model)
+        """Whether passes run without padding."""
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.model.parameters()).device
 
-    def token_logprobs(self, sequences: PaddedSequences) -> Float[Tensor, "B R"]:
-        """log pi(token | what precedes it) of every response token; 0 where the mask is false.
+    def token_logprobs(self, sequences: PackedSequences) -> Float[Tensor, " T"]:
+        """log pi(token | what precedes it) of every response token.
 
         float32, or the model's dtype if that is wider. Differentiable unless called under `torch.no_grad`.
         """
+        return inside(self.model, self._token_logprobs, sequences)
+
+    def _token_logprobs(self, sequences: PackedSequences) -> Float[Tensor, " T"]:
         with self._autocast():
             if self._has_plain_head:
-                hidden = self._hidden(sequences)  # [B, T, H]
-                rows = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(sequences.mask)
-                picked = hidden[rows[sequences.mask], sequences.predictors[sequences.mask]]  # [num_tokens, H]
-                values = self._through_head(picked, sequences.response_tokens[sequences.mask])
-            else:
-                logits = self._forward(self.model, sequences).logits  # [B, T, V]
-                rows = torch.arange(len(logits), device=logits.device)[:, None].expand_as(sequences.mask)
-                picked = logits[rows[sequences.mask], sequences.predictors[sequences.mask]]
-                values = self._log_softmax_at(picked, sequences.response_tokens[sequences.mask])
-        return torch.zeros(sequences.mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
-            sequences.mask, values
+                hidden = self._outputs(self.model.base_model, "last_hidden_state", sequences)  # [T, H]
+                head = self.model.get_output_embeddings()
+                return head_logprobs(
+                    hidden, head.weight, head.bias, sequences.response_tokens, temperature=self._temperature
+                )
+            logits = self._outputs(self.model, "logits", sequences)  # [T, V]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature
+        return wide.gather(1, sequences.response_tokens[:, None])[:, 0] - wide.logsumexp(dim=1)
+
+    def _outputs(self, module: Any, name: str, sequences: PackedSequences) -> Float[Tensor, "T X"]:
+        """One output of a module, where response tokens are predicted."""
+        if not self.is_packed:
+            segments = find_segments(sequences.lengths, self.device, one_bucket=self._sharded)
+            return padded_outputs(lambda *inputs: _padded_pass(module, name, inputs), sequences, segments)
+        outputs = module(
+            input_ids=sequences.input_ids,
+            attention_mask=torch.ones_like(sequences.input_ids),  # nothing is padding; gpt2 warns without
+            position_ids=sequences.position_ids,
+            use_cache=False,
+            segments=find_segments(sequences.lengths, self.device),
         )
+        return getattr(outputs, name)[0].index_select(0, sequences.predictors)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
-    def _forward(self, module: Any, sequences: PaddedSequences) -> Any:
-        return module(
-            input_ids=sequences.input_ids,
-            attention_mask=sequences.attention_mask,
-            position_ids=sequences.position_ids,
-            use_cache=False,
-        )
 
-    def _hidden(self, sequences: PaddedSequences) -> Tensor:
-        return self._forward(self.model.base_model, sequences).last_hidden_state
-
-    def _through_head(
-        self, hidden: Float[Tensor, "num_tokens H"], targets: Int[Tensor, " num_tokens"]
-    ) -> Float[Tensor, " num_tokens"]:
-        head = self.model.get_output_embeddings()
-
-        def values(chunk: Tensor, chunk_targets: Tensor) -> Tensor:
-            return self._log_softmax_at(head(chunk), chunk_targets)
-
-        if len(hidden) <= HEAD_CHUNK_TOKENS:
-            return values(hidden, targets)
-        pieces = []
-        for chunk, chunk_targets in zip(hidden.split(HEAD_CHUNK_TOKENS), targets.split(HEAD_CHUNK_TOKENS), strict=True):
-            if torch.is_grad_enabled():
-                pieces.append(checkpoint(values, chunk, chunk_targets, use_reentrant=False))
-            else:
-                pieces.append(values(chunk, chunk_targets))
-        return torch.cat(pieces)
-
-    def _log_softmax_at(self, logits: Tensor, targets: Tensor) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature
-        return wide.gather(1, targets[:, None])[:, 0] - wide.logsumexp(dim=1)
+def _padded_pass(module: Any, name: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    ids, attention_mask, position_ids = inputs
+    return getattr(
+        module(input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False), name
+    )
 
 
 def _has_plain_head(model: Any) -> bool:
-    """Whether head(hidden states) reproduces the model's logits; soft-capped or scaled logits need the full pass."""
+    """Whether W h + b reproduces the model's logits; soft-capped or scaled logits need the model's own pass."""
     head = model.get_output_embeddings()
-    if head is None or model.base_model is model:
+    if not isinstance(head, torch.nn.Linear) or is_adapted(head) or model.base_model is model:
         return False
     device = next(model.parameters()).device
     ids = torch.arange(_PROBE_TOKENS, device=device)[None, :] % model.config.get_text_config().vocab_size

@@ -1,10 +1,10 @@
 """The training loop: one thread that steps, three that serve it.
 
-      buffer --draw--> [prefetch thread] --batch--> [loop: gradients -> ack -> apply] --snapshot--> [publisher thread]
-        ^                                              |        |                                     |        |
-        |<---------------- ack (lineage, step) --------+        +--checkpoint--> store <--objects-----+        |
-        |<---------------- mark (sync), evaluation request ------------------------------------------------------+
-        |<---------------- heartbeat, every second [heartbeat thread]
+    buffer --draw--> [prefetch] --batch--> [loop: screen -> gradients -> guards -> ack -> apply or skip] --> [publisher]
+      ^                                             |                                 |            snapshot      |    |
+      |<---------------- ack (lineage, step) -------+                                 +--checkpoint--> store <---+    |
+      |<---------------- mark (sync), evaluation request -------------------------------------------------------------+
+      |<---------------- heartbeat, every second [heartbeat thread]
 
     who            waits for                        name of the wait        deadline
     loop           the batch of its step            as the buffer says      trainer.batch_wait_s
@@ -15,58 +15,55 @@
     prefetch       permission to draw one more      -                       until the loop takes a batch
     publisher      a snapshot; store; buffer        -                       none: the loop's wait bounds it
 
-Step N: gradients from the batch at the weights after step N - 1, then the ack, then the update. An ack that is
-refused because the batch is void costs one gradient; the ledger never names a step whose weights do not follow from
-it, because a crash between ack and update is undone by the resume, which abandons entries after the checkpoint.
+Step N: what cannot be trained on is dropped from the batch (screening.py), gradients at the weights after step N - 1,
+the verdict of the guards (guards.py), then the ack, then the update. An ack that is refused because the batch is void
+costs one gradient; the ledger never names a step whose weights do not follow from it, because a crash between ack and
+update is undone by the resume, which abandons entries after the checkpoint.
+
+A skipped batch (an alarm, or nothing of it could be trained on) consumes its step: the weights and the optimizer stay
+as they are, the schedules move on, the reference is reset or averaged when that is due, and its line of the ledger says
+why. So every step stands in the ledger exactly once, and what is due at a step happens at that step.
 
 How it ends: `num_steps` or `max_train_s` reached, or the run is stopping -> publish, checkpoint, evaluate, export,
 `done`. SIGTERM at any moment before `done` -> finish the step, checkpoint, exit 0; the run stays as it is and can be
-resumed. A newer lineage (FencedError) -> exit 3, nothing more is written. A loss or gradient that is not finite -> the
-run is marked failed; it can be resumed from its last checkpoint.
+resumed. A newer lineage (FencedError) -> exit 3, nothing more is written. An alarm that rolls back -> this lineage ends
+and `tba_trainer.run` starts the next one from the last checkpoint. An alarm that fails, or too many skipped batches ->
+the run is marked failed; it can be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
-from tba.api import AckRequest, CheckpointRequest, RunCommand
+from tba.api import RunCommand
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.errors import (
-    ConflictError,
-    FencedError,
-    MalformedError,
-    RunOverError,
-    StoreUnavailableError,
-    TbaError,
-    VoidBatchError,
-    WaitTimeoutError,
-)
+from tba.errors import FencedError, GuardError, RunOverError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
 from tba.store import ObjectStore
-from tba.versions import PolicyVersion
 from tba.wire import Batch
-from tba_trainer.checkpoint import Checkpoint, Checkpoints, TrainerState, capture, encode_torch_rng
+from tba_trainer.acking import Acks
+from tba_trainer.checkpoint import Checkpoints
+from tba_trainer.ending import Ending
 from tba_trainer.evaluations import Evaluations
-from tba_trainer.export import upload_export
+from tba_trainer.guards import Rollback, Verdict, holds_checkpoints, look, suspects_weights
 from tba_trainer.learner import Learner
-from tba_trainer.optim import NonFiniteError
 from tba_trainer.prefetch import Prefetcher
+from tba_trainer.progress import Progress
 from tba_trainer.publisher import Publisher
+from tba_trainer.saving import CheckpointSaver
+from tba_trainer.screening import Needs, count_reasons, screen
 from tba_trainer.snapshots import Snapshots
-from tba_trainer.startup import Session, config_sha256
+from tba_trainer.startup import Session
 from tba_trainer.status import Status
-from tba_trainer.values import scheduled
+from tba_trainer.tracking import Tracking
+from tba_trainer.values import StepValues, Values
 
-MAX_REFUSED_ACKS = 5
-"""Batches in a row that may be void at their ack; more means that a step is slower than `batch_deadline_s`."""
 MAX_ON_POLICY_GAP = 0.05
 """Nats per token between trainer and sampler log-probs at policy age 0; more is logged: two models are in play."""
-_RETRY_PAUSE_S = 1.0
+Metrics = dict[str, float | None]
 log = get_logger("loop")
 
 
@@ -82,239 +79,245 @@ class TrainingLoop:
         store: ObjectStore,
         checkpoints: Checkpoints,
         learner: Learner,
+        needs: Needs,
+        values: Values,
         snapshots: Snapshots,
         publisher: Publisher,
         prefetcher: Prefetcher,
         evaluations: Evaluations,
         status: Status,
-        files: Mapping[str, Path],
+        tracking: Tracking,
         model_config_sha256: str,
         stop: threading.Event,
     ) -> None:
-        self._recipe, self._session = recipe, session
-        self._buffer, self._store, self._checkpoints = buffer, store, checkpoints
-        self._learner, self._snapshots, self._publisher = learner, snapshots, publisher
-        self._prefetcher, self._evaluations, self._status = prefetcher, evaluations, status
-        self._files, self._model_config_sha256, self._stop = files, model_config_sha256, stop
-        self.step = session.parent.step
-        self._submitted = session.first
-        self._saved_step = self.step
+        self._recipe, self._session, self._buffer, self._learner = recipe, session, buffer, learner
+        self._needs, self._values, self._snapshots, self._publisher = needs, values, snapshots, publisher
+        self._prefetcher, self._evaluations, self._status, self._stop = prefetcher, evaluations, status, stop
+        self._tracking = tracking
+        self.progress = Progress(session)
+        self._acks = Acks(buffer, session, batch_deadline_s=recipe.buffer.batch_deadline_s)
+        self._saver = CheckpointSaver(
+            recipe,
+            session,
+            self.progress,
+            buffer=buffer,
+            checkpoints=checkpoints,
+            learner=learner,
+            model_config_sha256=model_config_sha256,
+        )
+        self._ending = Ending(
+            recipe,
+            session,
+            self.progress,
+            buffer=buffer,
+            store=store,
+            saver=self._saver,
+            submit=self._submit,
+            publisher=publisher,
+            evaluations=evaluations,
+            status=status,
+            stop=stop,
+        )
         self._checkpoint_due = session.borrowed
-        self._num_rollouts_trained = session.num_rollouts_trained
-        self._num_refused_acks = 0
-        self._started = time.monotonic()
-        self._train_s: float | None = None
 
-    @property
-    def version(self) -> PolicyVersion:
-        """The weights as they are now."""
-        return self._session.first if self.step == self._session.parent.step else self._own(self.step)
+    def run(self) -> Rollback | None:
+        """Train to the end of the run, or until SIGTERM, or until an alarm rolls back.
 
-    @property
-    def train_s(self) -> float:
-        """Seconds of training along the living lineage, waits included, the end (evaluation, export) not."""
-        if self._train_s is not None:
-            return self._train_s
-        return self._session.train_s + time.monotonic() - self._started
-
-    def run(self) -> None:
-        """Train to the end of the run, or until SIGTERM.
+        Returns:
+            The rollback: training goes on from a checkpoint in a new lineage. None: it is over.
 
         Raises:
             TbaError: one clear sentence; FencedError means that nothing more may be written.
         """
-        self._started = time.monotonic()
+        self.progress.start_clock()
         self._status.set_state("training")
-        self._status.set_version(self.version)
+        self._status.set_version(self.progress.version)
         try:
-            self._train()
-        except (NonFiniteError, MalformedError) as error:
-            self._buffer.command("fail", RunCommand(reason=str(error), token=self._session.token))
+            rollback = self._train()
+        except GuardError as error:
+            log.error("run_fails", step=self.progress.step, reason=str(error))
+            command = RunCommand(reason=str(error), token=self._session.token)
+            self._try("fail", lambda: self._buffer.command("fail", command))  # what is raised is why, in any case
             raise
+        self._prefetcher.close()
+        if rollback is not None:
+            return rollback
         if self._stop.is_set():
-            self._leave()
+            self._ending.leave()
         else:
-            self._finish()
+            self._ending.finish()
+        return None
 
-    def _train(self) -> None:
-        section = self._recipe.trainer
-        while self.step < section.num_steps and not self._stop.is_set():
-            if section.max_train_s is not None and self.train_s >= section.max_train_s:
-                log.info("max_train_s_reached", step=self.step, train_s=round(self.train_s, 1))
-                return
+    def _train(self) -> Rollback | None:
+        section, progress = self._recipe.trainer, self.progress
+        while progress.step < section.num_steps and not self._stop.is_set():
+            if section.max_train_s is not None and progress.train_s >= section.max_train_s:
+                log.info("max_train_s_reached", step=progress.step, train_s=round(progress.train_s, 1))
+                break
             try:
-                if self._one_step():
-                    self._after_step()
+                verdict = self._one_step()
             except RunOverError as error:
-                log.info("run_is_over", step=self.step, reason=str(error))
-                return
+                log.info("run_is_over", step=progress.step, reason=str(error))
+                break
+            if verdict is None:
+                continue
+            if (rollback := self._react(verdict)) is not None:
+                return rollback
+            self._after_step()
+        return None
 
-    def _one_step(self) -> bool:
-        """One optimizer step; False when it was not made (told to stop, or the batch had expired)."""
-        step, waited_s = self.step + 1, self._status.waited_s
+    def _one_step(self) -> Verdict | None:
+        """One optimizer step, used or skipped; None when it was not made (told to stop, or the batch had expired)."""
+        progress, step, waited_s = self.progress, self.progress.step + 1, self._status.waited_s
         batch = self._prefetcher.take(step)
         if batch is None:
-            return False
+            return None
         waited_s, started = self._status.waited_s - waited_s, time.monotonic()
+        batch = screen(batch, self._needs, lineages=self._session.lineages, trainer=progress.newest)
         # ages are taken when the batch is consumed, not when it was drawn
-        ages = [self._session.lineages.policy_age(r.version, self._own(self.step)) for r in batch.rollouts]
-        values = scheduled(self._recipe, step=step)
-        metrics = self._learner.gradients(batch, step=step, policy_ages=ages, values=values)
-        metrics |= {
+        ages = [self._session.lineages.policy_age(r.version, progress.newest) for r in batch.rollouts]
+        values = self._values.at(step)
+        metrics = self._gradients(batch, step, ages, values)
+        verdict = look(self._recipe.trainer.guards, progress.guards, metrics)
+        metrics = {
+            "learning_rate": values.learning_rate,
+            "beta": values.beta,
+            **(metrics or {}),
+            **{f"alarm_{alarm.name}": 1.0 for alarm in verdict.alarms},
+            "skipped": float(verdict.skip is not None),
+            "num_rollouts_refused": float(len(batch.refused)),
             "step_s": time.monotonic() - started,
             "wait_s": waited_s,
             "waited_s_total": self._status.waited_s,  # with the waits of refused acks and for places of snapshots
-            "train_s": self.train_s,
+            "train_s": progress.train_s,
         }
-        if not self._ack(batch, step, metrics, ages):
-            return False
-        self._learner.apply(step=step, lineage=self._session.lineage, values=values)
-        self.step = step
-        self._num_rollouts_trained += len(batch.rollouts)
-        self._status.set_step(self.version, metrics)
-        self._log_step(metrics)
-        return True
-
-    def _ack(self, batch: Batch, step: int, metrics: dict[str, float | None], ages: list[int]) -> bool:
-        request = AckRequest(
-            lineage=self._session.lineage,
-            step=step,
-            token=self._session.token,
-            metrics={n: v if v is not None and math.isfinite(v) else None for n, v in metrics.items()},
+        if not self._acks.ack(
+            batch,
+            step,
+            metrics=metrics,
             policy_ages=ages,
-        )
-        try:
-            self._buffer.ack(batch.batch_id, request)
-        except (FencedError, RunOverError):
-            raise
-        except VoidBatchError as error:
-            self._num_refused_acks += 1
-            log.warning("batch_void", step=step, batch_id=batch.batch_id, error=str(error))
-            if self._num_refused_acks >= MAX_REFUSED_ACKS:
-                raise TbaError(
-                    f"{self._num_refused_acks} batches in a row were void before step {step} could use them ({error}); "
-                    f"raise buffer.batch_deadline_s (now {self._recipe.buffer.batch_deadline_s:g} s) above the "
-                    "duration of a step"
-                ) from None
-            self._learner.optimizer.discard()
+            skipped=verdict.skip,
+            settings_revision=self._values.revision,
+        ):
+            self._learner.discard()
             self._prefetcher.discard(step)
-            return False
-        except ConflictError as error:
-            raise TbaError(
-                f"the ledger and this trainer disagree about step {step}: {error}; nothing was trained with this "
-                "batch: start the trainer again, it goes on from the last checkpoint"
-            ) from None
-        self._num_refused_acks = 0
-        return True
+            return None
+        if verdict.skip is None:
+            self._learner.apply(step=step, lineage=self._session.lineage, values=values)
+            progress.num_rollouts_trained += len(batch.rollouts)
+        else:
+            self._learner.skip(step=step, lineage=self._session.lineage)
+        progress.step, progress.guards = step, verdict.state
+        progress.settings_revision = self._values.revision
+        self._status.set_step(progress.version, metrics)
+        self._tracking.step(progress.version, metrics, skipped=verdict.skip)
+        self._log_step(metrics, batch, verdict)
+        return verdict
 
-    def _after_step(self) -> None:
-        section = self._recipe.trainer
-        self._publisher.check()
-        at_sync = self.step % section.sync_interval == 0
-        if at_sync and self.step < section.num_steps:
-            self._submit(self._evaluations.num_prompts_due(self.step))
-        self._checkpoint_due |= self.step % section.checkpoint_interval == 0
-        if self._checkpoint_due and self.step < section.num_steps:
-            try:
-                self._save()
-            except StoreUnavailableError as error:
-                log.warning("checkpoint_failed", step=self.step, error=str(error))
-                self._checkpoint_due = at_sync or self.step % section.checkpoint_interval == 0
+    def _gradients(self, batch: Batch, step: int, ages: list[int], values: StepValues) -> Metrics | None:
+        """Metrics of the step; None when nothing of the batch can be trained on."""
+        if not batch.groups:
+            return None
+        return self._learner.gradients(batch, step=step, policy_ages=ages, values=values)
 
-    def _submit(self, num_eval_prompts: int | None) -> None:
-        self._publisher.submit(self._snapshots.take(self.version, self._submitted), num_eval_prompts=num_eval_prompts)
-        self._submitted = self.version
-
-    def _save(self) -> None:
-        """Write and register a checkpoint of the weights as they are; nothing to do without a step since the last."""
-        if self.step == self._saved_step:
-            return
-        learner, version = self._learner, self.version
-        state = TrainerState(
-            run=self._recipe.run.name,
-            version=str(version),
-            train_s=self.train_s,
-            num_rollouts_trained=self._num_rollouts_trained,
-            reference_version=str(learner.reference.version),
-            rng=dict(learner.rng.bit_generator.state),
-            torch_rng=encode_torch_rng(),
-            config_sha256=config_sha256(self._recipe),
-            model_config_sha256=self._model_config_sha256,
-            policy_temperature=self._recipe.model.policy_temperature,
-        )
-        key = self._checkpoints.save(Checkpoint(state=state, tensors=capture(learner)))
-        self._buffer.register_checkpoint(CheckpointRequest(version=str(version), token=self._session.token, key=key))
-        self._saved_step, self._checkpoint_due = self.step, False
-        self._checkpoints.delete_all_but(self._recipe.trainer.keep_checkpoints, registered=version)
-        log.info("checkpoint", version=str(version), key=key)
-
-    def _leave(self) -> None:
-        """SIGTERM: keep what was trained; the run can be resumed.
+    def _react(self, verdict: Verdict) -> Rollback | None:
+        """Do what the alarms of the step say; a rollback ends this lineage.
 
         Raises:
-            StoreUnavailableError: the last checkpoint cannot be written; a resume goes on from an older one.
+            GuardError: the run has failed.
+            FencedError: a newer lineage owns the run.
         """
-        self._status.set_state("stopping")
-        self._prefetcher.close()
+        guards, reason = self._recipe.trainer.guards, f"step {self.progress.version}: {verdict.reason}"
+        values, token = self._values, self._session.token
+        if "lower_rate" in verdict.actions:
+            self._try("lower_rate", lambda: values.lower_rate(guards.lower_rate_factor, token=token, reason=reason))
+        if "raise_m" in verdict.actions:
+            self._try("raise_m", lambda: values.raise_m(guards.raise_m_by, token=token, reason=reason))
+        if "fail" in verdict.actions:
+            raise GuardError(
+                f"{reason}; that batch was not applied. {self._leave_suspect()}; consider a lower "
+                "trainer.learning_rate or a larger objective.beta"
+            )
+        if "rollback" in verdict.actions:
+            self._status.set_state("rolling-back")
+            return self._rollback(reason)
+        if "pause" in verdict.actions:
+            command = RunCommand(reason=reason, token=self._session.token)
+            self._try("pause", lambda: self._buffer.command("pause", command))
+            self._prefetcher.discard(self.progress.step + 1)  # what was drawn ahead must wait for `tba resume` too
+        return None
+
+    def _leave_suspect(self) -> str:
+        """From where the next start goes on, as a sentence without its end; not from suspect weights, if possible."""
+        if suspects_weights(self._recipe.trainer.guards, self.progress.guards):
+            try:
+                return self._saver.leave_suspect()
+            except FencedError:
+                raise
+            except TbaError as error:
+                log.warning("action_failed", action="leave_suspect", step=self.progress.step, error=str(error))
+        return self._saver.resume_point()
+
+    def _rollback(self, reason: str) -> Rollback:
+        saver, progress = self._saver, self.progress
+        suspect = None if saver.is_proven else saver.saved
+        log.warning("rolled_back", step=progress.step, reason=reason, suspect=suspect and str(suspect))
+        return Rollback(
+            guards=progress.guards,
+            suspect=suspect,
+            previous=saver.previous,
+            last_good_step=progress.last_good_step,
+            token=self._session.token,
+        )
+
+    def _try(self, action: str, do: Callable[[], object]) -> None:
+        """An action that the run can go without."""
         try:
-            self._save()
-        except StoreUnavailableError as error:
-            raise StoreUnavailableError(
-                f"stopped at step {self.step} without a checkpoint of it ({error}); a resume repeats the steps after "
-                f"{self._saved_step}"
-            ) from None
-        log.info("stopped", version=str(self.version))
+            result = do()
+        except FencedError:
+            raise
+        except TbaError as error:
+            log.warning("action_failed", action=action, step=self.progress.step, error=str(error))
+        else:
+            log.info("action", action=action, step=self.progress.step, **_number(result))
 
-    def _finish(self) -> None:
-        """The run is over: publish, checkpoint, evaluate, export, done. Told to stop before that, it can be resumed."""
-        self._train_s = self.train_s
-        self._status.set_state("finishing")
-        self._prefetcher.close()
-        num_prompts = self._evaluations.num_prompts_final
-        if self._submitted != self.version:
-            self._submit(None)
-        self._publisher.drain()
-        if not self._stop.is_set():
-            evaluation = self._evaluations.request(self.version, num_prompts)
-            self._until_stored("the last checkpoint", self._save)
-            if self._recipe.trainer.export:
-                self._until_stored("the export", self._export)
-            if evaluation is not None:
-                self._evaluations.wait(evaluation, self._status, self._stop)
-        if self._stop.is_set():
-            self._leave()
+    def _after_step(self) -> None:
+        section, progress = self._recipe.trainer, self.progress
+        self._publisher.check()
+        at_sync = progress.step % section.sync_interval == 0
+        if at_sync and progress.step < section.num_steps:
+            self._submit(self._evaluations.num_prompts_due(progress.step, every_steps=self._values.eval_every_steps))
+        self._checkpoint_due |= progress.step % section.checkpoint_interval == 0
+        if not self._checkpoint_due or progress.step == section.num_steps:
             return
-        self._buffer.command("done", RunCommand(reason=f"trained to version {self.version}", token=self._session.token))
-        self._status.set_state("done")
-        log.info("done", version=str(self.version), train_s=round(self.train_s, 1))
+        if holds_checkpoints(section.guards, progress.guards):
+            log.warning("checkpoint_held_back", step=progress.step, reason="an alarm is on")
+            return
+        try:
+            self._saver.save()
+            self._checkpoint_due = False
+        except StoreUnavailableError as error:
+            log.warning("checkpoint_failed", step=progress.step, error=str(error))
+            self._checkpoint_due = at_sync or progress.step % section.checkpoint_interval == 0
 
-    def _export(self) -> None:
-        prefix = upload_export(self._snapshots, self._files, self._store, self._recipe.run.name)
-        log.info("exported", prefix=prefix, store=self._store.url)
+    def _submit(self, num_eval_prompts: int | None) -> None:
+        progress = self.progress
+        snapshot = self._snapshots.take(progress.version, progress.submitted)
+        self._publisher.submit(snapshot, num_eval_prompts=num_eval_prompts)
+        progress.submitted = progress.version
 
-    def _until_stored(self, what: str, action: Callable[[], None]) -> None:
-        """Do it, again while the store is away; left undone only when the process is told to stop."""
-        wait_s = self._recipe.trainer.retry_s
-        deadline = time.monotonic() + wait_s
-        with self._status.waiting("object-store", wait_s):
-            while not self._stop.is_set():
-                try:
-                    action()
-                    return
-                except StoreUnavailableError as error:
-                    if time.monotonic() > deadline:
-                        raise WaitTimeoutError(f"{what} could not be stored within {wait_s:g} s: {error}") from None
-                    log.warning("store_away", what=what, error=str(error))
-                    self._stop.wait(_RETRY_PAUSE_S)
-
-    def _own(self, step: int) -> PolicyVersion:
-        return PolicyVersion(self._session.lineage, step)
-
-    def _log_step(self, metrics: Mapping[str, float | None]) -> None:
+    def _log_step(self, metrics: Metrics, batch: Batch, verdict: Verdict) -> None:
+        version = str(self.progress.version)
         shown = ("loss", "reward_mean", "policy_age_mean", "ess", "grad_norm", "step_s", "wait_s")
-        numbers = {name: round(value, 4) for name in shown if (value := metrics[name]) is not None}
-        log.info("step", version=str(self.version), **numbers)
-        gap = metrics["logprob_gap_on_policy"]
+        numbers = {name: round(value, 4) for name in shown if (value := metrics.get(name)) is not None}
+        log.info("step", version=version, **numbers, **({} if verdict.skip is None else {"skipped": verdict.skip}))
+        if batch.refused:
+            log.warning(
+                "rollouts_refused", version=version, **count_reasons(batch.refused), first=batch.refused[0].detail
+            )
+        for alarm in verdict.alarms:
+            log.warning("alarm", version=version, name=alarm.name, action=alarm.action, what=alarm.text)
+        gap = metrics.get("logprob_gap_on_policy")
         if gap is not None and gap > MAX_ON_POLICY_GAP:
             log.warning(
                 "logprob_gap_on_policy",
@@ -322,3 +325,7 @@ class TrainingLoop:
                 limit=MAX_ON_POLICY_GAP,
                 hint="at policy age 0 trainer and sampler log-probs must agree: same weights, same temperature?",
             )
+
+
+def _number(result: object) -> dict[str, float]:
+    return {"value": result} if isinstance(result, float) else {}

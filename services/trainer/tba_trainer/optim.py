@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,14 +10,9 @@ from torch import Tensor
 
 from tba.config import TrainerSection
 from tba.errors import TbaError
+from tba_trainer.parameters import assign, full, trainable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-class NonFiniteError(TbaError):
-    """The loss or the gradient is NaN or infinite; the weights have not been touched."""
-
-    slug = "non-finite"
 
 
 class Optimizer:
@@ -29,9 +24,7 @@ class Optimizer:
 
     def __init__(self, model: Any, section: TrainerSection) -> None:
         self._section = section
-        self._parameters: dict[str, torch.nn.Parameter] = {
-            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-        }
+        self._parameters = trainable(model)
         self._adamw = torch.optim.AdamW(
             list(self._parameters.values()),
             lr=0.0,
@@ -39,21 +32,10 @@ class Optimizer:
             weight_decay=section.weight_decay,
         )
 
-    def clip(self, *, step: int) -> float:
-        """Clip the gradient by global norm; returns the norm before clipping.
-
-        Raises:
-            NonFiniteError: the norm is NaN or infinite.
-        """
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), max_norm=self._section.max_grad_norm)
-        )
-        if norm != norm or norm == float("inf"):
-            raise NonFiniteError(
-                f"the gradient norm of step {step} is {norm}; the weights were not touched. Start a new run with a "
-                "lower trainer.learning_rate or a larger objective.beta"
-            )
-        return norm
+    def clip(self) -> float:
+        """Clip the gradient by global norm; returns the norm before clipping, which may be NaN or infinite."""
+        parameters = list(self._parameters.values())
+        return float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=self._section.max_grad_norm)))
 
     def apply(self, *, learning_rate: float) -> None:
         """Make an optimizer step with the gradients at hand, then drop them."""
@@ -66,14 +48,14 @@ class Optimizer:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every parameter that has been updated, on the CPU."""
-        return {
-            f"{moment}.{name}": self._adamw.state[parameter][moment].detach().to("cpu", copy=True).contiguous()
-            for name, parameter in self._parameters.items()
-            if parameter in self._adamw.state
-            for moment in _MOMENTS
-        }
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every parameter that has been updated: whole, on the
+        CPU, one at a time. Every process of a sharded model must exhaust the iterator."""
+        for name, parameter in self._parameters.items():
+            state = self._adamw.state.get(parameter, {})
+            for moment in _MOMENTS:
+                if moment in state:
+                    yield f"{moment}.{name}", full(state[moment].detach()).to("cpu", copy=True).contiguous()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the state from a checkpoint.
@@ -81,16 +63,18 @@ class Optimizer:
         Raises:
             TbaError: a tensor belongs to no parameter, or has another shape.
         """
+        self._adamw.state.clear()
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
             parameter = self._parameters.get(name)
             if parameter is None or moment not in _MOMENTS:
                 raise TbaError(f"optimizer state {key!r} in the checkpoint belongs to no parameter of this model")
-            if moment != "step" and tensor.shape != parameter.shape:
+            if moment == "step":  # AdamW keeps it on the CPU
+                self._adamw.state[parameter][moment] = tensor.clone()
+                continue
+            if tensor.shape != parameter.shape:
                 raise TbaError(
                     f"optimizer state {key!r} has shape {list(tensor.shape)}, the model {list(parameter.shape)}"
                 )
-            # AdamW keeps `step` on the CPU
-            self._adamw.state[parameter][moment] = (
-                tensor.clone() if moment == "step" else tensor.to(parameter.device, copy=True)
-            )
+            self._adamw.state[parameter][moment] = torch.empty_like(parameter, requires_grad=False)
+            assign(self._adamw.state[parameter][moment], tensor)

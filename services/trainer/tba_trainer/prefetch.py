@@ -1,7 +1,8 @@
 """Batches drawn ahead of the step that uses them.
 
 thread   waits for   permission: the step is at most `ahead` beyond the one that the loop asked for
-         then draws with long polls until the buffer gives a batch or an error ends it
+         then draws with long polls until the buffer gives a batch or an error ends it; an answer that is no batch is
+         counted and asked for again, a few times
 loop     waits for   the batch of its step (`take`), named after what the buffer waits for
 """
 
@@ -11,13 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from tba.errors import BusyError, TbaError, WaitTimeoutError
+from tba.errors import BusyError, TbaError, WaitTimeoutError, WireError
+from tba.logs import get_logger
 from tba.wire import Batch
 from tba_trainer.status import Status
 
 LONG_POLL_S = 5.0
+MAX_UNREADABLE = 5
+"""Answers in a row that are no batch; more means that buffer and trainer are of different releases."""
+_UNREADABLE_PAUSE_S = 0.2
 _TICK_S = 0.1
 PAUSED = "run-paused"
+log = get_logger("prefetch")
 
 
 class Prefetcher:
@@ -54,6 +60,9 @@ class Prefetcher:
         self._ready: dict[int, tuple[Batch, float]] = {}  # step -> batch, void after
         self._error: Exception | None = None
         self._wait_name = "batch"
+        self.num_unreadable = 0
+        """Answers that were no batch, so far."""
+        self._num_unreadable_in_row = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
@@ -133,14 +142,37 @@ class Prefetcher:
                 self._wait_name = error.wait
                 self._closed.wait(min(error.retry_after_s, 1.0))
                 continue
-            except Exception as error:
-                with self._changed:
-                    self._error = error if isinstance(error, TbaError) else TbaError(f"drawing a batch failed: {error}")
-                    self._changed.notify_all()
+            except WireError as error:
+                if self._is_readable_later(step, error):
+                    continue
+                self._end(
+                    TbaError(
+                        f"{MAX_UNREADABLE} answers in a row to the request for the batch of step {step} were no batch "
+                        f"({error}); run the same tba release on every service, and start the trainer again"
+                    )
+                )
                 return
+            except Exception as error:
+                self._end(error if isinstance(error, TbaError) else TbaError(f"drawing a batch failed: {error}"))
+                return
+            self._num_unreadable_in_row = 0
             with self._changed:
                 self._wait_name = "batch"
                 if drawn_in == self._round:
                     self._ready[step] = (batch, time.monotonic() + self._batch_deadline_s)
                     self._next_step = step + 1
                     self._changed.notify_all()
+
+    def _is_readable_later(self, step: int, error: WireError) -> bool:
+        """Count an answer that is no batch; whether the step's batch is asked for again."""
+        self.num_unreadable += 1
+        self._num_unreadable_in_row += 1
+        log.warning("batch_unreadable", step=step, num_in_row=self._num_unreadable_in_row, error=str(error))
+        self._closed.wait(_UNREADABLE_PAUSE_S)
+        return self._num_unreadable_in_row < MAX_UNREADABLE
+
+    def _end(self, error: Exception) -> None:
+        """The loop raises this at its next call."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()

@@ -12,7 +12,6 @@ the loop at its next call.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections import deque
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from tba.api import MarkRequest
 from tba.clients import BufferClient
@@ -69,7 +67,7 @@ class Publisher:
         self._files, self._token, self._collect = files, token, collect
         self._max_unpublished, self._wait_s, self._stop = max_unpublished, wait_s, stop
         self._changed = threading.Condition()
-        self._pending: deque[tuple[Snapshot, int | None]] = deque()
+        self._pending: deque[tuple[Snapshot, int | None, bool]] = deque()
         self._error: Exception | None = None
         self._trouble = ""
         self._closed = threading.Event()
@@ -100,15 +98,18 @@ class Publisher:
         if self._error is not None:
             raise self._error
 
-    def submit(self, snapshot: Snapshot, *, num_eval_prompts: int | None = None) -> None:
+    def submit(self, snapshot: Snapshot, *, num_eval_prompts: int | None = None, announce: bool = True) -> None:
         """Hand a snapshot over; evaluate it on so many held-out prompts once it is announced (None: not at all).
+
+        Args:
+            announce: False only stores it, for who asks for that version by name.
 
         Raises:
             WaitTimeoutError: `max_unpublished` snapshots wait and none was published before the deadline.
         """
         self._wait_until_below(self._max_unpublished)
         with self._changed:
-            self._pending.append((snapshot, num_eval_prompts))
+            self._pending.append((snapshot, num_eval_prompts, announce))
             self._changed.notify_all()
 
     def drain(self) -> None:
@@ -144,9 +145,9 @@ class Publisher:
                 self._changed.wait_for(lambda: self._closed.is_set() or self._pending)
             if self._closed.is_set():
                 return
-            snapshot, num_eval_prompts = self._pending[0]
+            snapshot, num_eval_prompts, announce = self._pending[0]
             try:
-                self._publish(snapshot, num_eval_prompts)
+                self._publish(snapshot, num_eval_prompts, announce=announce)
             except Exception as error:
                 self._error = error if isinstance(error, TbaError) else TbaError(f"publishing failed: {error!r}")
             with self._changed:
@@ -156,16 +157,17 @@ class Publisher:
             if self._error is not None:
                 return
 
-    def _publish(self, snapshot: Snapshot, num_eval_prompts: int | None) -> None:
+    def _publish(self, snapshot: Snapshot, num_eval_prompts: int | None, *, announce: bool) -> None:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="tba-publish-") as folder:
-            path = Path(folder) / "model.safetensors"
-            save_file(snapshot.tensors, path)
-            self._until_it_works(lambda: self._put(snapshot, path), snapshot.version)
+        self._until_it_works(lambda: self._put(snapshot), snapshot.version)
+        if not announce:
+            snapshot.close()
+            return
         request = MarkRequest(version=str(snapshot.version), token=self._token)
         self._until_it_works(lambda: self._buffer.mark(request), snapshot.version)
         if self._closed.is_set():
             return
+        snapshot.close()
         self.last_announced = snapshot.version
         log.info("published", version=str(snapshot.version), seconds=round(time.monotonic() - started, 3))
         if num_eval_prompts is not None:
@@ -177,12 +179,12 @@ class Publisher:
         except TbaError as error:
             log.warning("old_versions_not_deleted", error=str(error))
 
-    def _put(self, snapshot: Snapshot, path: Path) -> None:
+    def _put(self, snapshot: Snapshot) -> None:
         self._versions.publish(
             version=snapshot.version,
             parent=snapshot.parent,
             dtype=snapshot.dtype,
-            tensors_path=path,
+            tensors_paths=snapshot.paths,
             files=self._files,
             canary=snapshot.canary,
             torch_version=torch.__version__,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from pathlib import Path
 
-import numpy as np
 import torch
 
 from tba.api import BatchRequest
@@ -15,77 +15,143 @@ from tba.config import Recipe
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
 from tba.tokens import role_token
+from tba.versions import START
 from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
+from tba_trainer.building import build
 from tba_trainer.checkpoint import Checkpoints
 from tba_trainer.collect import Collector, delete_incomplete
 from tba_trainer.evaluations import Evaluations
-from tba_trainer.learner import Learner
+from tba_trainer.guards import Rollback
 from tba_trainer.loop import TrainingLoop
-from tba_trainer.model import load_policy, side_files
+from tba_trainer.model import side_files
+from tba_trainer.parallel.follower import follow
+from tba_trainer.parallel.team import Team
 from tba_trainer.prefetch import Prefetcher
 from tba_trainer.publisher import Publisher
-from tba_trainer.signals import stop_on_signals
+from tba_trainer.scratch import scratch_folder
+from tba_trainer.screening import Needs
+from tba_trainer.signals import ignore_signals, stop_on_signals
 from tba_trainer.snapshots import Snapshot, Snapshots
 from tba_trainer.startup import Session, begin, check_starting_model, starting_snapshot, wait_for_origin
 from tba_trainer.status import Heartbeats, Status
+from tba_trainer.tracking import Tracking, open_tracking
+from tba_trainer.values import Values
 
-_RNG_STREAM = 0x7261
-"""Keeps the trainer's random numbers apart from those of other services with the same seed."""
 log = get_logger("run")
 
 
 def run_trainer(recipe: Recipe) -> None:
-    """Run one trainer until the run is over or SIGTERM arrives.
+    """Run one trainer until the run is over or SIGTERM arrives; or one of its processes, where torchrun started it.
 
     Raises:
         TbaError: one clear sentence.
     """
+    torch.set_num_threads(recipe.trainer.torch_num_threads)
+    with Team.join(device=recipe.trainer.device, deadline_s=recipe.trainer.collective_timeout_s) as team:
+        if team.is_leader:
+            _lead(recipe, team)
+        else:
+            with ignore_signals():  # the leader is told too; it says when it is over
+                follow(recipe, team)
+
+
+def _lead(recipe: Recipe, team: Team) -> None:
     token = role_token(recipe.auth.tokens_file, "trainer")
     buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s)
     with stop_on_signals() as stop:
+        team.start_beats(on_loss=stop.set)
         try:
-            train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop)
+            train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
         finally:
             buffer.close()
 
 
-def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: threading.Event) -> None:
-    """The same, with the outside world given.
+def train(
+    recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: threading.Event, team: Team | None = None
+) -> None:
+    """The same, with the outside world given; in the leader of a team.
 
     Args:
+        team: the processes that train together; None: this one alone.
         stop: set when the process should finish its step, write a checkpoint and return.
     """
-    torch.set_num_threads(recipe.trainer.torch_num_threads)
-    torch.manual_seed(recipe.run.seed)
-    model = load_policy(
-        recipe.model, device=recipe.trainer.device, gradient_checkpointing=recipe.trainer.gradient_checkpointing
-    )
-    store.check(write=True)
-    files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    model_config_sha256 = sha256_of_file(files["config.json"])
-    versions, checkpoints = WeightVersions(store, recipe.run.name), Checkpoints(store, recipe.run.name)
     trainer_id = f"trainer-{socket.gethostname()}-{os.getpid()}"
     status = Status(trainer_id=trainer_id, run=recipe.run.name)
-    learner = Learner(model, recipe, np.random.default_rng([recipe.run.seed, _RNG_STREAM]))
-    snapshots = Snapshots(model, recipe)
+    rollback: Rollback | None = None
+    tracking = open_tracking(recipe, buffer)
+    try:
+        while True:
+            with scratch_folder() as folder:
+                rollback = _train_lineage(
+                    recipe,
+                    team or Team.alone(recipe.trainer.device),
+                    buffer=buffer,
+                    store=store,
+                    status=status,
+                    tracking=tracking,
+                    folder=folder,
+                    stop=stop,
+                    rollback=rollback,
+                )
+            if rollback is None or stop.is_set():
+                return
+    finally:
+        tracking.close()
+
+
+def _train_lineage(
+    recipe: Recipe,
+    team: Team,
+    *,
+    buffer: BufferClient,
+    store: ObjectStore,
+    status: Status,
+    tracking: Tracking,
+    folder: Path,
+    stop: threading.Event,
+    rollback: Rollback | None,
+) -> Rollback | None:
+    """One lineage, from the starting model and the last checkpoint on. A rollback ends it; the next one then starts
+    exactly as a restarted process does.
+
+    Args:
+        folder: for large files of this lineage.
+        rollback: how the lineage before this one ended; None: this is the first one of the process.
+
+    Returns:
+        The rollback that ended it; None when there is nothing more to do.
+    """
+    store.check(write=True)
+    model, learner, snapshots = build(recipe, team, folder=folder)
+    files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    model_config_sha256 = sha256_of_file(files["config.json"])
+    versions = WeightVersions(store, recipe.run.name)
+    checkpoints = Checkpoints(store, recipe.run.name, folder=folder, max_bytes=recipe.store.shard_bytes)
     start = starting_snapshot(snapshots)
     origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=stop)
     if stop.is_set():
-        return
+        return None
     check_starting_model(start, versions, origin)
     session = begin(
         recipe,
-        trainer_id=trainer_id,
+        trainer_id=status.trainer_id,
         buffer=buffer,
         store=store,
         checkpoints=checkpoints,
         learner=learner,
         model_config_sha256=model_config_sha256,
+        rollback=rollback,
     )
+    tracking.start(session.lineage, session.parent)
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
     evaluations = Evaluations(
-        buffer, recipe.eval, token=session.token, start_step=session.parent.step, enabled=not recipe.is_offline
+        buffer,
+        recipe.eval,
+        token=session.token,
+        start_step=session.parent.step,
+        sync_interval=recipe.trainer.sync_interval,
+        enabled=not recipe.is_offline,
     )
     collector = Collector(buffer, versions, checkpoints, keep_versions=recipe.trainer.keep_versions)
     publisher = Publisher(
@@ -108,36 +174,63 @@ def train(recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: thr
         store=store,
         checkpoints=checkpoints,
         learner=learner,
+        needs=Needs.of(recipe, model),
+        values=Values(recipe, buffer),
         snapshots=snapshots,
         publisher=publisher,
         prefetcher=prefetcher,
         evaluations=evaluations,
         status=status,
-        files=files,
+        tracking=tracking,
         model_config_sha256=model_config_sha256,
         stop=stop,
     )
-    heartbeats = Heartbeats(buffer, status, lambda: {"num_unpublished_versions": float(publisher.num_unpublished)})
+    heartbeats = Heartbeats(buffer, status, lambda: _gauges(loop, publisher, prefetcher, tracking))
     heartbeats.start()
     publisher.start()
     try:
         status.set_state("publishing")
-        _publish_first(session, start, publisher, snapshots, evaluations)
+        stores_start = recipe.searchers_hold_start and not versions.exists(START)
+        _publish_first(session, start, publisher, snapshots, evaluations, stores_start=stores_start)
         prefetcher.start()
-        loop.run()
+        return loop.run()
     finally:
         prefetcher.close()
         publisher.close()
         heartbeats.close()
 
 
+def _gauges(loop: TrainingLoop, publisher: Publisher, prefetcher: Prefetcher, tracking: Tracking) -> dict[str, float]:
+    """What heartbeats show beside the metrics of the last step."""
+    return {
+        "num_unpublished_versions": float(publisher.num_unpublished),
+        "num_unreadable_batches": float(prefetcher.num_unreadable),
+        **loop.progress.guards.gauges(),
+        **tracking.gauges(),
+    }
+
+
 def _publish_first(
-    session: Session, start: Snapshot, publisher: Publisher, snapshots: Snapshots, evaluations: Evaluations
+    session: Session,
+    start: Snapshot,
+    publisher: Publisher,
+    snapshots: Snapshots,
+    evaluations: Evaluations,
+    *,
+    stores_start: bool,
 ) -> None:
-    """The first version of this lineage, and the evaluation of the start."""
+    """The first version of this lineage, and the evaluation of the start.
+
+    Args:
+        stores_start: the store has to hold 0-0 although it is not announced: searchers ask for it.
+    """
     if session.fresh:
         publisher.submit(start, num_eval_prompts=evaluations.num_prompts_final)
     else:
+        if stores_start:
+            publisher.submit(start, announce=False)
+        else:
+            start.close()
         publisher.submit(snapshots.take(session.first, session.parent))
     publisher.drain()
     if not session.fresh:

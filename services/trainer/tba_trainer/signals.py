@@ -20,6 +20,17 @@ log = get_logger("signals")
 
 
 @contextmanager
+def ignore_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT do nothing to this process; main thread only."""
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and SIGINT set; main thread only."""
     stop = threading.Event()

@@ -11,24 +11,23 @@ searchers again.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from safetensors.torch import save_file
-
-from tba.api import LineageRequest, OriginInfo, RunInfo
+from tba.api import LineageRequest, OriginInfo, RunCommand, RunInfo
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.errors import ConfigError, ConflictError, WaitTimeoutError
+from tba.config.lora import LoraSection
+from tba.errors import ConfigError, ConflictError, GuardError, StoreError, TbaError, WaitTimeoutError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
-from tba.weights import WeightVersions, params_sha256_of_file
-from tba_trainer.checkpoint import Checkpoint, Checkpoints, restore
+from tba.weights import WeightVersions, params_sha256_of_files
+from tba_trainer.checkpoint import Checkpoint, Checkpoints
+from tba_trainer.fallback import newest_whole, older_whole
 from tba_trainer.fork import Fork
+from tba_trainer.guards import GuardState, Rollback
 from tba_trainer.learner import Learner
 from tba_trainer.snapshots import Snapshot, Snapshots
 
@@ -51,9 +50,13 @@ class Session:
     start: PolicyVersion
     """What the run began with, under the name that it was announced by: the starting model, or the fork's version."""
     lineages: LineageTree
+    previous: PolicyVersion | None
+    """The checkpoint before the parent's; None: there is none."""
     train_s: float
     """Seconds trained before this start, along the living lineage."""
     num_rollouts_trained: int
+    guards: GuardState
+    """What the guards remembered at the parent; the rollbacks are those of the whole run."""
     fresh: bool
     """True when the starting model is still to be announced."""
     borrowed: bool
@@ -69,13 +72,18 @@ def begin(
     checkpoints: Checkpoints,
     learner: Learner,
     model_config_sha256: str,
+    rollback: Rollback | None = None,
 ) -> Session:
     """Take a lineage, and put the learner where its parent was.
+
+    Args:
+        rollback: how the lineage before ended that this one follows; None: this is the first one of the process.
 
     Raises:
         ConflictError: the run is done. One that failed goes on from its last checkpoint.
         ConfigError: the checkpoint belongs to another model or policy temperature.
         StoreError: the checkpoint or the version to fork is missing or damaged.
+        GuardError: a rollback has no checkpoint to go back to, although there were some; the run has failed.
     """
     info = buffer.run()
     fork = Fork.of(info.origin)
@@ -84,22 +92,34 @@ def begin(
             f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
             "choose another run.name"
         )
-    checkpoint = None if info.checkpoint_key is None else checkpoints.load(info.checkpoint_key)
+    checkpoint = newest_whole(checkpoints, info) if rollback is None else _back_to(rollback, buffer, checkpoints, info)
     if checkpoint is not None:
         _check_same_run(checkpoint, recipe, model_config_sha256)
         if checkpoint.state.config_sha256 != config_sha256(recipe):
             log.warning("config_changed_since_checkpoint", checkpoint=checkpoint.state.version)
         parent = PolicyVersion.parse(checkpoint.state.version)
     elif fork is not None:
-        _start_fork(fork, store, learner, recipe, model_config_sha256)
+        _start_fork(fork, store, checkpoints, learner, recipe, model_config_sha256)
         parent = fork.version
     else:
         parent = START
-    reply = buffer.new_lineage(LineageRequest(trainer_id=trainer_id, parent=str(parent)))
+    reply = buffer.new_lineage(
+        LineageRequest(  # from here on a resume starts from the parent too, and never again from a suspect
+            trainer_id=trainer_id,
+            parent=str(parent),
+            checkpoint_key=None if checkpoint is None else checkpoints.key(parent),
+            rollback=rollback is not None,
+        )
+    )
+    if rollback is not None and rollback.suspect is not None:
+        _delete_suspects(checkpoints, _tree(info, reply.lineage, parent).ancestry(parent), parent, rollback.suspect)
     if checkpoint is not None:
-        restore(learner, checkpoint)
+        learner.restore(checkpoint.state, checkpoint.sections)
+        checkpoint.close()
     fresh = info.latest_version in (None, str(START)) and checkpoint is None and fork is None
     first = START if fresh else PolicyVersion(reply.lineage, parent.step)
+    info = buffer.run()
+    guards = GuardState() if checkpoint is None else checkpoint.state.guards
     session = Session(
         trainer_id=trainer_id,
         lineage=reply.lineage,
@@ -107,9 +127,13 @@ def begin(
         parent=parent,
         first=first,
         start=_start(first, parent, fork),
-        lineages=_tree(buffer.run(), reply.lineage, parent),
+        lineages=_tree(info, reply.lineage, parent),
+        previous=None if checkpoint is None else _version_or_none(checkpoint.state.previous),
         train_s=0.0 if checkpoint is None else checkpoint.state.train_s,
         num_rollouts_trained=0 if checkpoint is None else checkpoint.state.num_rollouts_trained,
+        guards=guards.gone_on_with(
+            num_rollbacks=info.num_rollbacks, before=None if rollback is None else rollback.guards
+        ),
         fresh=fresh,
         borrowed=checkpoint is None and fork is not None,
     )
@@ -117,13 +141,64 @@ def begin(
     return session
 
 
-def _start_fork(fork: Fork, store: ObjectStore, learner: Learner, recipe: Recipe, model_config_sha256: str) -> None:
-    checkpoint = fork.checkpoint(store)
+def _back_to(rollback: Rollback, buffer: BufferClient, checkpoints: Checkpoints, info: RunInfo) -> Checkpoint | None:
+    """The checkpoint that a rollback goes back to; None: the start of the run, nothing else lies before the suspect.
+
+    Raises:
+        GuardError: the checkpoints before the suspect one are gone or damaged: the run has failed.
+    """
+    suspect = rollback.suspect
+    if suspect is None:
+        return newest_whole(checkpoints, info)
+    checkpoint = older_whole(checkpoints, info, suspect, last_good_step=rollback.last_good_step)
+    if checkpoint is not None or rollback.previous is None:
+        return checkpoint
+    sentence = (
+        f"rolling back from checkpoint {suspect}, which no good step followed: the checkpoints before it (the last one "
+        f"was {rollback.previous}) are gone or damaged, and what was trained is not given up for the starting model; "
+        f"put one back, or start another run; the next start of the trainer goes on from {suspect}"
+    )
+    try:
+        buffer.command("fail", RunCommand(reason=sentence, token=rollback.token))
+    except TbaError as error:  # what is raised is why, in any case
+        log.warning("action_failed", action="fail", error=str(error))
+    raise GuardError(sentence)
+
+
+def _delete_suspects(
+    checkpoints: Checkpoints, history: list[PolicyVersion], parent: PolicyVersion, suspect: PolicyVersion
+) -> None:
+    """Delete what lies between the parent and the suspect checkpoint of the abandoned line: nothing goes back to it.
+    A store that is away is logged: it takes no living one's place either way."""
+    try:
+        living = checkpoints.living(history)
+        for version in checkpoints.versions():
+            if parent < version <= suspect and version not in living:
+                checkpoints.delete(version)
+                log.info("suspect_checkpoint_deleted", version=str(version))
+    except StoreError as error:
+        log.warning("suspect_checkpoint_not_deleted", suspect=str(suspect), error=str(error))
+
+
+def _version_or_none(text: str | None) -> PolicyVersion | None:
+    return None if text is None else PolicyVersion.parse(text)
+
+
+def _start_fork(
+    fork: Fork,
+    store: ObjectStore,
+    checkpoints: Checkpoints,
+    learner: Learner,
+    recipe: Recipe,
+    model_config_sha256: str,
+) -> None:
+    checkpoint = fork.checkpoint(checkpoints)
     if checkpoint is None:
-        fork.load_weights(store, learner, model_config_sha256)
+        fork.load_weights(store, learner, model_config_sha256, folder=checkpoints.folder)
         return
     _check_same_run(checkpoint, recipe, model_config_sha256)
-    restore(learner, checkpoint)
+    learner.restore(checkpoint.state, checkpoint.sections)
+    checkpoint.close()
 
 
 def _start(first: PolicyVersion, parent: PolicyVersion, fork: Fork | None) -> PolicyVersion:
@@ -171,7 +246,7 @@ def check_starting_model(start: Snapshot, versions: WeightVersions, origin: Orig
             f"model.dtype is {start.dtype}, but this run began with {manifest.dtype}; it is constant within a run: set "
             "it back, or choose another run.name"
         )
-    found = _params_sha256(start)
+    found = params_sha256_of_files(start.paths)
     if manifest is not None and manifest.params_sha256 != found:
         raise ConfigError(
             "model.path holds another model than the one this run started from (version 0-0 has other parameters); "
@@ -182,13 +257,6 @@ def check_starting_model(start: Snapshot, versions: WeightVersions, origin: Orig
             f"model.path, in model.dtype {start.dtype}, is another model than the one that run {origin.run!r} of "
             f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
         )
-
-
-def _params_sha256(start: Snapshot) -> str:
-    with tempfile.TemporaryDirectory(prefix="tba-start-") as folder:
-        path = Path(folder) / "model.safetensors"
-        save_file(start.tensors, path)
-        return params_sha256_of_file(path)
 
 
 def starting_snapshot(snapshots: Snapshots) -> Snapshot:
@@ -209,11 +277,20 @@ def _check_same_run(checkpoint: Checkpoint, recipe: Recipe, model_config_sha256:
             f"model.policy_temperature is {recipe.model.policy_temperature:g}, but this run has trained with "
             f"{state.policy_temperature:g}; it is constant within a run: set it back, or choose another run.name"
         )
+    if state.lora != recipe.model.lora:
+        raise ConfigError(
+            f"[model.lora] is {_lora_text(recipe.model.lora)}, but this run has trained with {_lora_text(state.lora)}; "
+            "it is constant within a run: set it back, or choose another run.name"
+        )
     if state.model_config_sha256 != model_config_sha256:
         raise ConfigError(
             f"config.json in model.path is not the one that checkpoint {state.version} was trained with; "
             "restore that folder, or choose another run.name"
         )
+
+
+def _lora_text(section: LoraSection | None) -> str:
+    return "absent" if section is None else str(section)
 
 
 def _tree(info: RunInfo, lineage: int, parent: PolicyVersion) -> LineageTree:

@@ -1,7 +1,9 @@
 -- Step (lineage, step) consumed a batch: one line of the ledger. Steps of a lineage are acked in order, once each.
--- KEYS: 1 run, 2 counters, 3 open_batches, 4 ledger, 5 ledger_steps, 6 ages, 7 batch:<id>, 8 open_steps
+-- KEYS: 1 run, 2 counters, 3 open_batches, 4 ledger, 5 ledger_steps, 6 ages, 7 batch:<id>, 8 open_steps, 9 settings,
+--       10 settings_changes, 11 settings_effects
 -- ARGV: 1 token, 2 lineage, 3 step, 4 batch id, 5 now_s, 6 member of open_batches, 7 JSON of the ledger line,
---       8 rollouts, then pairs of policy age, rollouts
+--       8 trained rollouts, 9 revision of the live settings that the step was made with,
+--       10 number of ages, pairs of policy age, rollouts, then pairs of a counter, how much it grows
 -- Returns {'fenced'}, {'other', batch id}, {'void'}, {'order', last step} or {'ok'}.
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] or redis.call('HGET', KEYS[1], 'lineage') ~= ARGV[2] then
   return {'fenced'}
@@ -21,5 +23,7 @@ redis.call('ZREM', KEYS[3], ARGV[6])
 redis.call('HDEL', KEYS[8], ARGV[2] .. '|' .. ARGV[3])
 redis.call('DEL', KEYS[7])
 redis.call('HINCRBY', KEYS[2], 'trained', ARGV[8])
-for i = 9, #ARGV, 2 do redis.call('HINCRBY', KEYS[6], ARGV[i], ARGV[i + 1]) end
+took_effect(KEYS[9], KEYS[10], KEYS[11], 'learning_rate beta eval_every_steps', ARGV[9], ARGV[2], ARGV[3], ARGV[5])
+local first_counter = 11 + 2 * tonumber(ARGV[10])
+for i = 11, #ARGV, 2 do redis.call('HINCRBY', KEYS[i < first_counter and 6 or 2], ARGV[i], ARGV[i + 1]) end
 return {'ok'}

@@ -1,9 +1,10 @@
 -- Record a drawn batch, if the run still allows it in this moment; draws of different steps run at once.
--- KEYS: 1 run, 2 counters, 3 open_batches, 4 batch:<id>, 5 batches_since_mark, 6 open_steps
+-- KEYS: 1 run, 2 counters, 3 open_batches, 4 batch:<id>, 5 batches_since_mark, 6 open_steps, 7 settings,
+--       8 settings_changes, 9 settings_effects
 -- ARGV: 1 token, 2 lineage, 3 step, 4 member of open_batches, 5 deadline_s, 6 earliest deadline_s of an open batch that
 --       is worth answering, 7 record, 8 its lifetime in milliseconds, 9 rollouts,
 --       10 most rollouts drawn, 11 most batches since the mark, 12 marks as the caller saw them ('' each: no limit),
---       then pairs of slot counter, count
+--       13 revision of the live settings that it was drawn with, 14 now_s, then pairs of slot counter, count
 -- Returns {'ok'}; {'open', member}: another batch is open for this step, nothing was recorded; {'fenced'};
 -- {'state', state that forbids it}; {'acked', last acked step}; {'flow'}: one of the limits is reached.
 local step = ARGV[2] .. '|' .. ARGV[3]
@@ -41,7 +42,8 @@ redis.call('HSET', KEYS[6], step, ARGV[4])
 redis.call('SADD', KEYS[5], ARGV[4])
 redis.call('HINCRBY', KEYS[2], 'drawn', ARGV[9])
 redis.call('HINCRBY', KEYS[2], 'batches', 1)
-for i = 13, #ARGV, 2 do
+took_effect(KEYS[7], KEYS[8], KEYS[9], 'most_on_policy_prob', ARGV[13], ARGV[2], ARGV[3], ARGV[14])
+for i = 15, #ARGV, 2 do
   if ARGV[i + 1] ~= '0' then redis.call('HINCRBY', KEYS[2], 'slots:' .. ARGV[i], ARGV[i + 1]) end
 end
 return {'ok'}

@@ -2,16 +2,17 @@
 -- the request has been here before: it is answered with those, whose deadline starts anew, and nothing else is granted.
 -- A deadline beyond that of new leases was set before the clock went back: it becomes that of a new lease.
 -- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
---       9 eval_units, 10 eval_results
+--       9 eval_units, 10 eval_results, 11 run, 12 settings, 13 settings_changes, 14 settings_effects
 -- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
 --       7 most rollouts of train leases (-1: any), 8 the cursor as the caller saw it, 9 number of candidates,
+--       10 revision of the live settings that train leases are sampled with,
 --       then the ids for new leases, then per candidate: visit id, prompt id, cursor after it,
 --       then the versions that the searcher cannot use (their evaluation units are left to others)
 -- Returns {1 if the cursor has moved meanwhile, then per lease: 'train', lease id, visit id, prompt id, rollouts
 --          or: 'eval', lease id, unit, '', 0}.
 local now, max_leases, max_train = tonumber(ARGV[1]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local room, num_candidates = tonumber(ARGV[7]), tonumber(ARGV[9])
-local FIRST_ID = 10
+local FIRST_ID = 11
 local reply, num_leases, num_train = {0}, 0, 0
 
 local function answer(kind, lease_id, subject, prompt_id, num_rollouts)
@@ -111,5 +112,10 @@ if may_grant() and num_candidates > 0 then
     end
     if cursor then redis.call('SET', KEYS[5], cursor) end
   end
+end
+if num_train > 0 then
+  local run = redis.call('HMGET', KEYS[11], 'lineage', 'step')
+  local step = string.format('%d', tonumber(run[2] or '0') + 1)
+  took_effect(KEYS[12], KEYS[13], KEYS[14], 'sampling_temperature', ARGV[10], run[1] or '0', step, ARGV[1])
 end
 return reply

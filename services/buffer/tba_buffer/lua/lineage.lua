@@ -1,11 +1,12 @@
 -- A trainer starts: a new lineage and token, and a line of the ledger that says where it goes on. Open batches of the
 -- older lineages become void. A request id that took a lineage before is answered with that lineage and its token, and
--- changes nothing, however late it comes and whatever started since.
+-- changes nothing, however late it comes and whatever started since. A registered checkpoint after the parent is not
+-- what a resume starts from any more: the parent's is, or none.
 -- KEYS: 1 run, 2 lineages, 3 open_batches, 4 counters, 5 batches_since_mark, 6 open_steps, 7 ledger, 8 ledger_steps,
---       9 announced, 10 lineage_requests, 11 replica
+--       9 announced, 10 lineage_requests, 11 replica, 12 settings
 -- ARGV: 1 token, 2 JSON of the lineage, 3 lineage of the parent, 4 step of the parent,
 --       5 JSON of the ledger line, 'LINEAGE' in place of the new number, 6 request id,
---       7 replica
+--       7 replica, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback
 -- Returns 'superseded', {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
 -- A parent is a version that was made: the starting model, the start of its lineage, the result of an acked step, or
 -- an announced, checkpointed or adopted one.
@@ -32,6 +33,15 @@ redis.call('RPUSH', KEYS[7], (string.gsub(ARGV[5], '"LINEAGE"', tostring(lineage
 redis.call('HSET', KEYS[10], ARGV[6], lineage .. ' ' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'token', ARGV[1], 'step', ARGV[4],
   'lineage_position', redis.call('HGET', KEYS[4], 'log_position') or '0')
+local registered = redis.call('HGET', KEYS[1], 'checkpoint')
+if registered and tonumber(string.match(registered, '%-(%d+)$')) > tonumber(ARGV[4]) then
+  if ARGV[8] == '' then
+    redis.call('HDEL', KEYS[1], 'checkpoint', 'checkpoint_key')
+  else
+    redis.call('HSET', KEYS[1], 'checkpoint', parent, 'checkpoint_key', ARGV[8])
+  end
+end
+if ARGV[9] == '1' then redis.call('HINCRBY', KEYS[1], 'rollbacks', 1) end
 if redis.call('HGET', KEYS[1], 'state') ~= 'paused' then
   redis.call('HSET', KEYS[1], 'state', 'running', 'reason', '')
 end
@@ -42,4 +52,8 @@ for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
 end
 if num_rollouts > 0 then redis.call('HINCRBY', KEYS[4], 'void', num_rollouts) end
 redis.call('DEL', KEYS[3], KEYS[6])
+-- live settings go on: the audit names the first step of this lineage that each of them is in effect at
+for _, field in ipairs(redis.call('HKEYS', KEYS[12])) do
+  if string.match(field, '^seen:') then redis.call('HDEL', KEYS[12], field) end
+end
 return {'ok', lineage, ARGV[1]}

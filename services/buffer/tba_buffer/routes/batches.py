@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Response
 
 from tba.api import AckRequest, BatchRequest, LedgerReply, Name, SampleRequest
+from tba.api.settings import SETTINGS_HEADER
 from tba.service import Authenticator, MsgpackResponse, problems
 from tba_buffer.buffer import Buffer
 from tba_buffer.ledger import MAX_ENTRIES_PER_PAGE, read_ledger
@@ -28,7 +29,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def draw_batch(body: BatchRequest) -> MsgpackResponse:
         """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
         drawn = await buffer.draws.draw(body)
-        return MsgpackResponse(drawn.body)
+        return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.settings.revision)})
 
     @api.post(
         "/batches/{batch_id}/ack",
@@ -37,9 +38,10 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         dependencies=trainer,
         responses=problems(400, 409),
     )
-    async def ack(batch_id: Name, body: AckRequest) -> None:
+    async def ack(batch_id: Name, body: AckRequest, response: Response) -> None:
         """State that a step consumed the batch."""
         await buffer.acks.ack(batch_id, body)
+        response.headers[SETTINGS_HEADER] = str(buffer.settings.revision)
 
     @api.post(
         "/samples",

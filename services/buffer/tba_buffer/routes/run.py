@@ -10,6 +10,13 @@ from tba.api import RunCommand, RunInfo, Stats
 from tba.service import MSGPACK_BODY, Authenticator, problems, raw_body
 from tba.wire import decode_heartbeat
 from tba_buffer.buffer import Buffer
+from tba_buffer.routes.who import operator_or_trainer
+
+_SENTENCES = {
+    "done": "The trainer with the living token says that the run is done.",
+    "fail": "The trainer with the living token says that the run has failed.",
+    "pause": "Pause the run: an operator, or the trainer with the living token.",
+}
 
 
 def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
@@ -33,8 +40,9 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """State of the run, components, waits, evaluations."""
         return await buffer.run_info()
 
-    _add_end_command(api, "done", buffer, auth)
-    _add_end_command(api, "fail", buffer, auth)
+    _add_command(api, "done", ["trainer"], buffer, auth)
+    _add_command(api, "fail", ["trainer"], buffer, auth)
+    _add_command(api, "pause", ["operator", "trainer"], buffer, auth)
 
     @api.post(
         "/run/{command}",
@@ -42,8 +50,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         dependencies=[Depends(auth.require("operator"))],
         responses=problems(409),
     )
-    async def command(command: Literal["pause", "resume", "stop"], body: RunCommand) -> RunInfo:
-        """Pause, resume or stop the run."""
+    async def command(command: Literal["resume", "stop"], body: RunCommand) -> RunInfo:
+        """Resume or stop the run."""
         await buffer.run.command(command, body)
         return await buffer.run_info()
 
@@ -55,19 +63,21 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     return api
 
 
-def _add_end_command(api: APIRouter, name: Literal["done", "fail"], buffer: Buffer, auth: Authenticator) -> None:
-    async def end(body: RunCommand) -> RunInfo:
-        """The trainer with the living token ends the run."""
+def _add_command(
+    api: APIRouter, name: Literal["done", "fail", "pause"], roles: list[str], buffer: Buffer, auth: Authenticator
+) -> None:
+    async def change(body: RunCommand, request: Request) -> RunInfo:
+        operator_or_trainer(auth, request, token=body.token, what=f"says {name!r}")
         await buffer.run.command(name, body)
         return await buffer.run_info()
 
     # before /run/{command}, which would refuse the name
-    dependencies = [Depends(auth.require("trainer"))]
     api.add_api_route(
         f"/run/{name}",
-        end,
+        change,
         methods=["POST"],
         operation_id=name,
-        dependencies=dependencies,
+        description=_SENTENCES[name],
+        dependencies=[Depends(auth.require(*roles))],
         responses=problems(409),
     )

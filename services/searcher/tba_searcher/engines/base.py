@@ -107,8 +107,8 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, tensors_path: Path, version: PolicyVersion) -> None:
-        """Replace all parameters by those of a safetensors file; active rows go on under them in a new span.
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
+        """Replace all parameters by those of safetensors files; active rows go on under them in a new span.
 
         Raises:
             EngineError: names, shapes or dtypes differ from the model's; the weights in use are then unchanged.

@@ -24,6 +24,7 @@ from torch import Tensor
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba_searcher.engines.base import Completion, EngineError, Request
+from tba_searcher.engines.loading import load_model
 from tba_searcher.engines.params import params_sha256, replace_params
 from tba_searcher.engines.prompt_rows import PromptRows
 from tba_searcher.engines.sampling import sample
@@ -166,9 +167,9 @@ class EmbeddedEngine:
             completions.append(completion)
         return completions
 
-    def load_weights(self, tensors_path: Path, version: PolicyVersion) -> None:
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters in flight (see `Engine.load_weights`)."""
-        replace_params(self._model, tensors_path)
+        replace_params(self._model, tensors_paths)
         self._version, self._stale = version, True
         for index in self._slots.active():
             row = self._slots.rows[index]
@@ -252,20 +253,9 @@ class EmbeddedEngine:
 
 
 def _load_model(folder: Path, settings: EmbeddedSettings, max_len: int) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, settings.dtype),
-            attn_implementation="sdpa",
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model folder {folder} holds no usable causal language model: {error}") from None
+    model = load_model(
+        folder, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
+    )
     config = model.config
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_len > limit:
@@ -279,5 +269,4 @@ def _load_model(folder: Path, settings: EmbeddedSettings, max_len: int) -> Any:
         raise ConfigError(
             f"the embedded engine decodes full-attention models only; this one has layers of kind {sorted(odd_layers)}"
         )
-    model.to(torch.device(settings.device))
-    return model.eval().requires_grad_(False)
+    return model

@@ -77,6 +77,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(run_info())
         elif self.path == "/v1/stats":
             self.answer(stats())
+        elif self.path.startswith("/v1/run/settings"):
+            self.answer({"revision": 0, "settings": {}, "recipe": {}, "now": {}, "changes": [], "next": None})
         elif self.path.startswith("/v1/ledger"):
             after = int(self.path.partition("after=")[2].partition("&")[0] or 0)
             self.answer({"entries": STATE["ledger"][after:], "next": None})

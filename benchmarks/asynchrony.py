@@ -1,0 +1,57 @@
+"""The asynchrony study: every objective at constant lag 0 to 64, with replay, and three small questions.
+
+    python benchmarks/asynchrony.py plan   [--json FILE] [--cells TEXT]                what is left, best first
+    python benchmarks/asynchrony.py run    [--json FILE] [--cells TEXT] [--max-minutes N]
+    python benchmarks/asynchrony.py report [--json FILE] [--out FOLDER]                tables and plots from the data
+
+One process, one thread, no services; 12 CPU seconds a cell. Every finished cell is one JSON line, and a cell that has
+a line is not run again: stop it at any time, and start it again to go on. `--cells` takes part of a key, for example
+`lag/tba_prime/lag16`. What is measured and how: docs/asynchrony.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "services" / "buffer"), str(ROOT / "services" / "trainer")]
+
+from benchmarks.study.cells import plan  # noqa: E402
+from benchmarks.study.data import read_lines  # noqa: E402
+
+DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["plan", "run", "report"])
+    parser.add_argument("--json", type=Path, default=DATA, help="the data file")
+    parser.add_argument("--cells", default="", help="only cells whose key contains this")
+    parser.add_argument("--max-minutes", type=float, default=None, help="begin no cell after this many minutes")
+    parser.add_argument("--models", type=Path, default=ROOT / "models" / "study", help="folder of starting models")
+    parser.add_argument("--commit", default="", help="name of the code that runs, where it is no git checkout")
+    parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of tables and plots")
+    args = parser.parse_args()
+    if args.command == "plan":
+        for cell in plan(read_lines(args.json)):
+            if args.cells in cell.key:
+                print(cell.key)
+    elif args.command == "run":
+        import torch
+
+        from benchmarks.study.run import run_cells
+
+        torch.set_num_threads(1)
+        run_cells(args.json, models=args.models, only=args.cells, max_minutes=args.max_minutes, commit=args.commit)
+    else:
+        from benchmarks.study.report import write_report
+
+        write_report(read_lines(args.json), args.out)
+
+
+if __name__ == "__main__":
+    main()

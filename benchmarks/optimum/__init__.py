@@ -1,0 +1,1 @@
+"""Where objectives converge: the enumerable task."""

@@ -1,0 +1,177 @@
+"""The enumerable task: 64 outcomes (vocabulary 4, length 3), exact expected gradients, one prompt.
+
+Where does an objective converge? A group is every pair of outcomes (K = 2), weighted by its probability under the
+behaviour policy: an infinite batch. The code that is run is the trainer's (`advantages`, `objective_loss`). The answer
+is the total variation between the trained policy and pi*, proportional to pi_ref exp(r / beta).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from tba_trainer.objectives import Objective, Sequences, Tokens, Totals, advantages, objective_loss, resolve
+from torch import Tensor
+
+from tba.config import ObjectiveSection
+
+VOCAB, LENGTH = 4, 3
+BETA = 0.25
+NUM_STEPS = 800
+OUTCOMES = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))  # [64, 3]
+NUM_OUTCOMES = len(OUTCOMES)
+_FIRST, _SECOND = torch.combinations(torch.arange(NUM_OUTCOMES), with_replacement=True).T
+_PAIRS = torch.stack([_FIRST, _SECOND], dim=1).flatten()  # [2 * 2080]
+_PAIR_NUMBER = torch.arange(len(_FIRST)).repeat_interleave(2)
+_TIMES = torch.where(_FIRST == _SECOND, 1.0, 2.0).double()
+"""How often an unordered pair occurs among the ordered ones."""
+_TOTALS = Totals(num_rollouts=len(_PAIRS), num_tokens=LENGTH * len(_PAIRS), num_groups=len(_FIRST))
+
+Behaviour = Literal["on-policy", "lag", "uniform", "stale"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Where the data come from.
+
+    `on-policy`: theta itself. `lag`: theta of `age` steps ago. `uniform`, `stale`: fixed policies, said to be `age`
+    steps old; `stale` is another random policy than the starting one.
+    """
+
+    behaviour: Behaviour
+    age: int = 0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return {"on-policy": "on-policy", "lag": f"lag {self.age}"}.get(
+            self.behaviour, f"{self.behaviour}, age {self.age}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where a run ended."""
+
+    tv_to_optimum: float
+    """Total variation to pi*, proportional to pi_ref exp(r / beta), with the starting policy as pi_ref."""
+    probability_of_best: float
+    """Of the outcome with the highest reward; under pi* it is `best_under_optimum`."""
+    tail_movement: float
+    """Total variation between the policy 50 steps before the end and at the end: near 0 when it has settled."""
+
+
+class Tabular:
+    """An autoregressive policy with its own logits after every prefix."""
+
+    def __init__(self, seed: int, scale: float) -> None:
+        rng = np.random.default_rng(seed)
+        self.tables = [
+            torch.tensor(rng.normal(size=(VOCAB**i, VOCAB)) * scale, requires_grad=True) for i in range(LENGTH)
+        ]
+
+    def token_logprobs(self) -> Tensor:
+        """log pi of every token of every outcome, [64, 3]."""
+        prefix, columns = torch.zeros(NUM_OUTCOMES, dtype=torch.long), []
+        for i, table in enumerate(self.tables):
+            columns.append(table.log_softmax(1)[prefix, OUTCOMES[:, i]])
+            prefix = prefix * VOCAB + OUTCOMES[:, i]
+        return torch.stack(columns, dim=1)
+
+    @torch.no_grad()
+    def blend(self, other: Tabular, *, decay: float) -> None:
+        """decay * self + (1 - decay) * other."""
+        for table, source in zip(self.tables, other.tables, strict=True):
+            table.mul_(decay).add_(source, alpha=1 - decay)
+
+
+def rewards() -> Tensor:
+    """The reward of every outcome."""
+    return torch.tensor(np.random.default_rng(11).random(NUM_OUTCOMES))
+
+
+def starting_policy() -> Tabular:
+    """Where every run starts, and its reference."""
+    return Tabular(1, 0.5)
+
+
+def optimum() -> Tensor:
+    """pi* of all outcomes."""
+    reference = starting_policy().token_logprobs().detach().sum(1)
+    return (reference + rewards() / BETA).softmax(0)
+
+
+def converge(section: ObjectiveSection, case: Case, *, num_steps: int = NUM_STEPS) -> Outcome:
+    """Train with exact expected gradients (Adam, rate 0.1 falling to 0.0001) and see where it ends."""
+    objective, reward = resolve(section), rewards()
+    policy, reference = starting_policy(), starting_policy()
+    stale = Tabular(2, 1.0).token_logprobs().detach()
+    adam = torch.optim.Adam(policy.tables, lr=0.1)
+    decay = torch.optim.lr_scheduler.ExponentialLR(adam, 0.001 ** (1 / num_steps))
+    past: deque[Tensor] = deque(maxlen=max(case.age, 50) + 1)
+    for step in range(1, num_steps + 1):
+        logprobs = policy.token_logprobs()
+        past.append(logprobs.detach())
+        sampler = {
+            "on-policy": past[-1],
+            "lag": past[max(0, len(past) - 1 - case.age)],
+            "uniform": torch.full_like(stale, -float(np.log(VOCAB))),
+            "stale": stale,
+        }[case.behaviour]
+        ref = reference.token_logprobs().detach().sum(1)
+        loss = _expected_loss(logprobs, sampler, ref, reward, objective, case.age, section.beta.at(step - 1))
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        decay.step()
+        if objective.reset_steps is not None and step % objective.reset_steps == 0:
+            reference.blend(policy, decay=0.0)
+        if objective.ema_every_steps is not None and step % objective.ema_every_steps == 0:
+            reference.blend(policy, decay=objective.ema_decay or 0.0)
+    end = policy.token_logprobs().detach().sum(1).exp()
+    return Outcome(
+        tv_to_optimum=_total_variation(end, optimum()),
+        probability_of_best=float(end[reward.argmax()]),
+        tail_movement=_total_variation(end, past[-50].sum(1).exp()),
+    )
+
+
+def _expected_loss(
+    logprobs: Tensor,
+    sampler: Tensor,
+    reference: Tensor,
+    reward: Tensor,
+    objective: Objective,
+    age: int,
+    beta: float,
+) -> Tensor:
+    logprob = logprobs.detach().sum(1)
+    probability = (sampler.sum(1)[_FIRST] + sampler.sum(1)[_SECOND]).exp() * _TIMES  # [pairs]
+    sequences = Sequences(
+        logprob=logprob[_PAIRS],
+        sampler_logprob=sampler.sum(1)[_PAIRS],
+        ref_logprob=reference[_PAIRS],
+        reward=reward[_PAIRS],
+        policy_age=torch.full((len(_PAIRS),), age),
+        group=_PAIR_NUMBER,
+        num_tokens=torch.full((len(_PAIRS),), LENGTH),
+    )
+    advantage = advantages(sequences, objective, beta=beta)
+    if objective.kind == "batch":  # its mean is over a batch of the behaviour's outcomes, not over all outcomes alike
+        advantage = advantage - (advantage * probability.repeat_interleave(2)).sum() / 2
+    tokens = Tokens(
+        logprobs=logprobs[_PAIRS].flatten(),
+        sampler_logprobs=sampler[_PAIRS].flatten(),
+        row=torch.arange(len(_PAIRS)).repeat_interleave(LENGTH),
+        num_rows=len(_PAIRS),
+    )
+    weighted = advantage * (probability * len(_FIRST)).repeat_interleave(2)
+    return objective_loss(tokens, weighted, objective, totals=_TOTALS)[0]
+
+
+def _total_variation(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().sum() / 2)

@@ -1,0 +1,20 @@
+-- Which changes of live settings are in effect for the first time in this lineage: one entry of settings_effects each.
+-- A prelude: `took_effect` is for the scripts that act on settings, in the same atomic call.
+-- `settings`, `changes`, `effects`: keys. `names`: settings, with spaces between. `revision`: what was acted on.
+-- seen:<name> of `settings` is the revision up to which the changes of that setting have been looked at.
+local function took_effect(settings, changes, effects, names, revision, lineage, step, now)
+  revision = math.min(tonumber(revision), tonumber(redis.call('HGET', settings, 'revision') or '0'))
+  if revision == 0 then return end
+  for name in string.gmatch(names, '%S+') do
+    local seen = tonumber(redis.call('HGET', settings, 'seen:' .. name) or '0')
+    for number = revision, seen + 1, -1 do
+      local change = cjson.decode(redis.call('LINDEX', changes, number - 1))
+      if change.changes[name] then
+        redis.call('ZADD', effects, number, '{"revision":' .. number .. ',"name":"' .. name .. '","lineage":' .. lineage
+          .. ',"step":' .. step .. ',"at_s":' .. now .. '}')
+        break
+      end
+    end
+    if revision > seen then redis.call('HSET', settings, 'seen:' .. name, revision) end
+  end
+end

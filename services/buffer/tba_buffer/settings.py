@@ -1,0 +1,210 @@
+"""Live settings: learning rate, beta, m, sampling temperature and the interval of evaluations, while the run goes on.
+
+    change    PATCH -> the whole recipe with the new values is checked -> settings.lua: revision, values, a line of the
+              audit, in one call
+    hold      glance.lua reads the revision with every look at the run; `at` answers the values of that revision: draws
+              use m, leases the sampling temperature. The trainer is told the revision with every batch and ack, and
+              asks for the values when it is another.
+    effect    the script that acts on a value (ack.lua, draw.lua, lease.lua) also writes where a change of it took
+              effect, once per lineage (effects.lua)
+
+Redis has the truth; what is kept here is a view of one revision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tba.api import MAX_CHANGES_PER_PAGE, SettingsAudit, SettingsInfo, SettingsRequest
+from tba.api.settings import Role, SettingEffect
+from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, parse_live, with_live
+from tba.errors import ConfigError, ConflictError
+from tba_buffer import replica
+from tba_buffer.context import Context
+from tba_buffer.keys import Keys
+from tba_buffer.lineage import Lineages, fenced
+from tba_buffer.redis_link import BytesRedis, redis_errors
+
+ATTEMPTS = 8
+"""Changes of others that may come between the check of a change and its writing."""
+NOT_CHECKED = -1
+"""As the revision that a change was checked with: it is answered if it was made before, and is not made now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The settings of one revision, and the recipe with them."""
+
+    revision: int
+    settings: LiveSettings
+    recipe: Recipe
+
+    def now(self, step: int) -> dict[LiveName, float]:
+        """The values for the step after `step`."""
+        values = LiveSettings.of_recipe(self.recipe).changed()
+        return {name: value.at(step) if isinstance(value, Schedule) else value for name, value in values.items()}
+
+
+async def read_live(redis: BytesRedis, keys: Keys, recipe: Recipe) -> Live:
+    """What holds now.
+
+    Raises:
+        ConfigError: the live settings cannot be read, or do not go with the recipe.
+        UnavailableError: Redis did not answer.
+    """
+    with redis_errors("read the live settings"):
+        raw = await redis.hgetall(keys.settings)
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    revision = int(fields.get("revision", 0))
+    try:
+        settings = parse_live(
+            {name: json.loads(fields[f"value:{name}"]) for name in LIVE_NAMES if f"value:{name}" in fields}
+        )
+    except (ConfigError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"run {recipe.run.name!r} has live settings (revision {revision}) that this release of tba cannot read: "
+            f"{error}; run the release that wrote them, and give them back there first (`tba set KEY=recipe`)"
+        ) from None
+    try:
+        return Live(revision, settings, with_live(recipe, settings))
+    except ConfigError as error:
+        raise ConfigError(
+            f"run {recipe.run.name!r} has live settings (revision {revision}) that do not go with this recipe: "
+            f"{error}; start with the recipe that they were made for, and give them back there first "
+            "(`tba set KEY=recipe`)"
+        ) from None
+
+
+class Settings:
+    """Reads and changes the live settings.
+
+    Args:
+        context: Redis and settings.
+        lineages: which steps are of the living history.
+    """
+
+    def __init__(self, context: Context, lineages: Lineages) -> None:
+        self._context = context
+        self._lineages = lineages
+        self._live = Live(0, LiveSettings(), context.recipe)
+        self._reading = asyncio.Lock()
+
+    @property
+    def revision(self) -> int:
+        """The newest revision that this process knows."""
+        return self._live.revision
+
+    async def load(self) -> Live:
+        """Read what holds now.
+
+        Raises:
+            ConfigError: the live settings do not go with the recipe of this process.
+            UnavailableError: Redis did not answer.
+        """
+        async with self._reading:  # one after the other: an answer that came late would put an older revision back
+            self._live = await read_live(self._context.redis, self._context.keys, self._context.recipe)
+            return self._live
+
+    async def at(self, revision: int) -> Live:
+        """The settings of a revision that Redis named just now, or newer ones.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        return self._live if revision == self._live.revision else await self.load()
+
+    async def change(self, request: SettingsRequest, role: Role) -> SettingsInfo:
+        """Change some settings; a request id that made a change before changes nothing.
+
+        Returns:
+            The settings as they are now; of the changes, the one that this request made.
+
+        Raises:
+            ConfigError: a value is not possible, by itself or with the rest of the recipe.
+            FencedError: a newer lineage owns the run.
+            ConflictError: the run is done, `request.revision` is not the newest one, or others change its settings all
+                the time.
+            SupersededError: this buffer process does not own the run.
+            UnavailableError: Redis did not answer.
+        """
+        keys = self._context.keys
+        given = {name: getattr(request.settings, name) for name in LIVE_NAMES}
+        given = {name: value for name, value in given.items() if name in request.settings.model_fields_set}
+        for _ in range(ATTEMPTS):
+            live = await self.load()
+            moved = request.revision not in (None, live.revision)
+            if not moved:
+                with_live(self._context.recipe, live.settings.model_copy(update=given))
+            reply = await self._context.scripts.run(
+                "settings",
+                [keys.run, keys.settings, keys.settings_changes, keys.settings_requests, keys.replica],
+                [
+                    request.request_id,
+                    request.token or "",
+                    self._context.replica.number,
+                    NOT_CHECKED if moved else live.revision,
+                    self._context.clock(),
+                    json.dumps(role),
+                    json.dumps(request.reason),
+                    *(part for name, value in given.items() for part in (name, _json(value))),
+                ],
+            )
+            if reply == replica.SUPERSEDED:
+                raise await replica.refusal(self._context, "a change of live settings")
+            match reply[0]:
+                case b"fenced":
+                    raise fenced("a change of live settings")
+                case b"done":
+                    raise ConflictError("the run is done: its settings cannot change any more")
+                case b"ok":
+                    return await self.info(after=int(reply[1]) - 1, limit=1)
+            if moved:
+                raise ConflictError(
+                    f"the settings are at revision {live.revision}, and the change was made for revision "
+                    f"{request.revision}: read them again"
+                )
+        raise ConflictError(
+            f"the settings were changed by others {ATTEMPTS} times while this change was checked; send it again"
+        )
+
+    async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> SettingsInfo:
+        """What holds now, and at most `limit` changes after a revision, oldest first.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        keys, last = self._context.keys, after + limit
+        live = await self.load()
+        with redis_errors("read the audit of the live settings"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.lrange(keys.settings_changes, after, last - 1)
+                pipe.llen(keys.settings_changes)
+                pipe.zrangebyscore(keys.settings_effects, after + 1, last)
+                pipe.hmget(keys.run, "lineage", "step")
+                lines, num_lines, effects, (lineage, step) = await pipe.execute()
+        living = self._lineages.living(int(lineage or 0))
+        of_revision: dict[int, list[SettingEffect]] = {}
+        for effect in sorted((json.loads(effect) for effect in effects), key=lambda effect: effect["at_s"]):
+            revision = effect.pop("revision")
+            abandoned = effect["step"] > living.get(effect["lineage"], -1)
+            of_revision.setdefault(revision, []).append(SettingEffect(**effect, abandoned=abandoned))
+        changes = [_audit(json.loads(line), of_revision) for line in lines]
+        return SettingsInfo(
+            revision=live.revision,
+            settings=live.settings,
+            recipe=LiveSettings.of_recipe(self._context.recipe),
+            now=live.now(int(step or 0)),
+            changes=changes,
+            next=last if changes and last < num_lines else None,
+        )
+
+
+def _audit(line: dict[str, Any], effects: dict[int, list[SettingEffect]]) -> SettingsAudit:
+    return SettingsAudit(**line, effects=effects.get(line["revision"], []))
+
+
+def _json(value: Schedule | int | None) -> str:
+    return json.dumps(value.model_dump() if isinstance(value, Schedule) else cast(int | None, value))

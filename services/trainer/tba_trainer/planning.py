@@ -1,0 +1,126 @@
+"""Which rollouts go through the model together: micro-batches of a batch, balanced by tokens, for one or more ranks.
+
+All ranks get the same number of micro-batches, because every pass of a sharded model is a collective; where there are
+too few rollouts some micro-batches are empty. A pure function of lengths and groups: every rank computes the plan of
+all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FIRST_PASS_COST = 1 / 3
+"""A pass without gradient, as a share of one with: forward against forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rollouts of one forward and backward pass, as positions in the batch; may be empty."""
+
+    indices: tuple[int, ...]
+    whole_groups: bool
+    """True when every group in it is complete, so that one forward pass gives its statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The micro-batches of every rank."""
+
+    rounds: tuple[tuple[MicroBatch, ...], ...]
+    """[num_micro_batches][num_ranks]: what the ranks work on at the same time."""
+
+    def of_rank(self, rank: int) -> list[MicroBatch]:
+        """The micro-batches of one rank, one per round."""
+        return [micro_batches[rank] for micro_batches in self.rounds]
+
+    def split_rounds(self) -> list[int]:
+        """Rounds in which some rank has a group that is not complete there."""
+        return [i for i, micro_batches in enumerate(self.rounds) if not all(m.whole_groups for m in micro_batches)]
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    max_tokens: int,
+    *,
+    num_ranks: int = 1,
+    keep_groups: bool = True,
+) -> Plan:
+    """Distribute N rollouts so that no micro-batch has more than `max_tokens` and all have about the same.
+
+    A rollout longer than `max_tokens` gets a micro-batch of its own. With `keep_groups`, a group stays in one
+    micro-batch where it fits: then its statistics need no pass of their own. It is split all the same where the ranks
+    would otherwise wait for each other longer than that pass takes.
+
+    Args:
+        lengths: [N] prompt plus response tokens.
+        groups: [N] group number of each rollout.
+        keep_groups: False where no advantage depends on theta's log-probs of other rollouts.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    single = _pack([(i,) for i in range(len(lengths))], lengths, max_tokens, num_ranks)
+    plan = _plan(single, lengths, members, num_ranks)
+    if not keep_groups:
+        return plan
+    items: list[tuple[int, ...]] = []
+    for indices in members.values():
+        whole = sum(lengths[i] for i in indices) <= max_tokens
+        items.extend([tuple(indices)] if whole else [(i,) for i in indices])
+    kept = _plan(_pack(items, lengths, max_tokens, num_ranks), lengths, members, num_ranks)
+    return min(kept, plan, key=lambda p: _cost(p, lengths))
+
+
+def plan_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+    """Positions of N sequences in bins of at most `max_tokens`, balanced; for passes that know no groups."""
+    return [tuple(bin_) for bin_ in _pack([(i,) for i in range(len(lengths))], lengths, max_tokens, 1) if bin_]
+
+
+def _pack(items: Sequence[tuple[int, ...]], lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
+    """Bins of rollouts, a multiple of `num_ranks` of them: the largest item first, each into the emptiest bin.
+
+    The number of bins grows until everything fits.
+    """
+    sizes = {item: sum(lengths[i] for i in item) for item in items}
+    order = sorted(items, key=lambda item: (-sizes[item], item))
+    # what is longer than a bin fills one bin, no more
+    num_tokens = sum(min(size, max_tokens) for size in sizes.values())
+    num_bins = num_ranks * max(1, -(-num_tokens // (max_tokens * num_ranks)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        loads = [0] * num_bins
+        for item in order:
+            emptiest = min(range(num_bins), key=loads.__getitem__)
+            if loads[emptiest] and loads[emptiest] + sizes[item] > max_tokens:
+                break
+            bins[emptiest].extend(item)
+            loads[emptiest] += sizes[item]
+        else:
+            return bins
+        num_bins += num_ranks
+
+
+def _plan(bins: Sequence[list[int]], lengths: Sequence[int], members: dict[int, list[int]], num_ranks: int) -> Plan:
+    """Bins of about the same load beside each other, the largest first: what does not fit fails at once."""
+    by_load = sorted(bins, key=lambda indices: (-sum(lengths[i] for i in indices), indices))
+    group_of = {i: group for group, indices in members.items() for i in indices}
+
+    def micro_batch(indices: list[int]) -> MicroBatch:
+        here = {group_of[i] for i in indices}
+        whole = sum(len(members[group]) for group in here) == len(indices)
+        return MicroBatch(indices=tuple(sorted(indices)), whole_groups=whole)
+
+    micro_batches = [micro_batch(indices) for indices in by_load]
+    return Plan(
+        rounds=tuple(
+            tuple(micro_batches[start : start + num_ranks]) for start in range(0, len(micro_batches), num_ranks)
+        )
+    )
+
+
+def _cost(plan: Plan, lengths: Sequence[int]) -> float:
+    """Token passes until the slowest rank is done with every round."""
+    rounds = [max(sum(lengths[i] for i in m.indices) for m in micro_batches) for micro_batches in plan.rounds]
+    return sum(rounds) + FIRST_PASS_COST * sum(rounds[i] for i in plan.split_rounds())

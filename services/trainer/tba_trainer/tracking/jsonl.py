@@ -1,0 +1,71 @@
+"""metrics.jsonl: every record is a line, appended; the file of a run outlives its starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tba.errors import ConfigError
+from tba_trainer.tracking.records import Record
+
+
+class JsonlTracker:
+    """Appends to a file.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+
+    name = "metrics.jsonl"
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._is_cut = not _ends_with_newline(self._file)
+        except OSError as error:
+            raise ConfigError(
+                f"tracking.metrics_path {path} cannot be written ({error.strerror}); name a file in a folder that can"
+            ) from None
+
+    def log(self, record: Record) -> None:
+        """Append one line in one write.
+
+        Raises:
+            OSError: the disk is full, for one; the next line begins anew all the same.
+        """
+        line = f"\n{record.line()}\n" if self._is_cut else f"{record.line()}\n"
+        data = line.encode()
+        num_written = os.write(self._file, data)
+        self._is_cut = num_written < len(data)
+        if self._is_cut:
+            raise OSError(f"{num_written} of {len(data)} bytes were written: the disk is full")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def known_evaluations(path: Path, run: str) -> set[str]:
+    """Evaluations of a run that the file has already; lines that are cut short are passed over."""
+    found: set[str] = set()
+    if not path.is_file():
+        return found  # nothing yet, or a device or pipe, which cannot be read back
+    with path.open("rb") as file:
+        for line in file:
+            if b'"evaluation"' not in line:  # nearly all lines are steps
+                continue
+            try:
+                document = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(document, dict) and document.get("kind") == "evaluation" and document.get("run") == run:
+                found.add(document["eval_id"])
+    return found
+
+
+def _ends_with_newline(file: int) -> bool:
+    """Whether nothing was cut off by a kill in the middle of a write; true of an empty file."""
+    size_bytes = os.fstat(file).st_size
+    return size_bytes == 0 or os.pread(file, 1, size_bytes - 1) == b"\n"

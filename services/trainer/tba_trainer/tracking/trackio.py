@@ -1,0 +1,61 @@
+"""trackio: one run per lineage, all runs of a training in one group named after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tba.config.tracking import TrackioSection
+from tba_trainer.tracking.packages import require
+from tba_trainer.tracking.records import Record
+
+
+class TrackioTracker:
+    """Logs to trackio: to this machine, or to a Hugging Face Space.
+
+    Args:
+        recipe: what every run shows as its config.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
+
+    name = "trackio"
+
+    def __init__(self, section: TrackioSection, recipe: Mapping[str, Any]) -> None:
+        require("trackio", setting="[tracking.trackio]")
+        self._section, self._recipe = section, recipe
+        self._start: Record | None = None
+        self._run: Any = None
+
+    def log(self, record: Record) -> None:
+        """Add the numbers of a record; a `start` begins a run."""
+        if record.kind == "start":
+            self.close()
+            self._start = record
+            return
+        if self._run is None:
+            self._run = self._init()
+        self._run.log(record.numbers, step=record.step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+    def _init(self) -> Any:
+        import trackio  # pyright: ignore[reportMissingImports]  # does not go with the pins of constraints.txt
+
+        assert self._start is not None
+        return trackio.init(
+            project=self._section.project,
+            name=f"{self._start.run}-{self._start.lineage}",
+            group=self._start.run,
+            space_id=self._section.space_id,
+            config={**self._recipe, "lineage": self._start.lineage, "parent": self._start.parent},
+            resume="never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )

@@ -1,0 +1,48 @@
+"""`tba run` with a trainer of two processes, in bfloat16 and with weights in several files, over real searchers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tba.store import FileStore
+from tba.versions import START, PolicyVersion
+from tba.weights import WeightVersions
+from tests.e2e.conftest import MakePlace
+from tests.support.e2e import RUN, decode_all, stored_rollouts
+
+NUM_STEPS = 8
+
+
+def test_a_trainer_of_two_processes_in_bfloat16_runs_to_the_end_and_searchers_take_its_versions(
+    make_place: MakePlace, tmp_path: Path
+) -> None:
+    place = make_place(
+        trainer={"num_steps": NUM_STEPS, "num_processes": 2, "compute_dtype": "bfloat16"},
+        model={"dtype": "bfloat16"},
+        store={"shard_bytes": 100_000},
+    )
+    started = place.start()
+    assert started.wait() == 0, started.err + started.out + place.log("trainer")
+    summary = place.summary()
+    assert (summary["state"], summary["steps"], summary["ledger_violations"]) == ("done", NUM_STEPS, [])
+    assert place.pids() == []
+    log = place.log("trainer")
+    assert "Traceback" not in log
+    assert "num_ranks=2" in log
+    with place.redis_of_ended_run() as redis:
+        made_by = {rollout.version for rollout in decode_all(stored_rollouts(redis.url))}
+    assert made_by - {START}  # a searcher has loaded a version that both processes gathered, and its canary agreed
+
+    versions = WeightVersions(FileStore(place.folder / "store"), RUN)
+    manifest = versions.manifest(PolicyVersion(1, NUM_STEPS))
+    assert len(manifest.tensors) > 1
+    exported: Any = AutoModelForCausalLM.from_pretrained(place.folder / "model")
+    assert exported.dtype == torch.bfloat16
+    paths = versions.download_tensors(PolicyVersion(1, NUM_STEPS), tmp_path)[1]
+    published = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    assert all(torch.equal(parameter, published[name]) for name, parameter in exported.named_parameters())

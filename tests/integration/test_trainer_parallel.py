@@ -1,0 +1,92 @@
+"""Two gloo processes with a sharded model against one process with the whole: the same training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tba.config import Recipe
+from tests.support.tiny_model import Architecture, make_tiny_model
+from tests.support.trainer_team import Trained, run_alone, run_team
+from tests.support.trainer_values import make_recipe
+
+NUM_STEPS = 3
+TOLERANCE = 1e-5
+MICRO_BATCH_TOKENS = 24
+"""Groups of the recorded batches have 20 to 60 tokens: they span micro-batches and processes."""
+
+
+def recipe_of(folder: Path, architecture: Architecture, tied: bool, **sections: dict[str, Any]) -> Recipe:
+    model = make_tiny_model(folder / "model", architecture=architecture, tied=tied, hidden_size=32)
+    document: dict[str, dict[str, Any]] = {
+        "trainer": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "learning_rate": {"value": 1e-3}},
+        "objective": {"preset": "tba_prime", "reference_reset_steps": 2, "beta": {"value": 0.1}},
+        "store": {"shard_bytes": 20_000},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return make_recipe(model, **document)
+
+
+def assert_same_training(one: Trained, two: Trained) -> None:
+    for ours, theirs in zip(one.metrics, two.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            other = theirs[name]
+            if value is None or other is None:
+                assert value is other, name
+            else:
+                assert math.isclose(value, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE), (name, value, other)
+    assert one.tensors.keys() == two.tensors.keys()
+    for name, tensor in one.tensors.items():
+        torch.testing.assert_close(two.tensors[name], tensor, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_two_processes_train_as_one_and_each_goes_on_from_the_checkpoint_of_the_other(tmp_path: Path) -> None:
+    """With groups that span micro-batches and processes, a reference that is reset, and files of bounded size."""
+    recipe = recipe_of(tmp_path, "llama", False)
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    two = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=NUM_STEPS)
+    assert_same_training(one, two)
+    assert one.num_computed == two.num_computed  # what one process computed for the reference, all know
+    assert [path.name for path in two.paths] == [path.name for path in one.paths]
+    assert max(path.stat().st_size for path in two.paths) < recipe.store.shard_bytes + 4096  # and the header
+    assert len(two.paths) > 1
+
+    # 1 -> 2 and 2 -> 1, from the same checkpoint
+    more = run_team(tmp_path / "one-two", recipe, num_ranks=2, num_steps=NUM_STEPS, resume=one)
+    expected = run_alone(tmp_path / "one-one", recipe, num_steps=NUM_STEPS, resume=one)
+    assert_same_training(expected, more)
+    back = run_alone(tmp_path / "two-one", recipe, num_steps=NUM_STEPS, resume=two)
+    assert_same_training(expected, back)
+
+
+def test_a_restored_checkpoint_is_to_the_bit_what_the_other_number_of_processes_saved(tmp_path: Path) -> None:
+    """No step between restore and capture: weights, moments, reference and cache go through the shards unchanged. Tied
+    weights, bfloat16 published, activations recomputed."""
+    recipe = recipe_of(tmp_path, "qwen2", True, model={"dtype": "bfloat16"}, trainer={"gradient_checkpointing": True})
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    sharded = run_team(tmp_path / "sharded", recipe, num_ranks=2, num_steps=0, resume=one)
+    saved, again = one.checkpoint(), sharded.checkpoint()
+    assert saved.keys() == again.keys() == {"model", "optimizer", "ref_logprobs", "reference"}
+    for section, tensors in saved.items():
+        assert tensors.keys() == again[section].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, again[section][name]), (section, name)
+    assert all(torch.equal(one.tensors[name], sharded.tensors[name]) for name in one.tensors)
+    assert sharded.canary == pytest.approx(one.canary, abs=1e-5)
+
+
+def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="LoRA needs the extra tba-trainer[lora]")
+    recipe = recipe_of(tmp_path, "gpt_neox", False, model={"lora": {"rank": 4, "alpha": 8.0}})
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    two = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=NUM_STEPS)
+    assert_same_training(one, two)
+    adapter = two.checkpoint()["model"]
+    assert adapter.keys() == one.checkpoint()["model"].keys()
+    assert all(".lora_" in name for name in adapter)

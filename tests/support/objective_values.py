@@ -1,0 +1,141 @@
+"""Small differentiable problems for tests of the objectives, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tba_trainer.objectives import Objective, Sequences, Tokens, Totals, advantages, objective_loss, resolve
+from torch import Tensor
+
+from tba.config import ObjectiveSection
+
+VOCAB = 9
+
+
+def objective_of(preset: str, **fields: Any) -> Objective:
+    """The resolved objective of a preset with overrides."""
+    return resolve(ObjectiveSection.model_validate({"preset": preset, **fields}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """N rollouts of different lengths whose token log-probs are a function of one parameter matrix `theta`."""
+
+    theta: Tensor
+    """[positions, VOCAB] logits, with gradient."""
+    tokens: tuple[Tensor, ...]
+    sampler: tuple[Tensor, ...]
+    """Sampler log-probs per token."""
+    ref: Tensor
+    reward: Tensor
+    age: Tensor
+    group: Tensor
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(tokens) for tokens in self.tokens])
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(
+            num_rollouts=self.num_rollouts, num_tokens=int(self.lengths.sum()), num_groups=len(self.group.unique())
+        )
+
+    def logprobs(self, row: int) -> Tensor:
+        """Per token, with gradient."""
+        tokens = self.tokens[row]
+        return self.theta.log_softmax(1)[torch.arange(len(tokens)), tokens]
+
+    def logprob(self) -> Tensor:
+        """[N] sequence sums, with gradient."""
+        return torch.stack([self.logprobs(row).sum() for row in range(self.num_rollouts)])
+
+    def sampler_logprob(self) -> Tensor:
+        return torch.stack([values.sum() for values in self.sampler])
+
+    def sequences(self) -> Sequences:
+        return Sequences(
+            logprob=self.logprob().detach(),
+            sampler_logprob=self.sampler_logprob(),
+            ref_logprob=self.ref,
+            reward=self.reward,
+            policy_age=self.age,
+            group=self.group,
+            num_tokens=self.lengths,
+        )
+
+    def rows(self, rows: Sequence[int]) -> Problem:
+        """The same rollouts in this order (or some of them)."""
+        index = torch.tensor(list(rows), dtype=torch.long)
+        return replace(
+            self,
+            tokens=tuple(self.tokens[row] for row in rows),
+            sampler=tuple(self.sampler[row] for row in rows),
+            **{name: getattr(self, name)[index] for name in ("ref", "reward", "age", "group")},
+        )
+
+    def gradient_of(self, loss: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(loss, self.theta)
+        return gradient
+
+    def loss(
+        self, objective: Objective, *, beta: float, cuts: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The objective over micro-batches of these rows (one of all rows by default), and its metrics."""
+        advantage = advantages(self.sequences(), objective, beta=beta)
+        total, sums = torch.zeros((), dtype=torch.float64), {}
+        for rows in cuts or [range(self.num_rollouts)]:
+            tokens = Tokens(
+                logprobs=torch.cat([self.logprobs(row) for row in rows]),
+                sampler_logprobs=torch.cat([self.sampler[row] for row in rows]),
+                row=torch.arange(len(rows)).repeat_interleave(self.lengths[list(rows)]),
+                num_rows=len(rows),
+            )
+            loss, metrics = objective_loss(tokens, advantage[list(rows)], objective, totals=self.totals)
+            total = total + loss
+            sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
+        return total, sums
+
+    def gradient(self, objective: Objective, *, beta: float, cuts: Sequence[Sequence[int]] | None = None) -> Tensor:
+        return self.gradient_of(self.loss(objective, beta=beta, cuts=cuts)[0])
+
+
+def make_problem(
+    seed: int, *, sizes: Sequence[int] = (6,), drift: float = 0.3, age: int = 0, num_positions: int = 5
+) -> Problem:
+    """Groups of these sizes with random lengths, rewards and reference; `drift` 0 is on-policy."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.tensor(rng.normal(size=shape))
+
+    num_rollouts = sum(sizes)
+    theta = normal(num_positions, VOCAB).requires_grad_(True)
+    tokens = tuple(
+        torch.tensor(rng.integers(0, VOCAB, int(rng.integers(2, num_positions + 1)))) for _ in range(num_rollouts)
+    )
+    problem = Problem(
+        theta=theta,
+        tokens=tokens,
+        sampler=(),
+        ref=normal(num_rollouts) * 2 - 8,
+        reward=normal(num_rollouts),
+        age=torch.full((num_rollouts,), age),
+        group=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
+    )
+    sampler = [problem.logprobs(row).detach() for row in range(num_rollouts)]
+    return replace(problem, sampler=tuple(values + normal(len(values)) * drift for values in sampler))
+
+
+def assert_same(left: Tensor, right: Tensor) -> None:
+    """Equal up to a relative error of 1e-6."""
+    assert float(right.detach().norm()) > 0
+    assert float(((left - right).norm() / right.norm()).detach()) < 1e-6

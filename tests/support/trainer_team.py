@@ -1,0 +1,180 @@
+"""Trains a learner in one or several processes over recorded batches, and writes down what came of it.
+
+`python -m tests.support.trainer_team JOB.json` is one process of a team; `run_team` starts all of them, `run_alone`
+trains in the test's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tba.config import Recipe
+from tba.local.ports import PortRequest, choose_ports
+from tba.versions import START, PolicyVersion
+from tests.support.buffer import SERVICE_PATHS
+from tests.support.trainer_values import make_batch
+
+DEADLINE_S = 240.0
+
+
+class Trained:
+    """What came of a run: metrics of every step, the published weights, and the checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        result = json.loads((folder / "result.json").read_text())
+        self.folder = folder
+        self.metrics: list[dict[str, float | None]] = result["metrics"]
+        self.canary: list[float] = result["canary"]
+        self.paths = [Path(path) for path in result["paths"]]
+        self.num_computed: int = result["num_computed"]
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The published weights by name."""
+        from tba_trainer.tensor_files import TensorFiles
+
+        return TensorFiles(self.paths)
+
+    def checkpoint(self) -> dict[str, dict[str, Any]]:
+        """Section -> name -> tensor."""
+        checkpoint = _newest(self.folder, self.folder)
+        try:
+            return {section: dict(tensors) for section, tensors in checkpoint.sections.items()}
+        finally:
+            checkpoint.close()
+
+
+def run_alone(folder: Path, recipe: Recipe, *, num_steps: int, resume: Trained | None = None) -> Trained:
+    """Train `num_steps` steps in this process.
+
+    Args:
+        resume: go on from its checkpoint.
+    """
+    from tba_trainer.parallel.team import Team
+
+    folder.mkdir(parents=True)
+    _train(_job(folder, recipe, num_steps, resume), recipe, Team.alone())
+    return Trained(folder)
+
+
+def run_team(folder: Path, recipe: Recipe, *, num_ranks: int, num_steps: int, resume: Trained | None = None) -> Trained:
+    """The same in `num_ranks` processes."""
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_text(json.dumps(_job(folder, recipe, num_steps, resume)))
+    [port] = choose_ports([PortRequest("master", "127.0.0.1", 0)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.trainer_team", str(folder / "job.json")],
+            env=rank_environ(rank, num_ranks, port),
+            stdout=(folder / f"rank-{rank}.log").open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(DEADLINE_S) == 0, (folder / f"rank-{rank}.log").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return Trained(folder)
+
+
+def _job(folder: Path, recipe: Recipe, num_steps: int, resume: Trained | None) -> dict[str, Any]:
+    return {
+        "recipe": recipe.model_dump(mode="json"),
+        "folder": str(folder),
+        "num_steps": num_steps,
+        "resume": None if resume is None else str(resume.folder),
+    }
+
+
+def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells one of its workers, on loopback."""
+    team = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {
+        **os.environ,
+        **{name: str(value) for name, value in team.items()},
+        "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
+    from tba_trainer.building import build
+    from tba_trainer.checkpoint import Checkpoints
+    from tba_trainer.trainer_state import TrainerState, encode_torch_rng
+
+    from tba.store import FileStore
+
+    folder = Path(job["folder"])
+    checkpoints = Checkpoints(FileStore(folder / "store"), "demo", folder=folder, max_bytes=recipe.store.shard_bytes)
+    _, learner, snapshots = build(recipe, team, folder=folder)
+    first = 1
+    if job["resume"] is not None:
+        checkpoint = _newest(Path(job["resume"]), folder)
+        learner.restore(checkpoint.state, checkpoint.sections)
+        first = PolicyVersion.parse(checkpoint.state.version).step + 1
+    metrics: list[dict[str, float | None]] = []
+    last = first + job["num_steps"] - 1
+    for step in range(first, last + 1):
+        batch = make_batch(step % 3)
+        ages = [step] * len(batch.rollouts)
+        metrics.append(learner.gradients(batch, step=step, policy_ages=ages))
+        learner.apply(step=step, lineage=1)
+    snapshot = snapshots.take(PolicyVersion(1, last), START)
+    state = TrainerState(
+        run="demo",
+        version=f"1-{last}",
+        train_s=0.0,
+        num_rollouts_trained=0,
+        reference_version=str(learner.reference.version),
+        rng=dict(learner.rng.bit_generator.state),
+        torch_rng=encode_torch_rng(),
+        config_sha256="0" * 64,
+        model_config_sha256="0" * 64,
+        policy_temperature=1.0,
+    )
+    checkpoints.save(state, learner.capture())
+    result = {
+        "metrics": metrics,
+        "canary": snapshot.canary.logprobs,
+        "paths": [str(path) for path in snapshot.paths],
+        "num_computed": learner.reference.num_computed,
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def _newest(folder: Path, work_folder: Path) -> Any:
+    from tba_trainer.checkpoint import Checkpoints
+
+    from tba.store import FileStore
+
+    checkpoints = Checkpoints(FileStore(folder / "store"), "demo", folder=work_folder, max_bytes=1)
+    return checkpoints.load(checkpoints.key(checkpoints.versions()[-1]))
+
+
+def main() -> None:
+    """One process of the team."""
+    from tba_trainer.parallel.follower import follow
+    from tba_trainer.parallel.team import Team
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    recipe = Recipe.model_validate(job["recipe"])
+    with Team.join(device="cpu", deadline_s=120.0) as team:
+        if team.is_leader:
+            _train(job, recipe, team)
+        else:
+            follow(recipe, team)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A run of the trainer over a recorded buffer and a real store, in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tba_trainer.run import train
+
+from tba.api import LedgerEntry, ResumeEntry
+from tba.config import Recipe
+from tba.local.ledger import LedgerCheck, lineage_tree
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tests.support.trainer_values import RecordedBuffer
+
+
+class World:
+    """A run: its buffer, its store, and trainers that start one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.buffer = RecordedBuffer()
+        self.store = FileStore(folder / "store")
+        self.folder = folder
+        self.versions = WeightVersions(self.store, "demo")
+        self.stop = threading.Event()
+
+    def train(self, recipe: Recipe) -> None:
+        self.stop.clear()
+        train(recipe, buffer=self.buffer, store=self.store, stop=self.stop)  # pyright: ignore[reportArgumentType]
+
+    def tensors(self, version: str) -> dict[str, torch.Tensor]:
+        _, paths = self.versions.download_tensors(PolicyVersion.parse(version), self.folder / version)
+        return load_file(paths[0])
+
+    def ledger_violations(self) -> list[str]:
+        """What `tba ledger check` would say about the acks."""
+        buffer = self.buffer
+        tree = lineage_tree(buffer.parents)
+        living = {v.lineage: v.step for v in tree.ancestry(PolicyVersion(buffer.lineage, buffer.step))}
+        check = LedgerCheck(tree, lineage=buffer.lineage, step=buffer.step, has_rollout_ids=False)
+        for lineage, parent in buffer.parents.items():
+            check.take(
+                ResumeEntry(kind="resume", lineage=lineage, parent=parent, trainer_id="trainer-0", resumed_at_s=0.0)
+            )
+            for step, ack in [(step, ack) for number, step, ack in buffer.acks if number == lineage]:
+                entry = LedgerEntry(
+                    lineage=lineage,
+                    step=step,
+                    batch_id=f"batch-{lineage}-{step}",
+                    acked_at_s=0.0,
+                    num_rollouts=12,
+                    rollout_ids=[],
+                    metrics=ack.metrics,
+                    skipped=ack.skipped,
+                    refused=ack.refused,
+                    abandoned=step > living.get(lineage, -1),
+                )
+                check.take(entry)
+        return check.violations()
+
+    def stop_after(self, step: int) -> None:
+        """SIGTERM arrives while the step after `step` is drawn or runs."""
+
+        def before(method: str) -> None:
+            if method == "ack" and self.buffer.step == step - 1:
+                self.stop.set()
+
+        self.buffer.before = before
+
+
+def failing(times: int, error: Callable[[], Exception], method: str) -> Callable[[str], None]:
+    left = [times]
+
+    def before(called: str) -> None:
+        if called == method and left[0] > 0:
+            left[0] -= 1
+            raise error()
+
+    return before

@@ -1,0 +1,215 @@
+"""LoRA: what is trained, what is published, and the reference that needs no second model; per family."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.adapter_reference import AdapterReference
+from tba_trainer.logprobs import LogprobModel
+from tba_trainer.lora import add_adapter
+from tba_trainer.model import frozen_copy, without_dropout
+from tba_trainer.packing import PackedSequences, pack_sequences
+from tba_trainer.parameters import has_adapter, plain_parameters, published_tensors, trainable
+
+from tba.config.lora import LoraSection
+from tba.errors import ConfigError, TbaError
+from tests.support.model_families import PACKED, VOCAB_SIZE, make_family_model
+
+FAMILIES = [*(name for name in PACKED if " " not in name), "olmo2"]
+SECTION = LoraSection(rank=4, alpha=12)
+
+
+def some_sequences() -> PackedSequences:
+    rng = np.random.default_rng(0)
+    pairs = [(rng.integers(2, VOCAB_SIZE, p), rng.integers(2, VOCAB_SIZE, r)) for p, r in ((3, 7), (5, 2), (1, 9))]
+    prompts, responses = zip(*((p.astype(np.int32), r.astype(np.int32)) for p, r in pairs), strict=True)
+    return pack_sequences(prompts, responses, "cpu")
+
+
+def adapted(name: str, section: LoraSection = SECTION, *, trained: bool = True) -> Any:
+    """A model with an adapter that is as if it had been trained for a while."""
+    model = make_family_model(name)
+    torch.manual_seed(1)
+    add_adapter(model, section)
+    if trained:
+        train(model)
+    return model
+
+
+def train(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    return LogprobModel(model, temperature=0.7).token_logprobs(some_sequences()).detach()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_merged_weights_compute_what_the_adapter_computes(name: str) -> None:
+    start, model = make_family_model(name), adapted(name)
+    expected = logprobs(model)
+    assert not torch.allclose(expected, logprobs(copy.deepcopy(start)), atol=0.1)
+    published = dict(published_tensors(model))
+    assert list(published) == [parameter_name for parameter_name, _ in start.named_parameters()]
+    merged = copy.deepcopy(start)
+    merged.load_state_dict(published, strict=False)
+    torch.testing.assert_close(logprobs(merged), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_linear_layer_but_the_head_has_an_adapter_and_nothing_else_is_trained(name: str) -> None:
+    start, model = make_family_model(name), adapted(name)
+    expected = {parameter_name for parameter_name, _ in start.named_parameters()}
+    moved = {n for n, t in published_tensors(model) if not torch.equal(t, start.get_parameter(n))}
+    kinds = ("Linear", "Conv1D")
+    linear = {f"{n}.weight" for n, m in start.named_modules() if type(m).__name__ in kinds}
+    head = next(f"{n}.weight" for n, m in start.named_modules() if m is start.get_output_embeddings())
+    assert moved == linear - {head}
+    assert all(".lora_" in n for n in trainable(model))
+    assert plain_parameters(model).keys() == expected
+    assert not any(parameter.requires_grad for parameter in plain_parameters(model).values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_its_adapter_the_model_is_the_starting_model_bit_for_bit(name: str) -> None:
+    expected = logprobs(make_family_model(name))
+    model = adapted(name)
+    policy = LogprobModel(model, temperature=0.7)
+    theta = policy.token_logprobs(some_sequences())
+    reference = AdapterReference(model, policy)
+    with reference.active():
+        assert torch.equal(policy.token_logprobs(some_sequences()), expected)
+    assert torch.equal(policy.token_logprobs(some_sequences()), theta)
+    assert list(reference.tensors()) == []
+    assert all(parameter.requires_grad for parameter in trainable(model).values())
+    assert torch.equal(logprobs(frozen_copy(model)), expected)
+    assert not has_adapter(frozen_copy(model))
+
+
+def test_a_new_adapter_adds_exactly_nothing() -> None:
+    assert torch.equal(logprobs(adapted("qwen2", trained=False)), logprobs(make_family_model("qwen2")))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_gradients_are_the_same_with_gradient_checkpointing(name: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = adapted(name)
+        if checkpointing:
+            without_dropout(model)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        values = LogprobModel(model, temperature=0.7).token_logprobs(some_sequences())
+        (values * torch.linspace(-1.0, 1.0, len(values))).sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() == trainable(adapted(name)).keys()
+    for parameter_name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][parameter_name], gradient)
+        assert gradient.abs().max() > 0
+
+
+def test_the_gradient_of_the_adapter_is_that_of_the_merged_weights() -> None:
+    """d loss / d B = scaling * (d loss / d W) A^T, and the same for A, in float64."""
+    model = adapted("llama").double()
+    merged = make_family_model("llama").double()
+    merged.load_state_dict(dict(published_tensors(model)), strict=False)
+    for each in (model, merged):
+        LogprobModel(each, temperature=0.7).token_logprobs(some_sequences()).sum().backward()
+    layer = "model.layers.1.mlp.down_proj"
+    weight = merged.get_parameter(f"{layer}.weight").grad
+    a, b = (model.get_parameter(f"{layer}.lora_{x}.default.weight") for x in "AB")
+    scaling = 12 / 4
+    torch.testing.assert_close(b.grad, scaling * weight @ a.detach().T)
+    torch.testing.assert_close(a.grad, scaling * b.detach().T @ weight)
+
+
+def test_published_tensors_are_rounded_once() -> None:
+    model = adapted("qwen2")
+    whole, rounded = dict(published_tensors(model)), dict(published_tensors(model, torch.bfloat16))
+    assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in whole.items())
+
+
+def test_a_reset_makes_the_adapter_as_it_is_now_the_reference() -> None:
+    model = adapted("llama")
+    policy = LogprobModel(model, temperature=0.7)
+    reference = AdapterReference(model, policy)
+    reference.take_theta()
+    then = policy.token_logprobs(some_sequences()).detach()
+    train(model)
+    now = policy.token_logprobs(some_sequences()).detach()
+    with reference.active():
+        assert torch.equal(policy.token_logprobs(some_sequences()), then)
+    assert torch.equal(policy.token_logprobs(some_sequences()), now)
+    other = AdapterReference(model, policy)  # after a resume
+    other.load(dict(reference.tensors()), what="checkpoint 1-1")
+    with other.active():
+        assert torch.equal(policy.token_logprobs(some_sequences()), then)
+    with pytest.raises(TbaError, match="checkpoint 1-1: its parameters are not those of the model"):
+        other.load({"x": torch.zeros(1)}, what="checkpoint 1-1")
+
+
+def test_the_weights_of_theta_come_back_when_a_pass_of_the_reference_fails() -> None:
+    model = adapted("llama")
+    policy = LogprobModel(model, temperature=0.7)
+    now = policy.token_logprobs(some_sequences()).detach()
+    for reset in (False, True):
+        reference = AdapterReference(model, policy)
+        if reset:
+            reference.take_theta()
+            train(model)
+            now = policy.token_logprobs(some_sequences()).detach()
+        with pytest.raises(RuntimeError, match="out of memory"), reference.active():
+            raise RuntimeError("out of memory")
+        assert torch.equal(policy.token_logprobs(some_sequences()), now)
+
+
+def test_the_moving_average_begins_at_the_starting_model_and_goes_towards_theta() -> None:
+    model = adapted("llama")
+    policy = LogprobModel(model, temperature=0.7)
+    reference = AdapterReference(model, policy)
+    first = {name: parameter.detach().clone() for name, parameter in trainable(model).items()}
+    reference.blend_theta(0.75)
+    found = dict(reference.tensors())
+    for name, tensor in first.items():
+        torch.testing.assert_close(found[name], 0.25 * tensor if ".lora_B." in name else tensor)
+    train(model)
+    reference.blend_theta(0.5)
+    for name, tensor in reference.tensors():
+        torch.testing.assert_close(tensor, 0.5 * found[name] + 0.5 * trainable(model)[name].detach())
+
+
+def test_only_the_named_layers_get_an_adapter() -> None:
+    model = adapted("llama", LoraSection(rank=2, target_modules=["q_proj", "v_proj"]))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} == {"q_proj", "v_proj"}
+    assert len(trainable(model)) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("name", ["query", "lm_head", "embed_tokens"])
+def test_a_layer_that_cannot_have_an_adapter_is_refused_with_those_that_can(name: str) -> None:
+    section = LoraSection(target_modules=["q_proj", name])
+    with pytest.raises(ConfigError, match=f"target_modules names '{name}'.*it has down_proj, gate_proj, k_proj"):
+        add_adapter(make_family_model("llama"), section)
+
+
+def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"needs the package peft.*pip install 'tba-trainer\[lora\]'"):
+        add_adapter(make_family_model("llama"), SECTION)
+
+
+def test_a_followers_empty_model_gets_the_same_adapter() -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_family_model("llama").config)
+    add_adapter(model, SECTION)
+    shapes = {name: parameter.shape for name, parameter in adapted("llama").named_parameters()}
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,81 @@
+"""A team's leader and followers know the same commands, and what passes through files stays bounded in memory."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+from tba_trainer import building
+from tba_trainer.learner import Learner
+from tba_trainer.parallel import follower, leader
+from tba_trainer.parallel.leader import LeadingLearner, LeadingSnapshots, encoded
+from tba_trainer.parallel.team import Shared, Team
+from tba_trainer.snapshots import Snapshots
+from tba_trainer.tensor_files import write_model_files
+
+from tba.errors import StoreUnavailableError
+from tba.wire import decode_batch
+from tests.support.trainer_values import make_batch
+
+
+def public_methods(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if isinstance(value, FunctionType) and not name.startswith("_")}
+
+
+def test_every_method_that_changes_or_gathers_theta_is_led() -> None:
+    """A method that only rank 0 called would wait for the others for ever."""
+    assert public_methods(LeadingLearner) == public_methods(Learner)
+    assert public_methods(LeadingSnapshots) == public_methods(Snapshots) - {"follow"}
+
+
+def test_every_command_of_the_leader_is_one_of_the_followers() -> None:
+    led = set(re.findall(r"\.lead\(\"(\w+)\"", inspect.getsource(leader)))
+    followed = set(re.findall(r"^ {8}\"(\w+)\":", inspect.getsource(follower), re.MULTILINE))
+    assert led == followed
+    assert len(led) == len(public_methods(Learner)) + 1
+    assert ".lead(BUILD)" in inspect.getsource(building)
+
+
+def test_a_batch_reaches_the_followers_as_it_is() -> None:
+    batch = make_batch(3)
+    found = decode_batch(encoded(batch))
+    assert [r.rollout_id for r in found.rollouts] == [r.rollout_id for r in batch.rollouts]
+    for ours, theirs in zip(batch.rollouts, found.rollouts, strict=True):
+        assert ours.sampler_logprobs.tobytes() == theirs.sampler_logprobs.tobytes()
+        assert ours.response_tokens.tobytes() == theirs.response_tokens.tobytes()
+        assert (ours.reward, ours.prompt_id) == (theirs.reward, theirs.prompt_id)
+
+
+def test_a_team_of_one_exchanges_nothing() -> None:
+    with Team.alone() as team:
+        team.start_beats(on_loss=lambda: pytest.fail("nobody can be lost"))
+        assert (team.is_leader, team.mesh, team.ranks().num_ranks) == (True, None, 1)
+        with team.lead("anything"):
+            pass
+        with pytest.raises(StoreUnavailableError), team.lead("anything"):
+            raise StoreUnavailableError("the leader's own")
+        assert list(Shared(team, ["a", "b"])) == ["a", "b"]
+
+
+def test_of_a_gathered_model_one_file_and_one_tensor_are_in_memory_at_once(tmp_path: Path) -> None:
+    num_tensors, tensor_bytes, max_bytes = 40, 4000, 12_000
+    alive: set[int] = set()
+    most = [0]
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(num_tensors):
+            tensor = torch.zeros(tensor_bytes // 4)
+            alive.add(i)
+            weakref.finalize(tensor, alive.discard, i)
+            most[0] = max(most[0], len(alive))
+            yield f"t{i}", tensor
+
+    paths = write_model_files(gathered(), tmp_path, max_bytes=max_bytes)
+    assert len(paths) == -(-num_tensors * tensor_bytes // max_bytes)
+    assert most[0] <= max_bytes // tensor_bytes + 2  # a file, the tensor that did not fit, and the one that comes next

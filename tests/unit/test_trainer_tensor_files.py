@@ -1,0 +1,100 @@
+"""Tensors in files of bounded size, iterators that every process exhausts, and folders that killed processes leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tba_trainer.scratch import PREFIX, scratch_folder
+from tba_trainer.tensor_files import TensorFiles, lockstep, write_model_files, write_tensor_files
+
+FLOAT_BYTES = 4
+
+
+@given(st.lists(st.integers(0, 40), min_size=0, max_size=12), st.integers(1, 120))
+def test_every_tensor_is_in_one_file_in_order_and_no_file_has_more_bytes_than_it_may(
+    lengths: list[int], max_bytes: int
+) -> None:
+    tensors = [(f"t{i}", torch.full((length,), float(i))) for i, length in enumerate(lengths)]
+    with tempfile.TemporaryDirectory() as name:
+        paths = list(write_tensor_files(tensors, Path(name), stem="model", max_bytes=max_bytes))
+        per_file = [load_file(path) for path in paths]
+        assert [path.name for path in paths] == [f"model-{i:05d}.safetensors" for i in range(1, len(paths) + 1)]
+        assert sorted(name for file in per_file for name in file) == sorted(name for name, _ in tensors)
+        for file in per_file:
+            num_bytes = FLOAT_BYTES * sum(tensor.numel() for tensor in file.values())
+            assert num_bytes <= max_bytes or len([t for t in file.values() if t.numel()]) == 1
+        found = TensorFiles(paths)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+        assert len(found) == len(tensors)
+
+
+def test_a_file_may_be_deleted_before_the_next_one_is_written(tmp_path: Path) -> None:
+    left = []
+    for path in write_tensor_files(((f"t{i}", torch.zeros(10)) for i in range(5)), tmp_path, stem="x", max_bytes=40):
+        left.append(len(list(tmp_path.iterdir())))
+        path.unlink()
+    assert left == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "names"),
+    [
+        (1000, ["model.safetensors"]),
+        (80, [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]),
+    ],
+)
+def test_the_files_of_a_model_are_named_as_hugging_face_names_them(
+    tmp_path: Path, max_bytes: int, names: list[str]
+) -> None:
+    tensors = [(f"t{i}", torch.zeros(10)) for i in range(3)]
+    assert [path.name for path in write_model_files(tensors, tmp_path, max_bytes=max_bytes)] == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_consumer_that_fails_still_takes_its_part_in_every_exchange() -> None:
+    made: list[int] = []
+
+    def exchanges() -> Iterator[int]:
+        for i in range(5):
+            made.append(i)
+            yield i
+
+    def write() -> None:
+        with closing(lockstep(exchanges())) as items:
+            if next(items) == 0:
+                raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write()
+    assert made == [0, 1, 2, 3, 4]
+
+
+def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_uses_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import os, signal; from tba_trainer.scratch import scratch_folder\n"
+        "with scratch_folder() as folder: (folder / 'big').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environ, timeout=60, check=False)
+    [left] = tmp_path.glob(f"{PREFIX}*")
+    assert (left / "big").exists()
+    with scratch_folder() as mine:
+        assert not left.exists()
+        with scratch_folder() as other:
+            assert mine.exists()
+            assert other.exists()
+    assert list(tmp_path.iterdir()) == []

@@ -52,8 +52,9 @@ overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlap
 
 test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
 
+# one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test
 unit: $(VENV)/.test $(VENV)/.vllm  ## the tests alone
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 chaos: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times each, and count what was lost
 	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos -q --timeout 600

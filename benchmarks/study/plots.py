@@ -69,7 +69,7 @@ def _curves(lines: Lines, axes: Any) -> None:
             axis.set_xlabel("optimizer step")
             axis.set_ylim(0, 1)
             axis.grid(alpha=0.3)
-    _legend(axes[0])
+    _legend(axes[1])
 
 
 def _legend(axis: Any) -> None:

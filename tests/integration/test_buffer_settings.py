@@ -343,7 +343,9 @@ def test_a_buffer_with_a_recipe_that_its_live_settings_do_not_go_with_does_not_s
     first = serve_buffer(objective={"preset": "grpo", "beta": 0.0})
     change(first.client(), learning_rate=1e-3, beta=0.0)
     first.stop()
-    with pytest.raises(ConfigError, match=r"live settings \(revision 1\) that do not go with this recipe: .*beta cannot be 0"):
+    with pytest.raises(
+        ConfigError, match=r"live settings \(revision 1\) that do not go with this recipe: .*beta cannot be 0"
+    ):
         check_redis(make_recipe(objective={"preset": "tb"}, buffer={"redis_url": redis.url}))
     check_redis(make_recipe(objective={"preset": "grpo", "beta": 0.0}, buffer={"redis_url": redis.url}))
 

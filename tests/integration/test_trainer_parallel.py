@@ -46,7 +46,7 @@ def assert_same_training(one: Trained, two: Trained) -> None:
         torch.testing.assert_close(two.tensors[name], tensor, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_two_processes_train_as_one_and_each_goes_on_from_the_checkpoint_of_the_other(tmp_path: Path) -> None:
+def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
     """With groups that span micro-batches and processes, a reference that is reset, and files of bounded size."""
     recipe = recipe_of(tmp_path, "llama", False)
     one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
@@ -57,10 +57,8 @@ def test_two_processes_train_as_one_and_each_goes_on_from_the_checkpoint_of_the_
     assert max(path.stat().st_size for path in two.paths) < recipe.store.shard_bytes + 4096  # and the header
     assert len(two.paths) > 1
 
-    # 1 -> 2 and 2 -> 1, from the same checkpoint
-    more = run_team(tmp_path / "one-two", recipe, num_ranks=2, num_steps=NUM_STEPS, resume=one)
+    # 2 -> 1; 1 -> 2 is below, to the bit
     expected = run_alone(tmp_path / "one-one", recipe, num_steps=NUM_STEPS, resume=one)
-    assert_same_training(expected, more)
     back = run_alone(tmp_path / "two-one", recipe, num_steps=NUM_STEPS, resume=two)
     assert_same_training(expected, back)
 

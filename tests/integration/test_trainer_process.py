@@ -40,6 +40,7 @@ class Run:
         document: dict[str, Any] = stack.recipe.model_dump()
         document["model"]["path"] = str(model)
         document["store"]["url"] = f"file://{folder / 'store'}"
+        document["tracking"]["metrics_path"] = str(folder / "metrics.jsonl")
         document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 1.0}
         document["trainer"] |= {
             "num_steps": NUM_STEPS,

@@ -29,7 +29,8 @@ class TrainerProcesses:
         self.folder, self.buffer = folder, RecordedBuffer()
         self.server = RecordedServer(self.buffer)
         store = {"url": f"file://{folder / 'store'}", **sections.pop("store", {})}
-        recipe = make_recipe(model, buffer={"url": self.server.url}, store=store, **sections)
+        tracking = {"metrics_path": str(folder / "metrics.jsonl")}
+        recipe = make_recipe(model, buffer={"url": self.server.url}, store=store, tracking=tracking, **sections)
         self.recipe_path = folder / "recipe.json"
         self.recipe_path.write_text(json.dumps(recipe.model_dump(mode="json")))
         self.versions = WeightVersions(FileStore(folder / "store"), "demo")

@@ -57,8 +57,10 @@ def test_study_verdict_says_who_is_ahead() -> None:
 
     good = final(0.8, 0.85)
     assert all(sentence.endswith(": reached") for sentence in good)
-    assert "`grpo` 0.200 ± 0.000" in good[2]
+    assert "`grpo` 0.200 ± 0.000 (n 5)" in good[2]
     assert "above 0 for 7 of 7" in good[2]
+    without_rloo = {key: found for key, found in finish().items() if found.cell.method != "rloo"}
+    assert sentences(standings(without_rloo), "tba_prime")[2].endswith("open, no cells of `rloo` yet")
     bad = final(0.5, 0.85)
     assert bad[0].endswith("not reached")
     assert bad[2].endswith("not reached")

@@ -97,7 +97,8 @@ def test_ref_log_probs_are_computed_once_until_a_reset(folder: Path) -> None:
 def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path) -> None:
     rng = np.random.default_rng(0)
     rollouts = [make_rollout(rng) for _ in range(4)]
-    reference = model_reference(make_learner(folder, buffer={"max_rollouts": 2}))
+    bounds = {"buffer": {"max_rollouts": 2}, "sampling": {"min_size_to_sample": 2}}
+    reference = model_reference(make_learner(folder, **bounds))
     reference.logprobs(rollouts[:2])
     reference.logprobs([rollouts[0]])
     reference.logprobs([rollouts[2]])

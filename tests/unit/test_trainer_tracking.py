@@ -232,7 +232,15 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network
     tracker.log(evaluation_record("demo", evaluation("1-2", accuracy=0.25)))
     tracker.log(step(3, lineage=2, loss=3.0))
     tracker.close()
-    first, second = sorted(map(history_of, tmp_path.glob("wandb/offline-run-*/run-*.wandb")), key=lambda run: run[1])
+
+    def written() -> list[tuple[str, str, list[dict[str, Any]]]] | None:
+        runs = sorted(map(history_of, tmp_path.glob("wandb/offline-run-*/run-*.wandb")), key=lambda run: run[1])
+        return runs if [len(history) for _, _, history in runs] == [3, 2] else None
+
+    # W&B's own process writes a moment after the end of a run; the end of the trainer's process waits for it
+    runs = until("both files are written", written)
+    assert runs is not None
+    first, second = runs
     losses = [{"step": number, "train/loss": number / 2} for number in (1, 2, 3)]
     assert first == ("demo", "demo-1", losses)
     assert second[:2] == ("demo", "demo-2")

@@ -146,7 +146,9 @@ class Team:
         Args:
             tensor: in the leader, any; in the others None.
         """
-        header = b"" if tensor is None else msgspec.msgpack.encode([str(tensor.dtype).removeprefix("torch."), *tensor.shape])
+        header = (
+            b"" if tensor is None else msgspec.msgpack.encode([str(tensor.dtype).removeprefix("torch."), *tensor.shape])
+        )
         dtype, *shape = msgspec.msgpack.decode(self._broadcast_bytes(header))
         if tensor is None:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))

@@ -1,0 +1,43 @@
+"""What is said of a child that ended although the run is not over."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tba.errors import ChildError
+from tba.local.crew import Crew
+
+
+async def not_over() -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [(0, r"^trainer was stopped \(SIGTERM\) before the run was over"), (-9, r"^trainer died \(killed by SIGKILL\)")],
+)
+def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str) -> None:
+    folder = cast("Any", SimpleNamespace(log_path=lambda name: Path(f"{name}.log")))
+    crew = Crew(
+        folder=folder,
+        console=cast("Any", None),
+        guard=cast("Any", None),
+        is_over=not_over,
+        max_searcher_restarts=0,
+        stop_timeout_s=1.0,
+    )
+
+    async def watch() -> None:
+        exit_code = asyncio.get_running_loop().create_future()
+        exit_code.set_result(code)
+        child = cast("Any", SimpleNamespace(name="trainer", tail=[], exit_code=exit_code))
+        crew._ended.put_nowait(child)
+        await crew.watch()
+
+    with pytest.raises(ChildError, match=sentence):
+        asyncio.run(watch())

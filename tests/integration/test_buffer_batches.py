@@ -307,10 +307,10 @@ def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer
     client.mark(MarkRequest(version="1-5", token=first.token))
     client.register_checkpoint(CheckpointRequest(version="1-6", token=first.token, key="k"))
     for parent, lineage in (
-        (PolicyVersion(1, 2), 2),  # acked
-        (PolicyVersion(2, 2), 3),  # the start of its lineage, under its own name
-        (PolicyVersion(1, 5), 4),  # announced
-        (PolicyVersion(1, 6), 5),  # checkpointed
+        (PolicyVersion(1, 6), 2),  # checkpointed; a start before it is no longer followed by a resume from it
+        (PolicyVersion(1, 2), 3),  # acked
+        (PolicyVersion(3, 2), 4),  # the start of its lineage, under its own name
+        (PolicyVersion(1, 5), 5),  # announced
         (START, 6),
     ):
         assert start_lineage(client, parent, mark=False).lineage == lineage
@@ -318,10 +318,10 @@ def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer
     starts = [line for line in client.ledger().entries if isinstance(line, ResumeEntry)]
     assert [(start.lineage, start.parent) for start in starts] == [
         (1, "0-0"),
-        (2, "1-2"),
-        (3, "2-2"),
-        (4, "1-5"),
-        (5, "1-6"),
+        (2, "1-6"),
+        (3, "1-2"),
+        (4, "3-2"),
+        (5, "1-5"),
         (6, "0-0"),
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_trainer.planning import MicroBatch, Plan, plan_micro_batches, plan_rows
+from tba_trainer.planning import MicroBatch, Plan, plan_micro_batches
 
 Rows = list[tuple[int, int]]
 ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 6)), min_size=1, max_size=60)
@@ -103,8 +103,10 @@ def test_too_few_rollouts_leave_empty_micro_batches() -> None:
 
 
 def test_a_rollout_longer_than_the_bound_goes_alone() -> None:
-    assert sorted(plan_rows([50, 3, 2], max_tokens=10)) == [(0,), (1, 2)]
+    plan = plan_of([(50, 0), (3, 1), (2, 2)], 10)
+    assert [m.indices for (m,) in plan.rounds] == [(0,), (1, 2)]
 
 
-def test_rows_are_balanced_by_tokens() -> None:
-    assert sorted(plan_rows([8, 2, 7, 3], max_tokens=11)) == [(0, 1), (2, 3)]
+def test_micro_batches_are_balanced_by_tokens() -> None:
+    plan = plan_of([(8, 0), (2, 1), (7, 2), (3, 3)], 11)
+    assert [m.indices for (m,) in plan.rounds] == [(0, 1), (2, 3)]

@@ -73,11 +73,6 @@ def plan_micro_batches(
     return min(kept, plan, key=lambda p: _cost(p, lengths))
 
 
-def plan_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
-    """Positions of N sequences in bins of at most `max_tokens`, balanced; for passes that know no groups."""
-    return [tuple(bin_) for bin_ in _pack([(i,) for i in range(len(lengths))], lengths, max_tokens, 1) if bin_]
-
-
 def _pack(items: Sequence[tuple[int, ...]], lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
     """Bins of rollouts, a multiple of `num_ranks` of them: the largest item first, each into the emptiest bin.
 

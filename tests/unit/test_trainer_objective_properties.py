@@ -86,7 +86,7 @@ def test_one_constant_on_every_reward_of_the_batch_changes_nothing(name: str, pr
 def test_one_constant_on_every_reference_log_prob_changes_nothing(name: str, problem: Any, shift: float) -> None:
     shifted = replace(problem, ref=problem.ref + shift)
     if named(name).ratio_per_token:  # there the constant is one per token
-        shifted = replace(problem, ref=problem.ref + shift * problem.lengths)
+        shifted = replace(problem, ref=problem.ref + shift * problem.lengths.double())
     torch.testing.assert_close(
         advantages(shifted.sequences(), named(name), beta=BETA),
         advantages(problem.sequences(), named(name), beta=BETA),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -96,6 +98,7 @@ def train(
                 )
             if rollback is None or stop.is_set():
                 return
+            gc.collect()  # the old model must go before the next one is built: on a GPU both may not fit
     finally:
         tracking.close()
 
@@ -145,6 +148,55 @@ def _train_lineage(
     )
     tracking.start(session.lineage, session.parent)
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
+    evaluations, publisher = _publishing(recipe, session, buffer, versions, checkpoints, status, files, stop)
+    prefetcher = _prefetcher(recipe, session, buffer, status, stop)
+    loop = TrainingLoop(
+        recipe,
+        session,
+        buffer=buffer,
+        store=store,
+        checkpoints=checkpoints,
+        learner=learner,
+        needs=Needs.of(recipe, model),
+        values=Values(recipe, buffer),
+        snapshots=snapshots,
+        publisher=publisher,
+        prefetcher=prefetcher,
+        evaluations=evaluations,
+        status=status,
+        tracking=tracking,
+        model_config_sha256=model_config_sha256,
+        stop=stop,
+    )
+    heartbeats = Heartbeats(buffer, status, lambda: _gauges(loop, publisher, prefetcher, tracking))
+    stores_start = recipe.searchers_hold_start and not versions.exists(START)
+    heartbeats.start()
+    publisher.start()
+    try:
+        status.set_state("publishing")
+        _publish_first(session, start, publisher, snapshots, evaluations, stores_start=stores_start)
+        prefetcher.start()
+        return loop.run()
+    finally:
+        _close(prefetcher, publisher, heartbeats)
+
+
+def _close(*threads: Prefetcher | Publisher | Heartbeats) -> None:
+    for thread in threads:
+        thread.close()
+
+
+def _publishing(
+    recipe: Recipe,
+    session: Session,
+    buffer: BufferClient,
+    versions: WeightVersions,
+    checkpoints: Checkpoints,
+    status: Status,
+    files: Mapping[str, Path],
+    stop: threading.Event,
+) -> tuple[Evaluations, Publisher]:
+    """What publishes the versions of this lineage, and what asks for their evaluations."""
     evaluations = Evaluations(
         buffer,
         recipe.eval,
@@ -166,38 +218,7 @@ def _train_lineage(
         wait_s=recipe.trainer.retry_s,
         stop=stop,
     )
-    prefetcher = _prefetcher(recipe, session, buffer, status, stop)
-    loop = TrainingLoop(
-        recipe,
-        session,
-        buffer=buffer,
-        store=store,
-        checkpoints=checkpoints,
-        learner=learner,
-        needs=Needs.of(recipe, model),
-        values=Values(recipe, buffer),
-        snapshots=snapshots,
-        publisher=publisher,
-        prefetcher=prefetcher,
-        evaluations=evaluations,
-        status=status,
-        tracking=tracking,
-        model_config_sha256=model_config_sha256,
-        stop=stop,
-    )
-    heartbeats = Heartbeats(buffer, status, lambda: _gauges(loop, publisher, prefetcher, tracking))
-    heartbeats.start()
-    publisher.start()
-    try:
-        status.set_state("publishing")
-        stores_start = recipe.searchers_hold_start and not versions.exists(START)
-        _publish_first(session, start, publisher, snapshots, evaluations, stores_start=stores_start)
-        prefetcher.start()
-        return loop.run()
-    finally:
-        prefetcher.close()
-        publisher.close()
-        heartbeats.close()
+    return evaluations, publisher
 
 
 def _gauges(loop: TrainingLoop, publisher: Publisher, prefetcher: Prefetcher, tracking: Tracking) -> dict[str, float]:

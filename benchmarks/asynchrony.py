@@ -27,6 +27,7 @@ DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 
 
 def main() -> None:
+    """Plan, run or report; the data file is appended to, cell by cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["plan", "run", "report"])
     parser.add_argument("--json", type=Path, default=DATA, help="the data file")

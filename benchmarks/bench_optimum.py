@@ -51,11 +51,13 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def section_of(name: str, fields: dict[str, Any]) -> ObjectiveSection:
+    """The objective of a row: beta is 0 in the rows of baselines without a KL."""
     beta = 0.0 if fields["preset"] in BASELINE_BETAS and "with KL" not in name else BETA
     return ObjectiveSection.model_validate({**fields, "beta": beta})
 
 
 def measure() -> list[dict[str, Any]]:
+    """Train every row under every behaviour; one line each."""
     lines = []
     for name, fields in ROWS.items():
         for case in CASES:
@@ -85,6 +87,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Measure every row and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_args()

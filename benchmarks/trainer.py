@@ -142,6 +142,7 @@ def report(document: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Measure what the arguments ask for, print it, and write it to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

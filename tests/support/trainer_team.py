@@ -165,6 +165,7 @@ def _newest(folder: Path, work_folder: Path) -> Any:
 def main() -> None:
     """One process of the team."""
     from tba_trainer.parallel.follower import follow
+    from tba_trainer.parallel.leaving import leave
     from tba_trainer.parallel.team import Team
 
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -174,6 +175,7 @@ def main() -> None:
             _train(job, recipe, team)
         else:
             follow(recipe, team)
+    leave(0)
 
 
 if __name__ == "__main__":

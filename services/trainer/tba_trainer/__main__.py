@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from tba.config import Recipe
 from tba.main import service_main
+from tba_trainer.parallel.leaving import leave
 
 
 def run(recipe: Recipe) -> None:
@@ -16,4 +15,4 @@ def run(recipe: Recipe) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(service_main("trainer", run))
+    leave(service_main("trainer", run))

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tba.errors import TbaError, TeamError
 from tba.logs import get_logger
+from tba_trainer.parallel.leaving import num_processes
 from tba_trainer.passes import Ranks
 
 BEAT, STOP = "beat", "stop"
@@ -70,7 +71,7 @@ class Team:
         Raises:
             TeamError: the others did not come in time.
         """
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        num_ranks = num_processes()
         if num_ranks == 1:
             return cls.alone(device)
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])

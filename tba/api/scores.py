@@ -9,14 +9,32 @@ from pydantic import Field, model_validator
 from tba.api.base import Name
 from tba.config.base import StrictModel
 
+ScoreReason = Literal[
+    "abstained",
+    "ambiguous",
+    "bad_data",
+    "crashed",
+    "exception",
+    "malformed",
+    "not_finite",
+    "out_of_memory",
+    "timeout",
+    "too_long",
+    "unknown_task",
+    "unreachable",
+]
+"""Why a score is unknown; docs/rewards.md says what each means."""
+TRANSIENT_REASONS: frozenset[ScoreReason] = frozenset({"crashed", "out_of_memory", "timeout", "unreachable"})
+"""Those that may have been chance: it is worth asking again."""
+
 
 class ScoreItem(StrictModel):
     """One completion to score."""
 
     item_id: Name
     task: Name
-    prompt: str = Field(max_length=1_000_000)
-    response: str = Field(max_length=1_000_000)
+    prompt: str
+    response: str
     data: dict[str, Any] = Field(default_factory=dict)
     finish_reason: str = "stop"
 
@@ -30,7 +48,7 @@ class ScoreRequest(StrictModel):
 class ScoreError(StrictModel):
     """Why there is no score. Never a number."""
 
-    reason: Literal["unknown_task", "bad_data", "timeout", "exception", "not_finite"]
+    reason: ScoreReason
     detail: str
 
 
@@ -40,6 +58,8 @@ class ScoreResult(StrictModel):
     item_id: str
     reward: float | None = Field(default=None, allow_inf_nan=False)
     reward_version: str | None = None
+    parts: dict[str, float] | None = None
+    """The known scores that the reward was made of, by the name of their scorer, before weights."""
     error: ScoreError | None = None
 
     @model_validator(mode="after")
@@ -55,13 +75,25 @@ class ScoreReply(StrictModel):
     results: list[ScoreResult]
 
 
+class ScorerInfo(StrictModel):
+    """One part of a task's reward."""
+
+    name: str
+    kind: str
+    weight: float
+    gate: float | None = None
+    version: str
+    health: str
+
+
 class RewardInfo(StrictModel):
-    """One task that the reward service scores. `fast` rewards run inline, the others in killable workers."""
+    """One task that the reward service scores."""
 
     task: str
     version: str
-    fast: bool
     health: str
+    """`ok`; `idle` where nothing has been asked yet and the first item starts it; or what is wrong."""
+    scorers: list[ScorerInfo] = Field(default_factory=list)
 
 
 class RewardsReply(StrictModel):

@@ -38,7 +38,7 @@ def export_command(args: argparse.Namespace) -> int:
     out = Path(args.out).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
-    source = _source(args)
+    source = source_of(args)
     versions = source.versions
     version = choose(args.version, source, versions)
     _write_whole(out, lambda folder: write_export(versions, version, folder, source.facts))
@@ -103,7 +103,7 @@ def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVe
     return version
 
 
-def _source(args: argparse.Namespace) -> Exportable:
+def source_of(args: argparse.Namespace) -> Exportable:
     """What is known of the run: from the buffer service while it goes, from its folder when it has ended."""
     if args.url and not args.recipe:
         raise ConfigError("--url needs --recipe too: it says which object store holds the versions")

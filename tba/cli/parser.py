@@ -25,11 +25,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_control(commands, common)
     _add_set(commands, common)
     _add_config(commands, common)
+    _add_data(commands, common)
     _add_prompts(commands, common)
     _add_ledger(commands, common)
     _add_rescore(commands, common)
     _add_buffer(commands, common)
     _add_export(commands, common)
+    _add_evaluate(commands, common)
     _add_reports(commands, common)
     return parser
 
@@ -108,6 +110,16 @@ def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         command.set_defaults(command=f"tba.cli.config:{name}_command")
     schema = kinds.add_parser("schema", parents=[common], help="print the JSON schema of recipes")
     schema.set_defaults(command="tba.cli.config:schema_command")
+
+
+def _add_data(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    data = commands.add_parser("data", help="fetch or make the models and data sets that a recipe needs")
+    kinds = data.add_subparsers(metavar="WHAT", required=True)
+    prepare = kinds.add_parser(
+        "prepare", parents=[common], help="fetch or make what is missing, then check models, columns and prompts"
+    )
+    _add_recipe(prepare)
+    prepare.set_defaults(command="tba.cli.data:prepare_command")
 
 
 def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -194,6 +206,29 @@ def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
     export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist, or be empty")
     export.set_defaults(command="tba.cli.export:export_command")
+
+
+def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    evaluate = commands.add_parser(
+        "evaluate", parents=[common], help="the published evaluation of a task: generate, score, measure, compare"
+    )
+    evaluate.add_argument(
+        "source",
+        metavar="RECIPE|RUN",
+        help="a recipe (.toml): its starting model, or --model; a run under runs/: one of its versions",
+    )
+    evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this Hugging Face folder, for example an export")
+    evaluate.add_argument("--version", metavar="VERSION", help="of the run: LINEAGE-STEP, best, or last (default)")
+    evaluate.add_argument("--reward-url", metavar="URL", help="score there (default: reward.url, or an own service)")
+    evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")
+    evaluate.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"
+    )
+    evaluate.add_argument("--token-file", metavar="FILE", help="file with the operator token of a run that is going")
+    loud = evaluate.add_mutually_exclusive_group()
+    loud.add_argument("--quiet", action="store_true", help="only the result and errors")
+    loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
+    evaluate.set_defaults(command="tba.cli.evaluate:evaluate_command")
 
 
 def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:

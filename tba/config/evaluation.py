@@ -7,6 +7,7 @@ import re
 from pydantic import Field, model_validator
 
 from tba.config.base import StrictModel
+from tba.config.published import PublishedSection
 
 BEST_METRICS = ("accuracy", "greedy_accuracy", "mean_reward")
 """What `eval.best_metric` may name, beside `pass@K`; more is better in all of them."""
@@ -45,6 +46,8 @@ class EvalSection(StrictModel):
     best version is never deleted; versions are compared on the same prompts (docs/trainer.md)."""
     timeout_s: float = Field(default=180.0, gt=0)
     """Deadline of one evaluation."""
+    published: PublishedSection = PublishedSection()
+    """What `tba evaluate` measures: the evaluation that the task is published with."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSection:
@@ -61,6 +64,12 @@ class EvalSection(StrictModel):
             )
         if self.embedding_model is not None and self.num_samples < 2:
             raise ValueError("embedding_model compares the samples of a prompt: raise num_samples to 2 or more")
+        for number in self.published.references if self.embedding_model is None else ():
+            if ".cosine_distance" in number.metric:
+                raise ValueError(
+                    f"published.references: {number.name!r} is about {number.metric!r}, and embedding_model is not "
+                    "given; name one or remove the reference"
+                )
         return self
 
     @property

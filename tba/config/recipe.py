@@ -14,26 +14,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from tba.config.base import StrictModel
+from tba.config.data import DataSection
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
+from tba.config.prepare import PrepareItem
+from tba.config.reward import RewardSection
 from tba.config.schedules import Schedule
+from tba.config.searcher import SearcherSection
 from tba.config.sections import (
     AuthSection,
     BufferSection,
-    DataSection,
     LocalSection,
     ModelSection,
-    RewardSection,
     RunSection,
     SamplingSection,
-    SearcherSection,
     StoreSection,
 )
 from tba.config.tracking import TrackingSection
 from tba.config.training import TrainerSection
+from tba.config.vllm import VLLM_MAX_TEMPERATURE
 from tba.errors import ConfigError
 
 ENV_PREFIX = "TBA_"
@@ -53,6 +55,8 @@ class Recipe(StrictModel):
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
     tracking: TrackingSection = TrackingSection()
+    prepare: list[PrepareItem] = Field(default_factory=list)
+    """Models and data sets that must lie on the disk before a run: `tba data prepare` fetches or makes them."""
     store: StoreSection = StoreSection()
     auth: AuthSection = AuthSection()
     local: LocalSection = LocalSection()
@@ -61,8 +65,7 @@ class Recipe(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        if (self.data.generator is None) == (self.data.path is None):
-            raise ValueError("data: give exactly one of `generator` (a built-in task) and `path` (JSONL or Parquet)")
+        self.data.check_source()
         if self.run.fork_version is not None and self.run.snapshot is None:
             raise ValueError("run.fork_version names a version of the run in run.snapshot: give that too")
         self._check_snapshot()
@@ -72,6 +75,12 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"trainer.compile = true is for one process, and trainer.num_processes is "
                 f"{self.trainer.num_processes}; set trainer.compile to false or trainer.num_processes to 1"
+            )
+        gpus = self.local.gpus.trainer
+        if gpus is not None and len(gpus) < self.trainer.num_processes:
+            raise ValueError(
+                f"local.gpus.trainer names {len(gpus)} GPUs, and trainer.num_processes is "
+                f"{self.trainer.num_processes}: every process needs one of its own"
             )
         self._check_objective()
         return self
@@ -107,6 +116,12 @@ class Recipe(StrictModel):
                 f"sampling.min_size_to_sample {self.sampling.min_size_to_sample} is above buffer.max_rollouts "
                 f"{self.buffer.max_rollouts}: no batch could ever be drawn"
             )
+        temperature = self.model.policy_temperature
+        if self.searcher.engine == "vllm" and temperature > VLLM_MAX_TEMPERATURE:
+            raise ValueError(
+                f"model.policy_temperature is {temperature:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: "
+                "no evaluation could ever be done; lower it"
+            )
         if self.trainer.export_version == "best" and not self.trainer.export:
             raise ValueError(
                 'trainer.export_version = "best" says which version is exported, and trainer.export is false; remove '
@@ -136,10 +151,16 @@ class Recipe(StrictModel):
         self._check_temperatures()
 
     def _check_temperatures(self) -> None:
-        """The behaviour policy stands in for theta only where both have one temperature."""
+        """The behaviour policy stands in for theta only where both are one distribution."""
         part, wanted = self.objective.takes_behaviour_for_theta, self.model.policy_temperature
         if part is None or self.is_offline:  # offline nothing is sampled
             return
+        if self.searcher.distortions:
+            raise ValueError(
+                f'objective.{part} is "behaviour" (preset {self.objective.preset}), which takes the policy that '
+                f"sampled for an earlier theta, but searcher.{self.searcher.distortions[0]} makes it another "
+                f"distribution; remove that setting or choose another {part}"
+            )
         found = self.searcher.sampling_temperature
         for value in (found.lowest(self.trainer.num_steps), found.highest):
             if value != wanted:

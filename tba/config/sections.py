@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from tba.config.base import StrictModel
-from tba.config.bounded import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Temperature
+from tba.config.bounded import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability
 from tba.config.lora import LoraSection
 from tba.config.schedules import Schedule
 
@@ -69,27 +69,6 @@ class ModelSection(StrictModel):
     """Make the model on this machine if `path` does not hold it yet."""
     lora: LoraSection | None = None
     """Train adapters of low rank; none: full fine-tuning."""
-
-
-class DataSection(StrictModel):
-    """Prompts: from a built-in generator, or from a file; other data sets are uploaded (`tba prompts upload`)."""
-
-    generator: str | None = None
-    """Name of a built-in task generator (tba/tasks/), for example `addition`."""
-    path: str | None = None
-    """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
-    `heldout`."""
-    num_train: int = Field(default=2000, ge=1)
-    """Prompts to train on (generator only)."""
-    num_heldout: int = Field(default=512, ge=1)
-    """Prompts to evaluate on, never trained on (generator only)."""
-    selection: Literal["epochs", "posterior"] = "epochs"
-    """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
-    Beta posterior of each prompt's success, toward `selection_target` (MoPPS, arXiv 2507.04632)."""
-    selection_target: float = Field(default=0.5, ge=0, le=1)
-    """Success rate that `posterior` looks for; one half gives the most informative groups."""
-    selection_candidates: int = Field(default=8, ge=1, le=1000)
-    """`posterior` looks at this many random prompts for every one it takes."""
 
 
 class BufferSection(StrictModel):
@@ -176,59 +155,6 @@ class SamplingSection(StrictModel):
     """Baseline: generate for one sync interval, then train for one, never both at once."""
 
 
-class RewardSection(StrictModel):
-    """The reward service."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
-    port: int = Field(default=8701, ge=0, le=65535)
-    """Port to listen on; 0 lets `tba run` pick a free one."""
-    url: str | None = None
-    """Where searchers find the service; default: http://host:port."""
-    plugins: list[str] = Field(default_factory=list)
-    """Python modules imported at start that register more rewards with `tba_reward.registry`."""
-    max_items: int = Field(default=1024, ge=1)
-    """Most completions in one request."""
-    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
-    """Largest request body; larger is refused with 413."""
-    item_timeout_s: float = Field(default=5.0, gt=0)
-    """Deadline for one item; beyond it the result is an error, never a number."""
-    num_workers: int = Field(default=2, ge=1)
-    """Worker processes for rewards that are not fast; one that runs over its deadline is killed and replaced."""
-
-
-class SearcherSection(StrictModel):
-    """The searchers."""
-
-    num_searchers: int = Field(default=2, ge=0)
-    """Searcher processes that `tba run` starts. 0 makes an offline run, which only trains on `run.snapshot`: without
-    `samples_per_insert`, and without evaluations."""
-    engine: Literal["embedded"] = "embedded"
-    """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill."""
-    num_slots: int = Field(default=64, ge=1)
-    """Completions that one engine decodes at once."""
-    max_prompt_tokens: int = Field(default=64, ge=1)
-    """Longer prompts are refused (counted, reported), never cut."""
-    max_response_tokens: int = Field(default=64, ge=1)
-    """Length limit of a completion."""
-    sampling_temperature: Temperature = Schedule(value=1.0)
-    """Temperature of the behaviour policy, not the policy temperature; a number or a schedule."""
-    torch_num_threads: int = Field(default=1, ge=1)
-    """Threads of the engine on CPU."""
-    device: str = "cpu"
-    """torch device of the engine."""
-    push_max_rollouts: int = Field(default=256, ge=1, le=512)
-    """Most rollouts in one push."""
-    max_unpushed_rollouts: int = Field(default=2048, ge=1)
-    """Generation waits (named) when this many finished rollouts wait for scores or for the buffer."""
-    drain_s: float = Field(default=20.0, gt=0)
-    """After SIGTERM: time to finish, push, and return leases."""
-    retry_s: float = Field(default=120.0, gt=0)
-    """How long a call to another service is retried before the searcher gives up."""
-    score_retry_s: float = Field(default=10.0, gt=0)
-    """How long scoring is retried before rollouts are pushed unscored (pending)."""
-
-
 class AuthSection(StrictModel):
     """Bearer tokens by role."""
 
@@ -252,6 +178,17 @@ class StoreSection(StrictModel):
     what the trainer holds of a gathered model in memory at once."""
 
 
+class GpuSection(StrictModel):
+    """Which GPUs of this machine the children of `tba run` see, by number (CUDA_VISIBLE_DEVICES). None: all."""
+
+    trainer: list[int] | None = Field(default=None, min_length=1)
+    """Of the trainer; one for each of `trainer.num_processes`."""
+    searchers: list[list[int]] | None = Field(default=None, min_length=1)
+    """One list for each searcher; with more searchers than lists, they take turns."""
+    reward: list[int] | None = Field(default=None, min_length=1)
+    """Of the reward service, for reward models."""
+
+
 class LocalSection(StrictModel):
     """Only `tba run` reads this section: one machine, child processes."""
 
@@ -267,3 +204,5 @@ class LocalSection(StrictModel):
     """A searcher that dies is started again this often in all; then the run goes on with the others."""
     nice_searchers: int = Field(default=0, ge=0, le=19)
     """Scheduling niceness of the searchers, so that the trainer comes first on few cores."""
+    gpus: GpuSection = GpuSection()
+    """Which child has which GPUs."""

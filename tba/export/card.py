@@ -12,6 +12,7 @@ from typing import Any
 import tba
 from tba.api import BestVersion, EvalInfo, SettingsAudit
 from tba.config import Recipe
+from tba.config.prepare import with_replaced
 from tba.local.setting_changes import change_lines
 from tba.versions import LineageTree, PolicyVersion
 from tba.wire.manifest import Manifest
@@ -79,7 +80,7 @@ def _front_matter(manifest: Manifest, recipe: Recipe, own: EvalInfo | None) -> s
     }
     metrics = [] if own is None else _metrics(own)
     if own is not None and metrics:
-        where = recipe.data.generator or PurePath(recipe.data.path or "").name
+        where = recipe.data.source_name
         result = {
             "task": {"type": "text-generation"},
             "dataset": {"type": where, "name": f"{own.num_prompts} held-out prompts of {where}"},
@@ -186,6 +187,7 @@ def _changes(changes: Sequence[SettingsAudit]) -> list[str]:
 
 def _public_recipe(recipe: Recipe) -> dict[str, Any]:
     document = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_PRIVATE)
+    document = with_replaced(document, {item.path: PurePath(item.path).name for item in recipe.prepare})
     for section, key in _PATHS:
         if path := document.get(section, {}).get(key):
             document[section][key] = PurePath(path).name

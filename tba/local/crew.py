@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from tba.errors import ChildError
 from tba.local.children import Child, ChildSpec, describe_exit
@@ -13,7 +14,10 @@ from tba.local.guard import Guard
 from tba.local.run_folder import RunFolder
 
 RESTART_DELAY_S = 1.0
-STOP_ORDER = ("warm-start", "trainer", "searcher", "reward", "buffer", "redis")
+STOP_ORDER = ("warm-start", "evaluator", "trainer", "searcher", "reward", "buffer", "redis")
+WORKERS = ("warm-start", "evaluator")
+"""Children that end by themselves when their work is done."""
+T = TypeVar("T")
 
 
 class Crew:
@@ -108,7 +112,7 @@ class Crew:
         is_searcher = child.name.startswith("searcher-")
         if self._run_is_over and (is_searcher or child.name == "trainer"):
             return
-        if code == 0 and child.name == "warm-start":
+        if code == 0 and child.name in WORKERS:
             return
         if code == 0 and (is_searcher or child.name == "trainer") and await self._is_over():
             return
@@ -140,3 +144,39 @@ class Crew:
         for line in child.tail:
             self._console.result(f"{child.name} | {line}")
         return f"{child.name} died ({describe_exit(code)}); its last log lines are above, all of them in {log_path}"
+
+
+async def with_crew(
+    work: Callable[[Crew], Coroutine[Any, Any, T]],
+    folder: RunFolder,
+    console: Console,
+    lock_fd: int,
+    stop_timeout_s: float,
+) -> T:
+    """Do the work while a crew is watched; whatever happens, no child is left. A dead child explains a failure."""
+
+    async def never() -> bool:
+        return False
+
+    guard = Guard(lock_fd)
+    crew = Crew(
+        folder=folder,
+        console=console,
+        guard=guard,
+        is_over=never,
+        max_searcher_restarts=0,
+        stop_timeout_s=stop_timeout_s,
+    )
+    watch = asyncio.create_task(crew.watch(), name="watch the children")
+    task = asyncio.create_task(work(crew), name="work")
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            watch.result()
+        return task.result()
+    finally:
+        for running in (task, watch):
+            running.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+        await crew.stop()
+        guard.close()

@@ -11,6 +11,7 @@ from tba.errors import ChildError
 from tba.local.console import Console
 from tba.local.origin import check_offline, copy_origin, find_origin
 from tba.local.outputs import delete_run_objects, result_lines
+from tba.local.prepared import check_prepared
 from tba.local.prompts import prompts_of
 from tba.local.redis_server import find_redis_server
 from tba.local.resolve import check_model, with_absolute_paths, with_real_addresses
@@ -42,6 +43,7 @@ def run_local(
     """
     original = with_absolute_paths(recipe)
     check_offline(original)
+    check_prepared(original)
     redis_binary = find_redis_server(recipe.local.redis_server)
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)

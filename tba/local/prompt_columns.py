@@ -49,7 +49,7 @@ def native_prompt(values: Mapping[str, Any], *, null_is_absent: bool) -> Prompt:
             raise RowError(f"data: {short(data)} is not JSON: {error}") from None
     elif isinstance(data, dict):
         given["data"] = plain("data", _without_nulls(data) if null_is_absent else data)
-    return _validated(given)
+    return validated(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +75,24 @@ class TextTemplate:
     """The text is a template, for example "Q: {question}\\nA:"; {{ and }} stand for braces.
 
     Args:
-        template: what --text-template was given.
+        template: the text.
+        where: what errors call it: a flag, or a key of the recipe.
 
     Raises:
         ConfigError: it is not a template, names no column, or asks for formatting.
     """
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, *, where: str = "--text-template") -> None:
         try:
             self._parts = list(string.Formatter().parse(template))
         except ValueError as error:
-            raise ConfigError(f"--text-template {template!r}: {error}; {{{{ and }}}} stand for braces") from None
+            raise ConfigError(f"{where} {template!r}: {error}; {{{{ and }}}} stand for braces") from None
         for _, name, spec, conversion in self._parts:
             if name is not None and (not name or spec or conversion):
-                raise ConfigError(f"--text-template {template!r}: a column is named as {{name}}, without formatting")
+                raise ConfigError(f"{where} {template!r}: a column is named as {{name}}, without formatting")
         self.columns = list(dict.fromkeys(name for _, name, _, _ in self._parts if name))
         if not self.columns:
-            raise ConfigError(f"--text-template {template!r} names no column, so every prompt would be the same")
+            raise ConfigError(f"{where} {template!r} names no column, so every prompt would be the same")
 
     def text_of(self, values: Mapping[str, Any]) -> str:
         """The text of a row. Raises RowError when a column is absent or neither text nor a number."""
@@ -130,7 +131,7 @@ class Columns:
             prompt_id = f"{self.task}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
         else:
             prompt_id = _text(values, self.id_column)
-        return _validated({"prompt_id": prompt_id, "task": self.task, "text": text, "data": data})
+        return validated({"prompt_id": prompt_id, "task": self.task, "text": text, "data": data})
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,8 @@ def _digest(prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
 
 
-def _validated(values: dict[str, Any]) -> Prompt:
+def validated(values: dict[str, Any]) -> Prompt:
+    """A prompt of these fields. Raises RowError naming the field and the value."""
     try:
         return Prompt.model_validate(values)
     except ValidationError as error:

@@ -60,7 +60,8 @@ def open_source(text: str, *, hf_split: str) -> Source:
         ConfigError: it is none of these, cannot be read, or needs a library that is not installed.
     """
     if text.startswith(HF_PREFIX):
-        return HubSource(text.removeprefix(HF_PREFIX), hf_split)
+        name, _, subset = text.removeprefix(HF_PREFIX).partition(":")
+        return HubSource(name, hf_split, subset=subset or None)
     path = Path(text)
     return SavedSource(path, hf_split) if path.is_dir() else open_file(path)
 
@@ -175,7 +176,7 @@ class _DatasetSource:
     _dataset: Any
 
     @property
-    def columns(self) -> list[str] | None:
+    def columns(self) -> list[str]:
         """Its columns."""
         return list(self._dataset.column_names)
 
@@ -190,18 +191,20 @@ class HubSource(_DatasetSource):
     """A data set that `datasets.load_dataset` finds: on the hub, in its cache, or in a folder of data files.
 
     Args:
-        name: NAME or NAME:CONFIG, for example openai/gsm8k:main.
+        name: on the hub, or a folder.
         split: which split of it, for example train or train[:1000].
+        subset: which configuration, where it has several; for example main of openai/gsm8k.
+        revision: commit or tag on the hub.
 
     Raises:
         ConfigError: the library is not installed, or cannot load it.
     """
 
-    def __init__(self, name: str, split: str) -> None:
-        self.name = f"data set {name} (split {split})"
-        path, _, config = name.partition(":")
+    def __init__(self, name: str, split: str, *, subset: str | None = None, revision: str | None = None) -> None:
+        self.name = f"data set {name if subset is None else f'{name}:{subset}'} (split {split})"
         datasets = _library("datasets", "a Hugging Face data set")
-        self._dataset = _loaded(self.name, lambda: datasets.load_dataset(path, config or None, split=split))
+        datasets.disable_progress_bars()
+        self._dataset = _loaded(self.name, lambda: datasets.load_dataset(name, subset, split=split, revision=revision))
 
 
 class SavedSource(_DatasetSource):

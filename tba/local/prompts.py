@@ -10,6 +10,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.local.prompt_columns import NATIVE_COLUMNS, Columns, RowError, SplitRule, native_prompt
+from tba.local.prompt_datasets import dataset_prompts, split_prompts
 from tba.local.prompt_sources import Row, Source, open_file
 from tba.tasks import load_generator
 
@@ -28,6 +29,8 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
     if data.generator is not None:
         prompts = load_generator(data.generator)(data.num_train, data.num_heldout, recipe.run.seed)
         where = f"generator {data.generator!r}"
+    elif data.train is not None:
+        prompts, where = dataset_prompts(data), "[data.train] and [data.heldout]"
     else:
         source = open_file(Path(data.path or ""))
         prompts, where = list(PromptReader(source)), source.name
@@ -35,6 +38,17 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
         if not any(prompt.split == split for prompt in prompts):
             raise ConfigError(f"{where} holds no prompt with split {split!r}; a run needs prompts of both splits")
     return prompts
+
+
+def heldout_prompts(recipe: Recipe) -> list[Prompt]:
+    """The held-out prompts alone, in order; a data set to train on is not even read.
+
+    Raises:
+        ConfigError: as `prompts_of`.
+    """
+    if recipe.data.heldout is not None:
+        return split_prompts(recipe.data.heldout, "heldout").prompts
+    return [prompt for prompt in prompts_of(recipe) if prompt.split == "heldout"]
 
 
 class PromptReader:

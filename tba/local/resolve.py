@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba.config import Recipe, parse_recipe
+from tba.config.prepare import with_replaced
 from tba.errors import ConfigError
 from tba.local.ports import PortRequest, choose_ports
 from tba.local.redis_server import HOST, redis_url
@@ -21,7 +22,11 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Paths of the recipe are relative to the current folder; a resume may happen in another one."""
-    document = recipe.model_dump(mode="json")
+    prepared = {item.path: os.path.abspath(os.path.expanduser(item.path)) for item in recipe.prepare}
+    document = with_replaced(recipe.model_dump(mode="json"), prepared)
+    for name in ("train", "heldout"):
+        if document["data"][name] is not None:
+            _make_absolute_folder(document["data"][name], "dataset")
     _make_absolute(document, "model", "path")
     _make_absolute(document, "data", "path")
     _make_absolute(document, "auth", "tokens_file")
@@ -106,7 +111,13 @@ def _check_made_so(report_path: Path, recipe: Recipe) -> None:
         )
 
 
-def child_environ(environ: Mapping[str, str], *, num_threads: int, searcher_id: str | None = None) -> dict[str, str]:
+def child_environ(
+    environ: Mapping[str, str],
+    *,
+    num_threads: int,
+    searcher_id: str | None = None,
+    gpus: Sequence[int] | None = None,
+) -> dict[str, str]:
     """The environment of a child. `TBA_SECTION__KEY` variables are left out: they are in config.json already, and
     would override the real ports there."""
     child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
@@ -114,6 +125,8 @@ def child_environ(environ: Mapping[str, str], *, num_threads: int, searcher_id: 
     child.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
     if searcher_id is not None:
         child["TBA_SEARCHER_ID"] = searcher_id
+    if gpus is not None:
+        child["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return child
 
 
@@ -121,6 +134,13 @@ def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:
     value = document[section][key]
     if value is not None:
         document[section][key] = os.path.abspath(os.path.expanduser(value))
+
+
+def _make_absolute_folder(section: dict[str, Any], key: str) -> None:
+    """A folder that exists; another value is a name on the hub."""
+    value = section[key]
+    if value is not None and os.path.isdir(os.path.expanduser(value)):
+        section[key] = os.path.abspath(os.path.expanduser(value))
 
 
 def _reachable(host: str) -> str:

@@ -6,16 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from tba.api import SnapshotInfo
 from tba.clients import BufferClient
 from tba.config import load_recipe
 from tba.errors import ConfigError, ServiceError, TbaError, WaitTimeoutError
 from tba.local.console import Console
-from tba.local.crew import Crew
-from tba.local.guard import Guard
+from tba.local.crew import Crew, with_crew
 from tba.local.readiness import wait_until_ready
 from tba.local.redis_server import find_redis_server, wait_for_redis
 from tba.local.resolve import with_real_addresses
@@ -80,7 +78,7 @@ def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable
             return await asyncio.to_thread(save, client, name, show=show)
 
         try:
-            return asyncio.run(_with_crew(work, folder, console, lock_fd, config.local.stop_timeout_s))
+            return asyncio.run(with_crew(work, folder, console, lock_fd, config.local.stop_timeout_s))
         except TimeoutError as error:
             if isinstance(error, TbaError):
                 raise
@@ -90,39 +88,3 @@ def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable
             ) from None
         finally:
             client.close()
-
-
-async def _with_crew(
-    work: Callable[[Crew], Coroutine[Any, Any, SnapshotInfo]],
-    folder: RunFolder,
-    console: Console,
-    lock_fd: int,
-    stop_timeout_s: float,
-) -> SnapshotInfo:
-    """Do the work while a crew is watched; whatever happens, no child is left. A dead child explains a failure."""
-
-    async def never() -> bool:
-        return False
-
-    guard = Guard(lock_fd)
-    crew = Crew(
-        folder=folder,
-        console=console,
-        guard=guard,
-        is_over=never,
-        max_searcher_restarts=0,
-        stop_timeout_s=stop_timeout_s,
-    )
-    watch = asyncio.create_task(crew.watch(), name="watch the children")
-    task = asyncio.create_task(work(crew), name="work")
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if watch.done():
-            watch.result()
-        return task.result()
-    finally:
-        for running in (task, watch):
-            running.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-        await crew.stop()
-        guard.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tba.config import Recipe
@@ -48,34 +48,39 @@ class Services:
 
     def reward(self) -> ChildSpec:
         """The reward service."""
-        return self._python("reward", "tba_reward", 1)
+        return self._python("reward", "tba_reward", 1, gpus=self._recipe.local.gpus.reward)
 
     def trainer(self) -> ChildSpec:
         """The trainer; torchrun starts it where it has several processes."""
-        section = self._recipe.trainer
+        section, gpus = self._recipe.trainer, self._recipe.local.gpus.trainer
         if section.num_processes == 1:
-            return self._python("trainer", "tba_trainer", section.torch_num_threads)
+            return self._python("trainer", "tba_trainer", section.torch_num_threads, gpus=gpus)
         return self._python(
-            "trainer", "tba_trainer.parallel.launch", section.torch_num_threads, str(section.num_processes)
+            "trainer", "tba_trainer.parallel.launch", section.torch_num_threads, str(section.num_processes), gpus=gpus
         )
 
     def searcher(self, index: int) -> ChildSpec:
         """Searcher number `index`, from 0."""
-        searcher_id = f"searcher-{index}"
+        searcher_id, gpus = f"searcher-{index}", self._recipe.local.gpus.searchers
         return ChildSpec(
             name=searcher_id,
             command=self._command("tba_searcher"),
             environ=child_environ(
-                self._environ, num_threads=self._recipe.searcher.torch_num_threads, searcher_id=searcher_id
+                self._environ,
+                num_threads=self._recipe.searcher.torch_num_threads,
+                searcher_id=searcher_id,
+                gpus=None if gpus is None else gpus[index % len(gpus)],
             ),
             niceness=self._recipe.local.nice_searchers,
         )
 
-    def _python(self, name: str, module: str, num_threads: int, *arguments: str) -> ChildSpec:
+    def _python(
+        self, name: str, module: str, num_threads: int, *arguments: str, gpus: Sequence[int] | None = None
+    ) -> ChildSpec:
         return ChildSpec(
             name=name,
             command=self._command(module, *arguments),
-            environ=child_environ(self._environ, num_threads=num_threads),
+            environ=child_environ(self._environ, num_threads=num_threads, gpus=gpus),
         )
 
     def _command(self, module: str, *arguments: str) -> list[str]:

@@ -246,7 +246,7 @@ class Supervisor:
             if prompt.task not in known:
                 raise ConfigError(
                     f"prompt {prompt.prompt_id!r} has the task {prompt.task!r}, which no reward scores; the reward "
-                    f"service knows {', '.join(known)}: correct the prompt, or name its module in reward.plugins"
+                    f"service knows {', '.join(known)}: correct the prompt, or give the task an entry in reward.tasks"
                 )
 
     async def _start_training(self) -> None:

@@ -32,7 +32,7 @@ MAX_LOGPROB = np.float32(1e-4)
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 Count = Annotated[int, Meta(ge=0)]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "stop_string", "length", "abort"]
 RewardStatus = Literal["scored", "pending", "failed"]
 
 

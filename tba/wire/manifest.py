@@ -107,7 +107,11 @@ def params_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], bytes | memo
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        dtype, shape, raw = tensors[name]
-        digest.update(f"{name}|{dtype}|{'x'.join(map(str, shape))}|".encode())
-        digest.update(raw)
+        add_param(digest, name, *tensors[name])
     return digest.hexdigest()
+
+
+def add_param(digest: hashlib._Hash, name: str, dtype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> None:
+    """Add the next parameter to a `params_digest` that is made step by step; names must come in sorted order."""
+    digest.update(f"{name}|{dtype}|{'x'.join(map(str, shape))}|".encode())
+    digest.update(raw)

@@ -39,7 +39,10 @@ def packed(value: object) -> bytes:
         ({"data": {"generator": None, "path": "prompts.jsonl"}}, "nonsense"),
         ({"trainer": {"device": "quantum"}}, "trainer.device 'quantum' cannot be used"),
         ({"buffer": {"port": 0, "max_rollouts": 3}}, "no batch could ever be drawn"),
-        ({"reward": {"port": 0, "plugins": ["no_such_module"]}}, "module 'no_such_module' cannot be imported"),
+        (
+            {"reward": {"port": 0, "tasks": {"t": {"scorers": [{"kind": "python", "function": "no_such_module:f"}]}}}},
+            "there is no module 'no_such_module'",
+        ),
     ],
 )
 def test_what_only_a_service_can_refuse_ends_the_run_with_its_sentence(

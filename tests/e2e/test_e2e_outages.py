@@ -145,7 +145,9 @@ def test_while_the_reward_service_is_away_rollouts_are_kept_unscored_and_are_sco
     for rollout_id, before in pending.items():
         after = rollouts[rollout_id]
         reward = float(before.response_text.strip() == answers[before.prompt_id])
-        assert encode_rollout(after) == encode_rollout(before.with_reward(reward, "exact-1"))
+        version = str(after.reward_version)
+        assert version.startswith("exact@")
+        assert encode_rollout(after) == encode_rollout(before.with_reward(reward, version))
     assert client.stats().num_failed == 0
     assert {rollouts[rollout_id].reward_status for rollout_id in trained_rollouts(client)} == {"scored"}
 

@@ -24,8 +24,9 @@ from tests.support.waiting import until
 
 @contextmanager
 def reward_service(stack: Stack, folder: Path, value: int) -> Iterator[None]:
-    """`python -m tba_reward` with version `versioned-<value>`."""
-    environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "TBA_TEST_REWARD": str(value)}
+    """`python -m tba_reward` whose task `versioned` gives `value` to everything."""
+    tasks = f'{{versioned = {{scorers = [{{kind = "format", pattern = "", weight = {value}}}]}}}}'
+    environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "TBA_REWARD__TASKS": tasks}
     with (folder / "reward.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tba_reward", "--config", str(stack.buffer.recipe_path)],
@@ -51,8 +52,7 @@ def reward_service(stack: Stack, folder: Path, value: int) -> Iterator[None]:
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    reward = {"port": free_port(), "plugins": ["tests.support.versioned_reward"], "num_workers": 1}
-    started = start_stack(tmp_path, reward=reward)
+    started = start_stack(tmp_path, reward={"port": free_port(), "num_workers": 1})
     yield started
     started.stop()
 
@@ -69,18 +69,23 @@ def test_a_new_version_of_a_reward_reaches_everything_that_is_stored(
         code = main(["rescore", "--url", stack.buffer.url, *words])
         return code, capsys.readouterr().out
 
-    def rewards() -> set[tuple[float | None, str | None]]:
-        return {(r.reward, r.reward_version) for r in stored_rollouts(stack.redis).values()}
+    def rewards() -> dict[float | None, str]:
+        """Reward versions by reward."""
+        return {r.reward: str(r.reward_version) for r in stored_rollouts(stack.redis).values()}
 
     with reward_service(stack, tmp_path, 1):
         until("all are scored", lambda: client.stats().num_scored == 300)
-        assert rewards() == {(1.0, "versioned-1")}
+        first = rewards()
+        assert list(first) == [1.0]
+        assert first[1.0].startswith("versioned@")
     with reward_service(stack, tmp_path, 2):
         code, out = tba("--wait")
         assert code == 0
         assert "done after" in out
         assert "mean reward       1.0000      2.0000" in out
-        assert rewards() == {(2.0, "versioned-2")}
+        second = rewards()
+        assert list(second) == [2.0]
+        assert second[2.0] not in first.values()
     code, out = tba("--task", "versioned", "--json")  # nobody scores: it waits, and can be cancelled
     assert (code, json.loads(out)["state"]) == (0, "running")
     until("it says why", lambda: "does not answer" in tba("--show")[1])
@@ -89,4 +94,4 @@ def test_a_new_version_of_a_reward_reaches_everything_that_is_stored(
     assert (code, job["state"], job["num_done"], job["num_total"]) == (0, "cancelled", 0, 300)
     assert main(["rescore", "--url", stack.buffer.url, "--task", "gsm8k"]) == 2
     assert "no prompt of this run has the task 'gsm8k'" in capsys.readouterr().err
-    assert rewards() == {(2.0, "versioned-2")}
+    assert rewards() == second

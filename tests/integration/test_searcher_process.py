@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,9 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
     assert s.gauges["rollouts_pushed"] == stats.num_rollouts
 
 
-def test_a_missing_reward_service_and_a_restarting_buffer_are_waited_out(make_world):
+def test_a_missing_reward_service_a_restarting_buffer_and_a_clock_hours_off_are_waited_out(make_world):
     world: World = make_world()
-    process = world.start_searcher()
+    process = world.start_searcher(clock_shift_s=-5 * 3600.0)
     world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
     assert world.client.stats().num_scored == 0
     assert (s := world.searcher()) is not None
@@ -134,9 +135,39 @@ def test_a_missing_reward_service_and_a_restarting_buffer_are_waited_out(make_wo
     world.stack.buffer.start()
     before = world.client.stats().num_rollouts
     world.until(lambda: world.client.stats().num_rollouts > before + 32, "rollouts after the restart")
-    assert world.client.stats().pushed["refused"] == 0
+    stats = world.client.stats()
+    assert stats.pushed["refused"] == 0
+    assert stats.leases["expired"] == 0
+    assert {round((time.time() - rollout.finished_at_s) / 3600) for rollout in draw(world)} == {5}
     world.client.command("done", RunCommand(token=world.lineage.token))
     assert process.wait(timeout=TIMEOUT_S) == 0
+
+
+def test_more_rollouts_per_visit_than_per_group_each_with_its_own_temperature_up_to_a_stop_string(make_world, models):
+    world: World = make_world(
+        sampling={"group_size": 4, "rollouts_per_visit": 10},
+        searcher={
+            "temperature_mix": {"low": 0.5, "high": 1.5},
+            "tasks": {"addition": {"max_response_tokens": 7, "stop": ["1", "3", "7", "="]}},
+        },
+    )
+    world.start_reward()
+    process = world.start_searcher(clock_shift_s=7 * 3600.0)
+    world.until(lambda: world.client.stats().num_scored >= 80, "80 scored rollouts")
+    rollouts = draw(world)
+    temperatures = [rollout.sampling.temperature for rollout in rollouts]
+    assert len({rollout.rollout_id for rollout in rollouts}) == len(set(temperatures)) == 16
+    assert 0.5 <= min(temperatures) < max(temperatures) < 1.5
+    assert_trainer_agrees(rollouts, models[0])
+    for rollout in rollouts:
+        assert rollout.sampling.stop == ("1", "3", "7", "=")
+        assert len(rollout.response_tokens) <= 7
+        assert not set("137=") & set(rollout.response_text)
+    assert {rollout.finish_reason for rollout in rollouts} >= {"stop_string", "length"}
+    assert sigterm(process) == 0
+    stats = world.client.stats()
+    assert stats.leases["open"] == stats.leases["expired"] == 0
+    assert stats.num_rollouts >= 10 * stats.leases["fulfilled"] >= 80
 
 
 def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world):
@@ -191,3 +222,39 @@ def test_sigterm_before_the_first_version_ends_at_once(make_world):
     process = world.start_searcher()
     world.until(lambda: "version not pulled" in world.log(), "the first attempt")
     assert sigterm(process) == 0
+
+
+def test_an_engine_that_dies_ends_the_process_with_its_reason_and_what_was_finished_has_arrived(make_world):
+    simulated = {"tokens_per_s": 500.0, "median_response_tokens": 6.0, "crash_every_s": 2.0}
+    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated})
+    world.start_reward()
+    process = world.start_searcher()
+    assert process.wait(timeout=TIMEOUT_S) == 2
+    assert "error: searcher: the simulated engine crashed" in world.log()
+    assert "Traceback" not in world.log()
+    assert (s := world.searcher()) is not None
+    assert s.state == "failed"
+    assert s.gauges["unpushed"] == 0
+    stats = world.client.stats()
+    assert s.gauges["rollouts_pushed"] == s.gauges["rollouts_generated"] == stats.num_rollouts
+    assert stats.leases["open"] == 0
+
+
+def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):
+    simulated = {"start_s": 10 * TIMEOUT_S}
+    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated})
+    process = world.start_searcher()
+    world.until(lambda: (s := world.searcher()) and s.state == "starting", "the start")
+    world.until(lambda: "engine starts" in world.log(), "the engine")
+    assert sigterm(process) == 0
+    assert world.client.stats().leases["open"] == 0
+
+
+def test_a_store_that_is_away_at_the_start_ends_the_searcher_at_the_deadline(make_world):
+    world: World = make_world(searcher={"retry_s": 2.0})
+    root = Path(world.recipe.store.url.removeprefix("file://"))
+    root.rename(root.with_suffix(".away"))
+    process = world.start_searcher()
+    assert process.wait(timeout=TIMEOUT_S) == 2
+    assert "version not pulled" in world.log()
+    assert "Traceback" not in world.log()

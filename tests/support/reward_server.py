@@ -57,7 +57,7 @@ class RewardServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                info = {"version": outer.version, "fast": True, "health": "ok"}
+                info = {"version": outer.version, "health": "ok"}
                 self._answer(200, {"rewards": [{"task": task, **info} for task in outer.tasks]})
 
             def do_POST(self) -> None:

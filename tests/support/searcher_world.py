@@ -83,9 +83,17 @@ class World:
         """Start the reward service."""
         return self._start("tba_reward", {})
 
-    def start_searcher(self, searcher_id: str = "searcher-1") -> subprocess.Popen[bytes]:
-        """Start a searcher process."""
-        return self._start("tba_searcher", {"TBA_SEARCHER_ID": searcher_id})
+    def start_searcher(self, searcher_id: str = "searcher-1", *, clock_shift_s: float = 0.0) -> subprocess.Popen[bytes]:
+        """Start a searcher process; its wall clock is `clock_shift_s` ahead of everybody else's."""
+        environ = {"TBA_SEARCHER_ID": searcher_id}
+        if clock_shift_s:
+            folder = self.recipe_path.parent / "clock"
+            folder.mkdir(exist_ok=True)
+            (folder / "sitecustomize.py").write_text(
+                f"import time\n_true = time.time\ntime.time = lambda: _true() + {clock_shift_s!r}\n"
+            )
+            environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in (folder, *SERVICE_PATHS))
+        return self._start("tba_searcher", environ)
 
     def announce(self, version: PolicyVersion) -> None:
         """Announce a published version."""

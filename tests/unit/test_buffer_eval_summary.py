@@ -6,8 +6,10 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from tba_buffer.eval_summary import count_unknown, pass_at_k, summarise, summarise_first
+from tba_buffer.eval_summary import count_unknown, summarise, summarise_first
 from tba_buffer.eval_units import Unit
+
+from tba.evaluation.estimates import pass_at_k
 
 
 def unit_results(**changes: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_rewards_and_errors_stay_in_order() -> None:
     assert scores(Client(), ["", "bad_data", "timeout", ""]) == [
         Score(reward=0.0, version="v"),
         Score(reason="bad_data: why"),
-        Score(reason="timeout: why", timed_out=True),
+        Score(reason="timeout: why", may_pass=True),
         Score(reward=3.0, version="v"),
     ]
 

@@ -53,7 +53,7 @@ def test_file_then_environment_then_set(recipe_path: Path) -> None:
     [
         ("sampling.samples_per_insert=2.5", "sampling", "samples_per_insert", 2.5),
         ("sampling.alternate=true", "sampling", "alternate", True),
-        ("reward.plugins=['a', 'b']", "reward", "plugins", ["a", "b"]),
+        ("eval.pass_at=[1]", "eval", "pass_at", [1]),
         ("run.name=plain-text", "run", "name", "plain-text"),
         ('run.name="quoted"', "run", "name", "quoted"),
         ("store.url=s3://bucket/a=b", "store", "url", "s3://bucket/a=b"),

@@ -30,6 +30,15 @@ def test_every_preset_is_a_member_or_a_baseline() -> None:
     assert not MEMBERS.keys() & BASELINE_BETAS.keys()
 
 
+DISTORTED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature_mix": {"low": 0.7, "high": 1.3}}, "temperature_mix"),
+    ({"top_p": 0.9}, "top_p"),
+    ({"top_k": 20}, "top_k"),
+    ({"tasks": {"addition": {"min_response_tokens": 2}}}, r"tasks\.addition\.min_response_tokens"),
+]
+"""Settings that make the behaviour policy another distribution than softmax(logits / temperature)."""
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_possible_as_it_is_and_reads_back_from_its_dump(preset: str) -> None:
     section = recipe({"preset": preset}).objective
@@ -123,6 +132,10 @@ def test_overrides_name_every_member_of_the_family(anchor: Anchor, centre: Centr
             {"searcher": {"sampling_temperature": {"kind": "linear", "value": 1.0, "final": 0.5, "steps": 100}}},
             r"is 0\.5 at some step",
         ),
+        *[
+            ({"preset": "kimi"}, {"searcher": searcher}, rf"objective\.anchor .* but searcher\.{name} makes it another")
+            for searcher, name in DISTORTED
+        ],
         ({"preset": "tbb"}, {}, r"objective\.preset.*'tbb'"),
     ],
 )
@@ -150,6 +163,8 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
         ({"preset": "reinforce"}, {"sampling": {"group_size": 1, "min_distinct": 1, "prompts_per_batch": 2}}),
         *[({"preset": preset}, {"searcher": {"sampling_temperature": 0.7}}) for preset in ("tb", "grpo", "online_dpo")],
         ({"preset": "tba_prime", "centre": "theta"}, {"searcher": {"sampling_temperature": 0.7}}),
+        *[({"preset": "tb"}, {"searcher": searcher}) for searcher, _ in DISTORTED],
+        ({"preset": "kimi"}, {"searcher": {"tasks": {"addition": {"max_response_tokens": 9, "stop": ["Q"]}}}}),
         ({"preset": "kimi"}, {"searcher": {"sampling_temperature": 0.7, "num_searchers": 0}}),
         (
             {"preset": "kimi"},

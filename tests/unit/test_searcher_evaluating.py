@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, BertModel
 from tba.api import Lease, Prompt
 from tba.errors import ConfigError
 from tba.versions import START
+from tba.wire import Sampling
 from tests.support.tiny_encoder import make_tiny_encoder
 
 
@@ -41,6 +42,7 @@ def make_visit(kind: Any, responses: Sequence[np.ndarray], *, reasons: Sequence[
             request_id=f"lease/{number}",
             response_tokens=response,
             sampler_logprobs=np.full(len(response), -0.5, np.float32),
+            sampling=Sampling(temperature=1.0),
             finish_reason=reason,
             version_spans=(),
             started_at_s=0.0,

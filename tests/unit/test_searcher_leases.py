@@ -10,6 +10,7 @@ from tba_searcher.visits import Backlog, Visit
 from tba_searcher.waits import Waits
 
 from tba.api import MAX_LEASE_IDS, Lease, LeaseRenewal, LeaseRenewalReply, LeaseReturn, Prompt
+from tba.config.searcher import SearcherSection
 from tba.errors import UnavailableError
 
 
@@ -57,7 +58,7 @@ def make_leases(buffer: Any, backlog: Backlog, *delivering: str) -> tuple[Leases
 
 
 def make_backlog(*names: str) -> Backlog:
-    backlog = Backlog(max_response_tokens=4, eos_ids=(1,))
+    backlog = Backlog(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
     for name in names:
         backlog.add(make_visit(name))
     return backlog

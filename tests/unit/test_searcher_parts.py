@@ -19,13 +19,16 @@ from tba_searcher.visits import Backlog, Visit
 from tba_searcher.waits import Waits, patiently
 
 from tba.api import Lease, Prompt
+from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
 from tba.errors import BadRequestError, BusyError, ConfigError, UnavailableError, WaitTimeoutError
 from tba.versions import START, PolicyVersion
+from tba.wire import Sampling
+from tests.support.chi_square import assert_follows
 from tests.support.tiny_model import make_tiny_tokenizer
 
 
 def make_request(name: str, **changes: object) -> Request:
-    values = {"prompt_tokens": (5, 6), "temperature": 1.0, "max_response_tokens": 4, "eos_ids": (1,)}
+    values = {"prompt_tokens": (5, 6), "sampling": Sampling(temperature=1.0), "max_response_tokens": 4, "eos_ids": (1,)}
     return Request(request_id=name, **{**values, **changes})  # pyright: ignore[reportArgumentType]
 
 
@@ -48,6 +51,7 @@ def make_completion(request: Request) -> Completion:
         request_id=request.request_id,
         response_tokens=tokens,
         sampler_logprobs=np.zeros(1, np.float32),
+        sampling=request.sampling,
         finish_reason="stop",
         version_spans=(),
         started_at_s=0.0,
@@ -147,7 +151,7 @@ def test_the_oldest_wait_is_shown_and_the_same_name_goes_on():
 
 
 def test_a_visit_is_handed_out_once_and_completes_with_its_last_rollout():
-    backlog = Backlog(max_response_tokens=4, eos_ids=(1,))
+    backlog = Backlog(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
     backlog.add(make_visit("a"))
     backlog.add(make_visit("b", num_rollouts=1))
     first, second = backlog.take(2, pinned=None), backlog.take(9, pinned=None)
@@ -164,7 +168,7 @@ def test_a_visit_is_handed_out_once_and_completes_with_its_last_rollout():
 
 def test_evaluations_wait_for_their_own_version_and_dropped_visits_are_ignored():
     v1, v2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
-    backlog = Backlog(max_response_tokens=4, eos_ids=(1,))
+    backlog = Backlog(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
     train, old, new = make_visit("t"), make_visit("e", pinned=v1), make_visit("f", pinned=v2)
     for visit in (train, old, new):
         backlog.add(visit)
@@ -174,6 +178,47 @@ def test_evaluations_wait_for_their_own_version_and_dropped_visits_are_ignored()
     assert backlog.pinned_version == v2
     assert backlog.finish(make_completion(make_request("e/1"))) is None
     assert backlog.take(9, pinned=v1) == []
+
+
+def test_every_training_rollout_draws_its_own_temperature_and_evaluations_do_not() -> None:
+    settings = SearcherSection(temperature_mix=TemperatureMix(low=0.7, high=1.3), top_p=0.9, top_k=7)
+
+    def drawn(run_seed: int, visit: Visit) -> list[Sampling]:
+        backlog = Backlog(settings, run_seed=run_seed, eos_ids=(1,))
+        backlog.add(visit)
+        return [request.sampling for request in backlog.take(999, pinned=visit.pinned)]
+
+    first = drawn(0, make_visit("a", num_rollouts=500))
+    assert {(sampling.top_p, sampling.top_k) for sampling in first} == {(0.9, 7)}
+    temperatures = [sampling.temperature for sampling in first]
+    assert len(set(temperatures)) == 500
+    assert 0.7 <= min(temperatures) < 0.72
+    assert 1.28 < max(temperatures) < 1.3
+    counts, _ = np.histogram(temperatures, bins=10, range=(0.7, 1.3))
+    assert_follows(counts, np.full(10, 0.1))
+    assert drawn(0, make_visit("a", num_rollouts=500)) == first  # whoever leases the visit
+    assert drawn(1, make_visit("a", num_rollouts=500)) != first
+    assert drawn(0, make_visit("b", num_rollouts=500)) != first
+    assert drawn(0, make_visit("a", pinned=START)) == [Sampling(temperature=1.0)] * 3
+
+
+def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations() -> None:
+    tasks = {"addition": TaskSampling(max_response_tokens=3, min_response_tokens=2, stop=["\n", "Q:"])}
+    backlog = Backlog(SearcherSection(max_response_tokens=9, tasks=tasks), run_seed=0, eos_ids=(1,))
+    other = make_visit("c")
+    other.lease = other.lease.model_copy(update={"prompt": Prompt(prompt_id="q", task="make_n", text="1")})
+    for visit in (make_visit("a"), make_visit("b", pinned=START), other):
+        backlog.add(visit)
+    requests = backlog.take(9, pinned=None) + backlog.take(9, pinned=START)
+    found = {
+        request.request_id.partition("/")[0]: (
+            request.max_response_tokens,
+            request.min_response_tokens,
+            request.sampling.stop,
+        )
+        for request in requests
+    }
+    assert found == {"a": (3, 2, ("\n", "Q:")), "b": (3, 2, ("\n", "Q:")), "c": (9, 0, ())}
 
 
 def test_two_engines_never_get_the_same_seed_even_under_the_same_name():

@@ -24,6 +24,14 @@ def metrics(items: list[ScoredRollout]) -> dict[str, float | None]:
     return batch_metrics(items, success_reward=1.0, policy_temperature=1.0)
 
 
+def test_the_gap_is_measured_where_the_sampler_drew_from_the_policy_itself() -> None:
+    items = [scored(0, 0.0, abs_gap=0.4)]
+    assert metrics(items)["logprob_gap_on_policy"] == pytest.approx(0.1)
+    task = items[0].rollout.task
+    found = batch_metrics(items, success_reward=1.0, policy_temperature=1.0, tasks_with_minimum=[task])
+    assert found["logprob_gap_on_policy"] is None  # there it could not sample end of sequence at first
+
+
 @pytest.mark.parametrize(
     ("age", "name"),
     [(0, "0"), (1, "1_2"), (2, "1_2"), (3, "3_4"), (4, "3_4"), (5, "5_8"), (8, "5_8"), (9, "9_16"), (16, "9_16"),

@@ -149,7 +149,7 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
         ),
         ({"version_spans": [[True, 1, 0, 4]]}, r"'version_spans.0.0' must be int, got bool \(True\)"),
         ({"version_spans": [[1, -1, 0, 4]]}, r"'version_spans.0.1' must be int >= 0, got int \(-1\)"),
-        ({"finish_reason": "bored"}, "'finish_reason' is 'bored', not one of stop, length, abort"),
+        ({"finish_reason": "bored"}, "'finish_reason' is 'bored', not one of stop, stop_string, length, abort"),
         ({"reward": None}, "reward is None but reward_status is 'scored'"),
         ({"reward_status": "pending"}, r"reward is 1\.0 but reward_status is 'pending'"),
         ({"reward_status": "failed", "reward": None}, "failed reward needs a reward_reason"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tba.api import EvalNumbers
+from tba.evaluation.estimates import pass_at_k
 from tba_buffer.eval_units import KINDS, Unit
 
 _PER_PROMPT = ("distinct_1", "distinct_2", "distinct_3", "embedding_distance")
@@ -63,12 +63,6 @@ def count_unknown(results: Results, num_prompts: int) -> dict[str, int]:
         if unit.number < num_prompts:
             counts[unit.kind] += sum(reward is None for reward in result["rewards"])
     return counts
-
-
-def pass_at_k(num_samples: int, num_successes: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples succeeds: 1 - C(n - c, k) / C(n, k), k <= n
-    (arXiv 2107.03374, Eq. 1)."""
-    return 1.0 - math.comb(num_samples - num_successes, k) / math.comb(num_samples, k)
 
 
 def _mean_pass_at(successes: Sequence[Sequence[bool]], k: int) -> float | None:

@@ -147,7 +147,7 @@ class Evals:
             args += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
         num_done = await self._context.scripts.run(
             "eval_results",
-            [keys.eval_units, keys.eval_results, keys.eval_done, keys.leases, keys.lease_deadlines],
+            [keys.eval_units, keys.eval_results, keys.eval_done, keys.leases, keys.lease_deadlines, keys.counters],
             args,
         )
         if num_done >= len(KINDS) * document["num_prompts"]:

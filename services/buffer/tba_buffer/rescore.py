@@ -212,7 +212,8 @@ class Rescoring:
         if missing:
             raise ConflictError(
                 f"the reward service has no reward for {', '.join(sorted(missing))}, so the stored rewards would be "
-                f"lost (it knows {', '.join(sorted(known))}); name its module in reward.plugins, or choose another task"
+                f"lost (it knows {', '.join(sorted(known))}); give the task an entry in reward.tasks, or choose another "
+                "one"
             )
 
     def _ended(self, job: RescoreInfo, state: str) -> RescoreInfo:

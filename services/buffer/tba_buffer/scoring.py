@@ -3,9 +3,9 @@
     positions  ->  payloads from Redis  ->  items  ->  POST /v1/score (reward_link.py)  ->  new payloads  ->  score.lua
 
 The items are those that a searcher sends: task, text and data of the prompt, text and finish reason of the response.
-An item without a score is asked for again only if it timed out, TIMEOUT_TRIES times in all; then its rollout is failed,
-with the reason. One whose request alone is not answered by a service that is up is set aside, and failed in the end
-(refusals.py). A failed score is unknown, never a number.
+An item without a score is asked for again only if that may have been chance (it timed out, its process crashed, ...),
+MAX_TRIES times in all; then its rollout is failed, with the reason. One whose request alone is not answered by a
+service that is up is set aside, and failed in the end (refusals.py). A failed score is unknown, never a number.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.api import ScoreItem
+from tba.api.scores import TRANSIENT_REASONS
 from tba.clients import RewardClient
 from tba.errors import BadRequestError
 from tba.threads import in_thread
@@ -31,7 +32,7 @@ from tba_buffer.refusals import Refusals
 from tba_buffer.reward_link import RewardAwayError, RewardLink
 from tba_buffer.view import IndexView
 
-TIMEOUT_TRIES = 3
+MAX_TRIES = 3
 Positions = NDArray[np.int64]
 
 
@@ -42,7 +43,8 @@ class Score:
     reward: float | None = None
     version: str = ""
     reason: str = ""
-    timed_out: bool = False
+    may_pass: bool = False
+    """Whether the reason may have been chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,10 @@ class Scoring:
         )
 
     async def _ask(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """One score per item; what timed out is asked for again."""
+        """One score per item; what failed by chance, perhaps, is asked for again."""
         scores = await self._link.ask(lambda client: request_scores(client, items))
-        for _ in range(TIMEOUT_TRIES - 1):
-            again = [at for at, score in enumerate(scores) if score.timed_out]
+        for _ in range(MAX_TRIES - 1):
+            again = [at for at, score in enumerate(scores) if score.may_pass]
             if not again:
                 break
             late = [items[at] for at in again]
@@ -239,7 +241,7 @@ def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Sco
             scores.append(Score(reward=result.reward, version=result.reward_version or "unknown"))
         else:
             reason = f"{result.error.reason}: {result.error.detail}"
-            scores.append(Score(reason=reason, timed_out=result.error.reason == "timeout"))
+            scores.append(Score(reason=reason, may_pass=result.error.reason in TRANSIENT_REASONS))
     return scores
 
 

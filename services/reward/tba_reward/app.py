@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
 from prometheus_client import CollectorRegistry
 
-from tba.api import RewardInfo, RewardsReply, ScoreReply, ScoreRequest
+from tba.api import RewardInfo, RewardsReply, ScoreReply
+from tba.api.scores import ScorerInfo
 from tba.config import Recipe
-from tba.errors import LimitError, UnavailableError
-from tba.service import Authenticator, create_app
+from tba.errors import UnavailableError
+from tba.service import Authenticator, create_app, problems, raw_body
+from tba_reward.cache import ScoreCache
+from tba_reward.composition import Composition
 from tba_reward.metrics import Metrics
-from tba_reward.registry import load_registry
-from tba_reward.scoring import Scorer
+from tba_reward.models.process import ModelPool
+from tba_reward.requests import read_items, request_schema
+from tba_reward.scorers.base import Tools
+from tba_reward.scoring import Scoring
+from tba_reward.tasks import build_tasks
+from tba_reward.workers.pool import WorkerPool
 
 _DISCONNECT_POLL_S = 0.5
 
@@ -24,27 +32,33 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | None) -> FastAPI:
     """The application.
 
     Raises:
-        ConfigError: a plugin cannot be loaded.
+        ConfigError: a scorer of the recipe cannot be built.
     """
     section = recipe.reward
-    rewards = load_registry(section.plugins)
-    metrics_registry = CollectorRegistry()
-    scorer = Scorer(
-        rewards,
-        Metrics(metrics_registry),
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    pool = WorkerPool(
         num_workers=section.num_workers,
-        item_timeout_s=section.item_timeout_s,
-        max_pending=4 * section.max_items,
+        max_memory_bytes=section.worker_memory_bytes,
+        start_timeout_s=section.worker_start_s,
+        on_loss=metrics.worker_lost,
+    )
+    tools = Tools(pool=pool, models=ModelPool(), item_timeout_s=section.item_timeout_s)
+    scoring = Scoring(
+        build_tasks(section, tools, ScoreCache(section.cache_items), metrics),
+        metrics,
+        max_pending_items=section.max_pending_items,
+        request_timeout_s=section.request_timeout_s,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        check = asyncio.create_task(scorer.check())
+        scoring.begin()
         try:
             yield
         finally:
-            check.cancel()
-            await asyncio.to_thread(scorer.close)
+            await scoring.close()
+            await pool.close()
 
     auth = Authenticator(tokens)
     app = create_app(
@@ -52,34 +66,48 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | None) -> FastAPI:
         recipe=recipe,
         max_body_bytes=section.max_body_bytes,
         auth=auth,
-        ready=scorer.ready,
+        ready=scoring.ready,
         lifespan=lifespan,
-        registry=metrics_registry,
+        registry=registry,
     )
 
-    @app.post("/v1/score", operation_id="score", dependencies=[Depends(auth.require("searcher"))])
-    async def score(body: ScoreRequest, request: Request) -> ScoreReply:
-        """Score completions: per item a reward or an error."""
-        if len(body.items) > section.max_items:
-            raise LimitError(
-                f"{len(body.items)} items, the limit is {section.max_items}; send smaller requests, or raise "
-                "reward.max_items"
-            )
-        task = asyncio.create_task(scorer.score(body.items))
-        while not (await asyncio.wait({task}, timeout=_DISCONNECT_POLL_S))[0]:
-            if await request.is_disconnected():
-                task.cancel()
-                raise UnavailableError("the client hung up before its completions were scored")
+    @app.post(
+        "/v1/score",
+        operation_id="score",
+        dependencies=[Depends(auth.require("searcher"))],
+        openapi_extra=request_schema(),
+        responses=problems(429),
+    )
+    async def score(body: Annotated[bytes, Depends(raw_body)], request: Request) -> ScoreReply:
+        """Score completions: per item a reward or an error. An item that cannot be read gets an error of its own."""
+        items = read_items(body, max_items=section.max_items, max_text_chars=section.max_text_chars)
+        task = asyncio.create_task(scoring.score(items))
+        try:
+            while not (await asyncio.wait({task}, timeout=_DISCONNECT_POLL_S))[0]:
+                if await request.is_disconnected():
+                    raise UnavailableError("the client hung up before its completions were scored")
+        finally:
+            task.cancel()
         return ScoreReply(results=task.result())
 
     @app.get("/v1/rewards", operation_id="rewards", dependencies=[Depends(auth.require("viewer", "searcher"))])
     async def list_rewards() -> RewardsReply:
         """The tasks that are scored here."""
-        return RewardsReply(
-            rewards=[
-                RewardInfo(task=r.task, version=r.version, fast=r.fast, health=scorer.health[r.task])
-                for r in sorted(rewards, key=lambda reward: reward.task)
-            ]
-        )
+        return RewardsReply(rewards=[_info(task) for task in scoring.tasks.values()])
 
     return app
+
+
+def _info(task: Composition) -> RewardInfo:
+    scorers = [
+        ScorerInfo(
+            name=part.name,
+            kind=part.spec.kind,
+            weight=part.spec.factor,
+            gate=part.spec.gate,
+            version=part.version,
+            health=part.health,
+        )
+        for part in task.parts
+    ]
+    return RewardInfo(task=task.task, version=task.version, health=task.health, scorers=scorers)

@@ -4,7 +4,8 @@ complete visits --scoring--> scored visits --pushing--> buffer
 
 scoring   asks the reward service, and the starting model for ref log-probs where the objective places them here;
           waits for visits; while the reward service is away ("reward-unreachable", deadline score_retry_s; after
-          one such deadline further visits are tried once each, until the service answers again)
+          one such deadline further visits are tried once each, until the service answers again; in a hurry nobody
+          is asked)
 pushing   waits for scored visits; while the buffer is busy (the wait it names) or away ("buffer-unreachable",
           deadline retry_s, then the searcher ends with an error)
 """
@@ -15,23 +16,26 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreResult
+from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundError, WaitTimeoutError
 from tba.logs import get_logger
+from tba.threads import in_thread
 from tba.versions import START
-from tba.wire import RefLogprob, Rollout, Sampling, encode_rollout, new_rollout_id
+from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id
 from tba_searcher.evaluating import Measures, unknown_result
-from tba_searcher.reference import StartingModel
 from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
+from tba_searcher.text import Codec
 from tba_searcher.visits import Visit
 from tba_searcher.waits import patiently
+
+if TYPE_CHECKING:  # searchers without a model run without torch
+    from tba_searcher.reference import StartingModel
 
 T = TypeVar("T")
 log = get_logger("delivery")
@@ -75,7 +79,7 @@ class Delivery:
         *,
         buffer: BufferClient,
         reward: RewardClient,
-        codec: TextCodec,
+        codec: Codec,
         measures: Measures,
         reference: StartingModel | None,
         status: Status,
@@ -86,7 +90,11 @@ class Delivery:
         self._complete: asyncio.Queue[Visit] = asyncio.Queue()
         self._scored: asyncio.Queue[_Scored] = asyncio.Queue()
         self._open: set[str] = set()
+        self._unscored: dict[str, Visit] = {}
+        """By lease id: visits whose scores are not known yet."""
+        self._asking: asyncio.Future[ScoreReply] | None = None
         self._reward_is_away = False
+        self._in_hurry = False
 
     @property
     def idle(self) -> bool:
@@ -101,7 +109,21 @@ class Delivery:
     def put(self, visit: Visit) -> None:
         """Take over a visit (complete, or cut short by a drain) with at least one completion."""
         self._open.add(visit.lease.lease_id)
+        self._unscored[visit.lease.lease_id] = visit
         self._complete.put_nowait(visit)
+
+    def hurry(self) -> list[Visit]:
+        """Wait for scores no longer: training rollouts go on without (pending), evaluations are given up.
+
+        Returns:
+            The evaluations; the caller returns their leases.
+        """
+        self._in_hurry = True
+        lost = [visit for visit in self._unscored.values() if visit.pinned is not None]
+        self._open.difference_update(visit.lease.lease_id for visit in lost)
+        if self._asking is not None:
+            self._asking.cancel()
+        return lost
 
     def put_unknown(self, visit: Visit) -> None:
         """Report an evaluation whose prompt cannot be sampled: all its scores are unknown."""
@@ -147,9 +169,11 @@ class Delivery:
         most, results = self._recipe.reward.max_items, []
         for start in range(0, len(items), most):
             results += await self._results(items[start : start + most])
-        at = 0
+        at = end = 0
         for visit in visits:
-            end = at + len(visit.completions)
+            at, end = end, end + len(visit.completions)
+            if visit.lease.lease_id not in self._open:  # an evaluation that was given up
+                continue
             if visit.pinned is None:
                 refs = await self._ref_logprobs(visit)
                 rollouts = [
@@ -158,23 +182,32 @@ class Delivery:
                 scored = _Scored(visit, [encode_rollout(rollout) for rollout in rollouts])
             else:
                 rewards = [result.reward if isinstance(result, ScoreResult) else None for result in results[at:end]]
-                measured = await asyncio.to_thread(self._measures.result, visit, texts[at:end], rewards)
-                scored = _Scored(visit, [], measured)
-            self._scored.put_nowait(scored)
-            at = end
+                scored = _Scored(visit, [], await self._measured(visit, texts[at:end], rewards))
+            if visit.lease.lease_id in self._open:
+                self._scored.put_nowait(scored)
+            self._unscored.pop(visit.lease.lease_id, None)
 
     async def _results(self, items: list[ScoreItem]) -> list[ScoreResult] | list[str]:
         """One result per item, or one reason per item why it is not scored yet."""
-        patience_s = 0.0 if self._reward_is_away else self._recipe.searcher.score_retry_s
-        try:
-            reply = await patiently(
+        reason = "the searcher ended before the reward service answered"
+        if self._in_hurry:
+            return self._pending(items, reason)
+        self._asking = asyncio.ensure_future(
+            patiently(
                 lambda: self._reward.score(items),
                 waits=self._status.waits,
                 owner="scoring",
                 service="reward",
-                deadline_s=patience_s,
+                deadline_s=0.0 if self._reward_is_away else self._recipe.searcher.score_retry_s,
                 renew_busy=False,
             )
+        )
+        try:
+            reply = await self._asking
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._in_hurry or (task is not None and task.cancelling()):
+                raise
         except WaitTimeoutError as error:
             if not self._reward_is_away:
                 log.warning("reward service is away; rollouts are pushed unscored", detail=str(error))
@@ -186,15 +219,22 @@ class Delivery:
         else:
             self._reward_is_away = False
             return list(reply.results)
+        return self._pending(items, reason)
+
+    def _pending(self, items: list[ScoreItem], reason: str) -> list[str]:
         self._status.counts["scores_pending"] += len(items)
         return [reason] * len(items)
+
+    async def _measured(self, visit: Visit, texts: list[str], rewards: list[float | None]) -> EvalResult:
+        return await in_thread(lambda: self._measures.result(visit, texts, rewards))
 
     async def _ref_logprobs(self, visit: Visit) -> list[RefLogprob | None]:
         """Of every completion; one that is not finite stays unknown, and the trainer refuses that rollout."""
         if self._reference is None:
             return [None] * len(visit.completions)
         responses = [completion.response_tokens for completion in visit.completions]
-        sums = await asyncio.to_thread(self._reference.sums, [visit.prompt_tokens] * len(responses), responses)
+        reference, prompts = self._reference, [visit.prompt_tokens] * len(responses)
+        sums = await in_thread(lambda: reference.sums(prompts, responses))
         unknown = [value for value in sums if not math.isfinite(value)]
         if unknown:
             self._status.counts["ref_logprobs_unknown"] += len(unknown)
@@ -230,7 +270,7 @@ class Delivery:
             response_text=text,
             finish_reason=completion.finish_reason,
             version_spans=completion.version_spans,
-            sampling=Sampling(temperature=visit.lease.temperature),
+            sampling=completion.sampling,
             sampler_logprobs=completion.sampler_logprobs,
             ref_logprob=ref_logprob,
             reward=reward,

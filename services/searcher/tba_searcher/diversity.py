@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tba.errors import ConfigError
+
+if TYPE_CHECKING:  # searchers without a model run without torch
+    from torch import Tensor
 
 _BATCH_TEXTS = 32
 
@@ -24,19 +25,28 @@ def distinct_share(responses: Sequence[NDArray[np.int32]], n: int) -> float | No
 
 
 def mean_cosine_distance(embeddings: Float[Tensor, "N D"]) -> float | None:
-    """Mean of 1 - cosine similarity over all pairs; None for fewer than two.
+    """Mean of `cosine_distances` over all pairs; None for fewer than two."""
+    import torch
 
-    A zero vector is an empty text: it is at distance 0 from another empty text and 1 from any other.
-    """
     num = len(embeddings)
     if num < 2:
         return None
+    pairs = torch.triu_indices(num, num, offset=1)
+    return float(cosine_distances(embeddings)[pairs[0], pairs[1]].mean())
+
+
+def cosine_distances(embeddings: Float[Tensor, "N D"]) -> Float[Tensor, "N N"]:
+    """1 - cosine similarity of every pair.
+
+    A zero vector is an empty text: it is at distance 0 from another empty text and 1 from any other.
+    """
+    import torch
+
     unit = torch.nn.functional.normalize(embeddings.double(), dim=1)
     similarity = unit @ unit.T  # [N, N]
     empty = embeddings.abs().amax(dim=1) == 0
     similarity[empty[:, None] & empty] = 1.0
-    pairs = torch.triu_indices(num, num, offset=1)
-    return float((1.0 - similarity[pairs[0], pairs[1]]).mean())
+    return 1.0 - similarity
 
 
 class Embedder:
@@ -47,6 +57,7 @@ class Embedder:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        import torch
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
@@ -64,18 +75,20 @@ class Embedder:
         limit = getattr(self._model.config, "max_position_embeddings", None) or self._tokenizer.model_max_length
         self._max_tokens = min(limit, self._tokenizer.model_max_length)
 
-    @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> Float[Tensor, "N D"]:
         """One vector per text; an empty text is the zero vector."""
-        parts = [self._embed(texts[at : at + _BATCH_TEXTS]) for at in range(0, len(texts), _BATCH_TEXTS)]
-        return torch.cat(parts)
+        import torch
+
+        with torch.inference_mode():
+            parts = [self._embed(texts[at : at + _BATCH_TEXTS]) for at in range(0, len(texts), _BATCH_TEXTS)]
+            return torch.cat(parts)
 
     def _embed(self, texts: Sequence[str]) -> Tensor:
         batch = self._tokenizer(
             list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
         )
         if not batch["input_ids"].numel():
-            return torch.zeros(len(texts), self._model.config.hidden_size)
+            return self._model.get_input_embeddings().weight.new_zeros(len(texts), self._model.config.hidden_size)
         hidden = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
         mask = batch["attention_mask"][:, :, None].to(hidden.dtype)  # [N, T, 1]
         return (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)

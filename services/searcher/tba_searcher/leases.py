@@ -56,9 +56,8 @@ class Leases:
         for lease_ids in _parts(sorted(held)):
             body = LeaseRenewal(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
             try:
-                reply = await asyncio.wait_for(
-                    in_thread(lambda body=body: self._renewals.renew_leases(body)), timeout=CALL_TIMEOUT_S
-                )
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    reply = await in_thread(lambda body=body: self._renewals.renew_leases(body))
             except (ServiceError, TimeoutError) as error:
                 log.debug("leases not renewed", num_leases=len(lease_ids), detail=str(error))
             else:
@@ -77,9 +76,8 @@ class Leases:
         bodies += [LeaseReturn(searcher_id=name, lease_ids=[], refused_lease_ids=part) for part in _parts(refused)]
         for body in bodies:
             try:
-                await asyncio.wait_for(
-                    in_thread(lambda body=body: self._buffer.return_leases(body)), timeout=CALL_TIMEOUT_S
-                )
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await in_thread(lambda body=body: self._buffer.return_leases(body))
             except (ServiceError, TimeoutError) as error:
                 num = len(body.lease_ids) + len(body.refused_lease_ids)
                 log.warning("leases not returned; they expire", num_leases=num, detail=str(error))

@@ -1,9 +1,9 @@
-"""The searcher's loop: one event loop, one engine, one crossing point between them (`_engine_task` -> `_Turn`).
+"""The searcher's loop: one event loop, one engine, one crossing point between them (`_engine_task` -> crossing.py).
 
       buffer                                                                        object store
         | leases                                                                         | versions
    _lease_task --> Backlog --requests--> _engine_task <--newest / pinned version-- _pull_task
-                                             | asyncio.to_thread(turn): swap, submit, steps
+                                             | in the engine's thread: swap, submit, steps
                                              v completions
                                           Backlog --complete visits--> Delivery.score_forever --> push_forever
                                                                            | reward service         | buffer
@@ -18,13 +18,19 @@
                  an empty reply of the buffer    as the reply names it       retry_s, renewed and logged
                  a buffer that is away           buffer-unreachable          retry_s, then the searcher ends
  _engine_task    requests or a version           (that of _lease_task)       wakes every 50 ms
+                 a turn of over 5 s              engine-turn                 engine_timeout_s, then the engine is dead
  _pull_task      a version to pull               (none)                      -
                  a store that is away            object-store                retry_s, renewed: the old version is used
  scoring, pushing                                see delivery.py; renewing: leases.py
- drain           active rows, then deliveries    (state draining)            drain_s, then what is left is returned
+ drain           active rows, scores, pushes     (state draining)            drain_s in all: until 0.7 of it active rows
+                                                                             until 0.85 scores, then they go unscored
+                                                                             (pending), until 0.95 pushes; leases return
 
 Weights change only between two steps. Evaluations pin a version: training visits are not begun while another version
 is pinned, active rows finish first, then the pinned version is loaded; when no evaluation is left, the newest one is.
+
+An engine that dies takes nothing with it but what it was decoding: as in a drain, finished rollouts are delivered and
+leases returned, then the searcher ends with the reason.
 """
 
 from __future__ import annotations
@@ -33,8 +39,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from tba.api import MAX_REFUSED_VERSIONS, LeaseReply, LeaseRequest, PushReply
 from tba.clients import BufferClient
@@ -43,32 +48,23 @@ from tba.errors import ObjectNotFoundError, ServiceError, StoreUnavailableError,
 from tba.logs import get_logger
 from tba.threads import in_thread
 from tba.versions import PolicyVersion
+from tba_searcher.crossing import EngineThread, Turn
 from tba_searcher.delivery import Delivery
-from tba_searcher.engines.base import Completion, Engine, Request
+from tba_searcher.engines.base import Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.leases import Leases
-from tba_searcher.pulling import Pulled, PulledVersions, swap
+from tba_searcher.pulling import Pulled, PulledVersions
 from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
+from tba_searcher.text import Codec
 from tba_searcher.visits import Backlog, Visit
 from tba_searcher.waits import patiently
 
 TICK_S = 0.05
 BEAT_S = 1.0
-TURN_S = 0.02
-"""A turn of the engine's thread ends after this long, or when nothing is active."""
+BEAT_TIMEOUT_S = 5.0
 MAX_LEASES = 256
 PULL_ATTEMPTS = 3
 """Damaged bytes may be a damaged transfer; after this many the version is refused."""
 log = get_logger("loop")
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """What the engine's thread does at one crossing."""
-
-    swap_to: Pulled | None
-    requests: Sequence[Request]
-    aborts: Sequence[str] = ()
 
 
 class SearcherLoop:
@@ -79,6 +75,7 @@ class SearcherLoop:
         buffer: retries for a moment only; waiting is done here, under a name.
         beats: another client, so that neither a heartbeat nor a renewal waits behind a retry.
         stop: set on SIGTERM.
+        tick_s: how often tasks that wait for something of this process look again.
     """
 
     def __init__(
@@ -88,22 +85,26 @@ class SearcherLoop:
         engine: Engine,
         current: Pulled,
         pulled: PulledVersions,
-        codec: TextCodec,
+        codec: Codec,
         backlog: Backlog,
         buffer: BufferClient,
         beats: BufferClient,
         delivery: Delivery,
         status: Status,
         stop: asyncio.Event,
+        tick_s: float = TICK_S,
     ) -> None:
         self._recipe, self._engine, self._current, self._pulled = recipe, engine, current, pulled
         self._codec, self._backlog, self._buffer, self._beats = codec, backlog, buffer, beats
-        self._delivery, self._status, self._stop = delivery, status, stop
+        self._delivery, self._status, self._stop, self._tick_s = delivery, status, stop, tick_s
         self._leases = Leases(buffer=buffer, renewals=beats, backlog=backlog, delivery=delivery, status=status)
+        self._thread = EngineThread(status.waits, timeout_s=recipe.searcher.engine_timeout_s)
+        self._died: EngineDiedError | None = None
         self._newest = current.version
         self._over = asyncio.Event()
         self._work = asyncio.Event()
         self._aborts: list[str] = []
+        self._is_turning = False
         self._too_long: set[str] = set()
         """Ids of prompts that were refused, so that each is logged once."""
         pulled.add(current)
@@ -113,6 +114,7 @@ class SearcherLoop:
         """Run all tasks; returns when the run is over or the searcher is drained.
 
         Raises:
+            EngineDiedError: the engine cannot go on; what was finished is delivered.
             TbaError: the first error that no task could wait out.
         """
         names = ("_lease_task", "_engine_task", "_pull_task", "_beat_task")
@@ -129,8 +131,20 @@ class SearcherLoop:
             for task in (*tasks, over, stop):
                 task.cancel()
             await asyncio.gather(*tasks, over, stop, return_exceptions=True)
-        self._status.state = "ended"
+            await self._thread.close(self._engine)
+        self._status.state = "ended" if self._died is None else "failed"
         await self._beat()
+        if self._died is not None:
+            raise self._died
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._stop.is_set() or self._died is not None
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the engine has something to decode, or its last turn has not been looked at yet."""
+        return self._died is None and (self._is_turning or self._engine.num_active + self._engine.num_waiting > 0)
 
     def heard(self, reply: LeaseReply | PushReply) -> None:
         """Every reply of the buffer tells the newest version and the state of the run."""
@@ -147,17 +161,17 @@ class SearcherLoop:
         not again for every few units; training visits that come along beyond what was wanted are returned.
         """
         settings, waits, found_evals = self._recipe.searcher, self._status.waits, False
-        while not self._stop.is_set():
+        while not self._is_ending:
             in_sight = self._backlog.num_unsubmitted + self._engine.num_active + self._engine.num_waiting
             want = math.ceil((3 * settings.num_slots - in_sight) / self._recipe.sampling.rollouts_per_visit)
             if self._status.num_unpushed >= settings.max_unpushed_rollouts:
                 self._wait_on("unpushed-rollouts")
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(self._tick_s)
                 continue
             most = max(want, settings.num_slots if found_evals else 0)
             if most <= 0:
                 waits.end("leases")
-                await self._pause(TICK_S)
+                await self._pause(self._tick_s)
                 continue
             request = LeaseRequest(
                 searcher_id=self._status.searcher_id,
@@ -180,7 +194,7 @@ class SearcherLoop:
             else:
                 if self._backlog.num_unsubmitted + self._engine.num_active == 0:
                     self._wait_on(reply.wait or "leases")
-                await self._pause(max(reply.retry_after_s, TICK_S))
+                await self._pause(max(reply.retry_after_s, self._tick_s))
 
     def _wait_on(self, name: str) -> None:
         """The lease task goes on waiting for `name`; the owner is well, so the wait is renewed at its deadline."""
@@ -221,36 +235,42 @@ class SearcherLoop:
 
     async def _engine_task(self) -> None:
         """Decide between steps what the engine does next; cross into its thread; hand out what comes back."""
-        while True:
-            turn = _Turn(self._next_swap(), self._next_requests(), self._aborts)
+        while self._died is None:
+            turn = Turn(self._next_swap(), self._next_requests(), self._aborts)
             self._aborts = []
-            if turn.swap_to is None and not turn.requests and not self._engine.num_active + self._engine.num_waiting:
-                await self._pause(TICK_S)
+            if turn.swap_to is None and not turn.requests and not self._is_busy:
+                await self._pause(self._tick_s)
                 continue
-            refused, completions = await asyncio.to_thread(self._run_turn, turn)
-            if turn.swap_to is not None:
-                self._swapped(turn.swap_to, refused)
-            for completion in completions:
+            self._is_turning = True
+            result = await self._thread.turn(self._engine, turn, self._current)
+            if result.died is not None:
+                log.error("engine died", reason=str(result.died))
+                self._died = result.died
+            elif turn.swap_to is not None:
+                self._swapped(turn.swap_to, result.swap_refused, result.swap_s)
+            for completion in result.completions:
                 self._collect(completion)
+            self._is_turning = False
+            await self._reject(result.rejected)
             self._status.num_active, self._status.num_waiting = self._engine.num_active, self._engine.num_waiting
+            self._status.num_queued = self._backlog.num_unsubmitted
             if self._status.state in ("running", "evaluating"):
                 self._status.state = "running" if self._backlog.pinned_version is None else "evaluating"
 
-    def _run_turn(self, turn: _Turn) -> tuple[TbaError | None, list[Completion]]:
-        """In the engine's thread: swap, abort, submit, then a few steps."""
-        engine, refused = self._engine, None
-        if turn.swap_to is not None:
-            refused = swap(engine, turn.swap_to, self._current)
-        for request_id in turn.aborts:
-            engine.abort(request_id)
-        for request in turn.requests:
-            engine.submit(request)
-        until, completions = time.monotonic() + TURN_S, []
-        while engine.num_active + engine.num_waiting:
-            completions += engine.step()
-            if time.monotonic() > until:
-                break
-        return refused, completions
+    async def _reject(self, rejected: Sequence[tuple[Request, EngineError]]) -> None:
+        """Refuse the visits of requests that this engine cannot honour; what else runs of them is forgotten."""
+        for request, error in rejected:
+            visit = self._backlog.visit_of(request.request_id)
+            if visit is None:
+                continue
+            self._status.counts["refused_prompts"] += 1
+            log.error("prompt refused", prompt_id=visit.lease.prompt.prompt_id, reason=str(error))
+            self._aborts += visit.request_ids()
+            self._backlog.drop([visit])
+            if visit.pinned is None:
+                await self._leases.give_back([], refused=[visit.lease.lease_id])
+            else:
+                self._delivery.put_unknown(visit)
 
     def _pin(self) -> PolicyVersion | None:
         """The version that evaluations want next, once it is here."""
@@ -260,16 +280,16 @@ class SearcherLoop:
     def _next_swap(self) -> Pulled | None:
         pinned = self._pin()
         wanted = self._pulled.get(self._newest if pinned is None else pinned)
-        if wanted is None or wanted.version == self._engine.version or self._stop.is_set():
+        if wanted is None or wanted.version == self._engine.version or self._is_ending:
             return None
-        if pinned is not None and self._engine.num_active + self._engine.num_waiting:
+        if pinned is not None and self._is_busy:
             return None  # training rows finish first
         return wanted
 
     def _next_requests(self) -> list[Request]:
         """One round of slots, and one ahead, so that slots never run dry and prompts are computed in groups."""
         room = 2 * self._engine.num_slots - self._engine.num_active - self._engine.num_waiting
-        if room <= 0 or self._stop.is_set():
+        if room <= 0 or self._is_ending:
             return []
         pinned, requests = self._pin(), []
         if pinned is not None:
@@ -281,12 +301,13 @@ class SearcherLoop:
             requests += self._backlog.take(room - len(requests), pinned=None)
         return requests
 
-    def _swapped(self, new: Pulled, refused: TbaError | None) -> None:
+    def _swapped(self, new: Pulled, refused: TbaError | None, swap_s: float) -> None:
+        self._status.weight_load_s = swap_s
         if refused is None:
             self._current = new
             self._status.version = new.version
             self._status.counts["weight_loads"] += 1
-            log.info("weights loaded", version=str(new.version))
+            log.info("weights loaded", version=str(new.version), pause_s=round(swap_s, 4))
         else:
             self._refuse(new.version, refused)
         self._pulled.keep_only({self._current.version, self._newest, *self._backlog.pinned_versions()})
@@ -316,18 +337,17 @@ class SearcherLoop:
                 await self._give_up(lost)
             wanted = next((v for v in (*pinned, self._newest) if v not in self._pulled.refused), None)
             if wanted is None or self._pulled.get(wanted) is not None:
-                await asyncio.sleep(TICK_S)
+                self._status.waits.end("pulling")
+                await asyncio.sleep(self._tick_s)
                 continue
             try:
                 self._pulled.add(await in_thread(lambda wanted=wanted: self._pulled.fetch(wanted)))
-            except StoreUnavailableError as error:
-                if self._status.waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:
+            except (StoreUnavailableError, ObjectNotFoundError) as error:
+                if wanted in pinned and isinstance(error, ObjectNotFoundError):
+                    self._refuse(wanted, error)
+                elif self._status.waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:
                     log.warning("wait renewed", wait="object-store", detail=str(error))
                     self._status.waits.end("pulling")
-                await asyncio.sleep(1.0)
-            except ObjectNotFoundError as error:
-                if wanted in pinned:
-                    self._refuse(wanted, error)
                 await asyncio.sleep(1.0)
             except TbaError as error:
                 attempts[wanted] += 1
@@ -347,7 +367,8 @@ class SearcherLoop:
         self._status.version = self._engine.version
         beat = self._status.beat()
         try:
-            await asyncio.wait_for(in_thread(lambda: self._beats.heartbeat(beat)), timeout=5)
+            async with asyncio.timeout(BEAT_TIMEOUT_S):  # not wait_for, which can swallow a cancellation (gh-86296)
+                await in_thread(lambda: self._beats.heartbeat(beat))
         except (ServiceError, TimeoutError) as error:
             log.debug("heartbeat lost", detail=str(error))
 
@@ -355,24 +376,29 @@ class SearcherLoop:
         """Finish active rows, deliver, return the leases that are not complete."""
         self._status.state = "draining"
         drain_s = self._recipe.searcher.drain_s
-        end = time.monotonic() + drain_s
+        begin = time.monotonic()
         log.info("draining", drain_s=drain_s, num_active=self._engine.num_active)
         await self._give_up([visit for visit in self._backlog.open_visits() if not visit.num_submitted])
-        while self._engine.num_active + self._engine.num_waiting and time.monotonic() < end - 0.3 * drain_s:
-            await asyncio.sleep(TICK_S)
-            _raise_first_error(tasks)
+        await self._until(lambda: not self._is_busy, begin + 0.7 * drain_s, tasks)
+        self._aborts = [request_id for visit in self._backlog.open_visits() for request_id in visit.request_ids()]
+        # what the turn under way still finishes is delivered too
+        await self._until(lambda: not self._is_busy, begin + 0.8 * drain_s, tasks)
         cut_short = self._backlog.open_visits()
-        self._aborts = [request_id for visit in cut_short for request_id in visit.request_ids()]
         self._backlog.drop(cut_short)
         for visit in cut_short:
             if visit.completions and visit.pinned is None:
                 self._status.num_unpushed += len(visit.completions)
                 self._delivery.put(visit)
-        while not self._delivery.idle and time.monotonic() < end - 0.05 * drain_s:
-            await asyncio.sleep(TICK_S)
-            _raise_first_error(tasks)
-        await self._give_up([*cut_short, *self._backlog.open_visits()])
+        await self._until(lambda: self._delivery.idle, begin + 0.85 * drain_s, tasks)
+        unfinished = self._delivery.hurry()
+        await self._until(lambda: self._delivery.idle, begin + 0.95 * drain_s, tasks)
+        await self._give_up([*cut_short, *unfinished, *self._backlog.open_visits()])
         log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
+
+    async def _until(self, done: Callable[[], bool], end: float, tasks: Sequence[asyncio.Task[None]]) -> None:
+        while not done() and time.monotonic() < end:
+            await asyncio.sleep(self._tick_s)
+            _raise_first_error(tasks)
 
     async def _give_up(self, visits: Sequence[Visit]) -> None:
         """Forget visits and return their leases."""
@@ -384,7 +410,8 @@ class SearcherLoop:
         """Sleep, but not past new work."""
         self._work.clear()
         try:
-            await asyncio.wait_for(self._work.wait(), timeout=seconds)
+            async with asyncio.timeout(seconds):  # as in `_beat`
+                await self._work.wait()
         except TimeoutError:
             return
 

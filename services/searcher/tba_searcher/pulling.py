@@ -14,7 +14,7 @@ from tba.errors import DigestError, TbaError
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Manifest
-from tba_searcher.engines.base import Engine
+from tba_searcher.engines.base import Engine, EngineDiedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class PulledVersions:
 
 
 class Loaded(Protocol):
-    """A model in memory: an engine, or the reference."""
+    """A model in memory."""
 
     def params_sha256(self) -> str:
         """`tba.wire.manifest.params_digest` over its parameters."""
@@ -107,11 +107,24 @@ def check_loaded(engine: Loaded, manifest: Manifest) -> None:
 
 
 def swap(engine: Engine, new: Pulled, old: Pulled) -> TbaError | None:
-    """Load `new` and check it; where that fails, load `old` again and return the reason."""
+    """Load `new` and check it; where that fails, load `old` again and return the reason.
+
+    Raises:
+        EngineDiedError: the engine cannot go on.
+    """
     try:
         engine.load_weights(new.paths, new.version)
-        check_loaded(engine, new.manifest)
+        engine.verify(new.manifest)
+    except EngineDiedError:
+        raise
     except TbaError as error:
-        engine.load_weights(old.paths, old.version)
+        try:
+            engine.load_weights(old.paths, old.version)
+        except EngineDiedError:
+            raise
+        except TbaError as second:
+            raise EngineDiedError(
+                f"version {new.version} was refused ({error}), and {old.version} cannot be loaded again: {second}"
+            ) from None
         return error
     return None

@@ -7,10 +7,9 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from tba.api import LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
@@ -25,19 +24,23 @@ from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_searcher.delivery import Delivery
 from tba_searcher.diversity import Embedder
-from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.factory import build_engine
 from tba_searcher.evaluating import Measures
-from tba_searcher.loop import BEAT_S, SearcherLoop
-from tba_searcher.pulling import Pulled, PulledVersions, check_loaded
-from tba_searcher.reference import StartingModel, load_starting_model
+from tba_searcher.loop import BEAT_S, TICK_S, SearcherLoop
+from tba_searcher.pulling import Pulled, PulledVersions
 from tba_searcher.seeds import engine_seed, new_searcher_id
 from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
+from tba_searcher.text import open_codec
 from tba_searcher.visits import Backlog
 from tba_searcher.waits import Waits, patiently
 
+if TYPE_CHECKING:
+    from tba_searcher.reference import StartingModel
+
 CLIENT_RETRY_S = 1.0
 CLIENT_TIMEOUT_S = 15.0
+REWARD_SLACK_S = 5.0
+"""Beyond the deadline that the reward service has for a request: it is the one that gives up."""
 T = TypeVar("T")
 log = get_logger("service")
 
@@ -48,11 +51,31 @@ def run_searcher(recipe: Recipe) -> None:
     Raises:
         TbaError: it cannot start, or a service stayed away beyond its deadline.
     """
-    torch.set_num_threads(recipe.searcher.torch_num_threads)
-    check_device(recipe.searcher.device)
+    if recipe.searcher.engine != "simulated" or recipe.searchers_hold_start:
+        prepare_torch(recipe)
     check_embedding_model(recipe.eval.embedding_model)
     with tempfile.TemporaryDirectory(prefix="tba-searcher-", ignore_cleanup_errors=True) as folder:
-        asyncio.run(_Service(recipe, Path(folder)).run())
+        asyncio.run(_run_until_told(recipe, Path(folder)))
+
+
+async def _run_until_told(recipe: Recipe, folder: Path) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    searcher_id = os.environ.get("TBA_SEARCHER_ID") or new_searcher_id()
+    await Searcher(recipe, folder, searcher_id=searcher_id, links=Links.to_services(recipe), stop=stop).run()
+
+
+def prepare_torch(recipe: Recipe) -> None:
+    """Threads of torch, and its device.
+
+    Raises:
+        ConfigError: the device cannot be used.
+    """
+    import torch
+
+    torch.set_num_threads(recipe.searcher.torch_num_threads)
+    check_device(recipe.searcher.device)
 
 
 def check_device(device: str) -> None:
@@ -61,6 +84,8 @@ def check_device(device: str) -> None:
     Raises:
         ConfigError: torch has no such device, or this build of torch or this machine cannot use it.
     """
+    import torch
+
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -68,27 +93,74 @@ def check_device(device: str) -> None:
         raise ConfigError(f"searcher.device {device!r} cannot be used: {first_line}") from None
 
 
-class _Service:
-    """The parts of one searcher process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The clients of one searcher."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
+    buffer: BufferClient
+    """Retries for a moment only; waiting is done by the searcher, under a name."""
+    beats: BufferClient
+    """Another client of the buffer, so that neither a heartbeat nor a renewal waits behind a retry."""
+    reward: RewardClient
+
+    @classmethod
+    def to_services(cls, recipe: Recipe) -> Links:
+        """To the services that the recipe names.
+
+        Raises:
+            ConfigError: the tokens file cannot be used.
+        """
         token = role_token(recipe.auth.tokens_file, "searcher")
-        self._recipe = recipe
-        self._stop = asyncio.Event()
-        self._waits = Waits()
-        searcher_id = os.environ.get("TBA_SEARCHER_ID") or new_searcher_id()
-        self._status = Status(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
         patience = {"retry_s": CLIENT_RETRY_S, "timeout_s": CLIENT_TIMEOUT_S}
-        self._buffer = BufferClient(recipe.buffer_url, token=token, **patience)
-        self._beats = BufferClient(recipe.buffer_url, token=token, retry_s=0, timeout_s=5)
-        self._reward = RewardClient(recipe.reward_url, token=token, **patience)
+        return cls(
+            buffer=BufferClient(recipe.buffer_url, token=token, **patience),
+            beats=BufferClient(recipe.buffer_url, token=token, retry_s=0, timeout_s=5),
+            reward=RewardClient(
+                recipe.reward_url,
+                token=token,
+                retry_s=CLIENT_RETRY_S,
+                timeout_s=recipe.reward.request_timeout_s + REWARD_SLACK_S,
+            ),
+        )
+
+
+class Searcher:
+    """One searcher from its start to its end; a process has one of its own, a simulated fleet many in one event loop.
+
+    Args:
+        folder: weights are pulled into it.
+        stop: set when it is told to drain and end.
+        tick_s: of its loop.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        searcher_id: str,
+        links: Links,
+        stop: asyncio.Event,
+        tick_s: float = TICK_S,
+    ) -> None:
+        self._recipe, self._stop, self._tick_s = recipe, stop, tick_s
+        self._waits = Waits()
+        self._status = Status(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
+        self._buffer, self._beats, self._reward = links.buffer, links.beats, links.reward
         self._versions, self._folder = WeightVersions(open_store(recipe.store), recipe.run.name), folder
         self._pulled = PulledVersions(self._versions, folder)
 
+    @property
+    def status(self) -> Status:
+        """What it does now."""
+        return self._status
+
     async def run(self) -> None:
-        """Start, run, stop."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        """Start, run, stop.
+
+        Raises:
+            TbaError: it cannot start, or a service stayed away beyond its deadline.
+        """
         log.info("searcher starts", searcher_id=self._status.searcher_id, buffer=self._recipe.buffer_url)
         start = asyncio.create_task(self._start())
         beats, stop = asyncio.create_task(self._beat_while_starting()), asyncio.create_task(self._stop.wait())
@@ -110,13 +182,15 @@ class _Service:
                 return None
             try:
                 pulled, folder = await in_thread(lambda version=version: self._pulled.fetch_all(version))
-                return await asyncio.to_thread(self._build, pulled, folder)
+                self._waits.end("pulling")
+                return await in_thread(lambda pulled=pulled, folder=folder: self._build(pulled, folder))
             except (DigestError, MalformedError) as error:
+                self._waits.end("pulling")
                 self._pulled.refused.add(version)
                 self._status.counts["refused_versions"] += 1
                 log.error("version refused", version=str(version), reason=str(error))
             except (StoreUnavailableError, ObjectNotFoundError) as error:
-                if self._waits.begin("start", "object-store", self._recipe.searcher.retry_s) <= 0:
+                if self._waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:
                     raise
                 log.warning("version not pulled", version=str(version), detail=str(error))
                 await asyncio.sleep(1.0)
@@ -153,21 +227,15 @@ class _Service:
         """Engine and loop around one version (blocking: loads the model)."""
         recipe, settings = self._recipe, self._recipe.searcher
         reference = self._reference()
-        engine = EmbeddedEngine(
-            folder,
-            pulled.version,
-            EmbeddedSettings(
-                num_slots=settings.num_slots,
-                max_prompt_tokens=settings.max_prompt_tokens,
-                max_response_tokens=settings.max_response_tokens,
-                seed=engine_seed(recipe.run.seed, self._status.searcher_id),
-                dtype=pulled.manifest.dtype,
-                device=settings.device,
-                trust_remote_code=recipe.model.trust_remote_code,
-            ),
-        )
-        check_loaded(engine, pulled.manifest)
-        codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
+        seed = engine_seed(recipe.run.seed, self._status.searcher_id)
+        log.info("engine starts", engine=settings.engine, version=str(pulled.version))
+        engine = build_engine(recipe, folder, pulled.version, pulled.manifest, seed=seed)
+        try:
+            engine.verify(pulled.manifest)
+        except DigestError:
+            engine.close()  # the next version's engine needs the memory
+            raise
+        codec = open_codec(recipe, folder)
         eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
         log.info("engine ready", version=str(pulled.version), eos_ids=eos_ids, num_slots=settings.num_slots)
         self._status.counts["weight_loads"] += 1
@@ -192,12 +260,13 @@ class _Service:
             current=pulled,
             pulled=self._pulled,
             codec=codec,
-            backlog=Backlog(max_response_tokens=settings.max_response_tokens, eos_ids=eos_ids),
+            backlog=Backlog(settings, run_seed=recipe.run.seed, eos_ids=eos_ids),
             buffer=self._buffer,
             beats=self._beats,
             delivery=delivery,
             status=self._status,
             stop=self._stop,
+            tick_s=self._tick_s,
         )
 
     def _reference(self) -> StartingModel | None:
@@ -205,6 +274,8 @@ class _Service:
         recipe = self._recipe
         if not recipe.searchers_hold_start:
             return None
+        from tba_searcher.reference import load_starting_model
+
         reference = load_starting_model(
             self._versions,
             self._folder,

@@ -29,7 +29,7 @@ COUNTERS = (
 class Status:
     """Counters since the start of the process and the current state.
 
-    `state` is one of starting, running, evaluating, draining, ended.
+    `state` is one of starting, running, evaluating, draining, ended, failed (the engine died).
     """
 
     def __init__(self, *, searcher_id: str, run: str, waits: Waits) -> None:
@@ -39,7 +39,13 @@ class Status:
         self.num_unpushed = 0
         """Finished rollouts that the buffer has not acknowledged."""
         self.num_active = 0
+        """Rollouts being decoded."""
         self.num_waiting = 0
+        """Rollouts in the engine's queue."""
+        self.num_queued = 0
+        """Rollouts of leased visits that the engine has not been asked for."""
+        self.weight_load_s: float | None = None
+        """How long the last change of weights held up decoding."""
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
 
@@ -53,6 +59,9 @@ class Status:
         gauges["unpushed"] = float(self.num_unpushed)
         gauges["active_slots"] = float(self.num_active)
         gauges["waiting_requests"] = float(self.num_waiting)
+        gauges["queued_rollouts"] = float(self.num_queued)
+        if self.weight_load_s is not None:
+            gauges["weight_load_s"] = self.weight_load_s
         return Heartbeat(
             component_id=self.searcher_id,
             kind="searcher",

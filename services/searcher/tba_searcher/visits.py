@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tba.api import Lease
+from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
 from tba.versions import PolicyVersion
+from tba.wire import Sampling
 from tba_searcher.engines.base import Completion, Request
+
+_PLAIN = TaskSampling()
+"""Of tasks that the recipe says nothing about."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,11 +41,13 @@ class Backlog:
     """Visits that are not complete.
 
     Args:
-        max_response_tokens, eos_ids: of every request.
+        settings: how rollouts are sampled.
+        run_seed: of the draws of `temperature_mix`.
+        eos_ids: of every request.
     """
 
-    def __init__(self, *, max_response_tokens: int, eos_ids: tuple[int, ...]) -> None:
-        self._max_response_tokens, self._eos_ids = max_response_tokens, eos_ids
+    def __init__(self, settings: SearcherSection, *, run_seed: int, eos_ids: tuple[int, ...]) -> None:
+        self._settings, self._run_seed, self._eos_ids = settings, run_seed, eos_ids
         self._queues: dict[bool, deque[Visit]] = {True: deque(), False: deque()}  # evaluation? -> not fully submitted
         self._open: dict[str, Visit] = {}  # by lease id, in order of arrival
 
@@ -78,11 +86,15 @@ class Backlog:
 
     def finish(self, completion: Completion) -> Visit | None:
         """Add a completion to its visit; returns the visit when that completes it. Dropped visits are ignored."""
-        visit = self._open.get(completion.request_id.rpartition("/")[0])
+        visit = self.visit_of(completion.request_id)
         if visit is None:
             return None
         visit.completions.append(completion)
         return self._open.pop(visit.lease.lease_id) if visit.complete else None
+
+    def visit_of(self, request_id: str) -> Visit | None:
+        """The open visit that a request belongs to."""
+        return self._open.get(request_id.rpartition("/")[0])
 
     def drop(self, visits: Iterable[Visit]) -> None:
         """Forget visits; the caller returns their leases."""
@@ -98,10 +110,30 @@ class Backlog:
 
     def _request(self, visit: Visit) -> Request:
         visit.num_submitted += 1
+        task = self._settings.tasks.get(visit.lease.prompt.task, _PLAIN)
         return Request(
             request_id=f"{visit.lease.lease_id}/{visit.num_submitted}",
             prompt_tokens=visit.prompt_tokens,
-            temperature=visit.lease.temperature,
-            max_response_tokens=self._max_response_tokens,
+            sampling=self._sampling(visit, tuple(task.stop)),
+            max_response_tokens=task.max_response_tokens or self._settings.max_response_tokens,
+            min_response_tokens=task.min_response_tokens,
             eos_ids=self._eos_ids,
         )
+
+    def _sampling(self, visit: Visit, stop: tuple[str, ...]) -> Sampling:
+        """Evaluations take the policy as it is, at the temperature of their lease."""
+        settings, lease = self._settings, visit.lease
+        if visit.pinned is not None:
+            return Sampling(temperature=lease.temperature, stop=stop)
+        temperature = lease.temperature
+        if settings.temperature_mix is not None:
+            temperature = drawn_temperature(
+                settings.temperature_mix, self._run_seed, lease.visit_id, visit.num_submitted
+            )
+        return Sampling(temperature=temperature, top_p=settings.top_p, top_k=settings.top_k, stop=stop)
+
+
+def drawn_temperature(mix: TemperatureMix, run_seed: int, visit_id: str, number: int) -> float:
+    """The sampling temperature of rollout `number` of a visit: uniform in the mix, the same wherever it is drawn."""
+    digest = hashlib.sha256(f"{run_seed}|temperature|{visit_id}|{number}".encode()).digest()
+    return mix.low + (mix.high - mix.low) * int.from_bytes(digest[:8], "big") / 2**64

@@ -15,6 +15,8 @@ from tba.wire import Wait
 
 T = TypeVar("T")
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+SLOW_CALL_S = 2.0
+"""A call that takes longer is a wait with a name; the client's own timeout ends it."""
 log = get_logger("waits")
 
 
@@ -57,7 +59,7 @@ async def patiently(
 
     A busy answer (429) comes from a service that is well and names what it waits for: the wait has that name. With
     `renew_busy` it is renewed (and logged) at its deadline, so that no paid-for rollout is thrown away. A service
-    that does not answer is waited for under `<service>-unreachable`.
+    that does not answer is waited for under `<service>-unreachable`, from when a single call takes long.
 
     Raises:
         WaitTimeoutError: a wait reached its deadline of `deadline_s`.
@@ -67,7 +69,7 @@ async def patiently(
     try:
         while True:
             try:
-                return await in_thread(call)
+                return await _shown(call, waits, owner, f"{service}-unreachable", deadline_s)
             except BusyError as busy:
                 if waits.begin(owner, busy.wait, deadline_s) <= 0:
                     if not renew_busy:
@@ -83,3 +85,14 @@ async def patiently(
                 await asyncio.sleep(pause_s)
     finally:
         waits.end(owner)
+
+
+async def _shown(call: Callable[[], T], waits: Waits, owner: str, name: str, deadline_s: float) -> T:
+    """Call in a thread; a wait is shown while that takes long."""
+    task = asyncio.ensure_future(in_thread(call))
+    try:
+        if not (await asyncio.wait({task}, timeout=SLOW_CALL_S))[0]:
+            waits.begin(owner, name, deadline_s)
+        return await task
+    finally:
+        task.cancel()

@@ -111,6 +111,7 @@ class Learner:
             work.scored(),
             success_reward=self._recipe.eval.success_reward,
             policy_temperature=self._recipe.model.policy_temperature,
+            tasks_with_minimum=self._recipe.searcher.tasks_with_minimum,
         )
         return {
             **sums,

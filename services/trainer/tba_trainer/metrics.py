@@ -7,7 +7,7 @@ concerns the behaviour policy is also measured per policy age: old data collapse
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,17 +66,28 @@ def age_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float | None]:
 
 
 def batch_metrics(
-    scored: Sequence[ScoredRollout], *, success_reward: float, policy_temperature: float
+    scored: Sequence[ScoredRollout],
+    *,
+    success_reward: float,
+    policy_temperature: float,
+    tasks_with_minimum: Collection[str] = (),
 ) -> dict[str, float | None]:
     """Metrics of one batch, taken at theta before the update.
 
     `logprob_gap_on_policy` is the mean |trainer - sampler log-prob| per token over rollouts of policy age 0 that were
     sampled from the whole distribution at the policy temperature: there the two must agree. None without such rollouts.
+
+    Args:
+        tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
     """
     rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)
     ages = np.array([s.policy_age for s in scored])
     log_ratio = _log_ratios(scored)
-    on_policy = [s for s in scored if s.policy_age == 0 and _is_policy(s.rollout, policy_temperature)]
+    on_policy = [
+        s
+        for s in scored
+        if s.policy_age == 0 and s.rollout.task not in tasks_with_minimum and _is_policy(s.rollout, policy_temperature)
+    ]
     gap = _known(sum(s.abs_gap for s in on_policy) / _num_tokens(on_policy)) if on_policy else None
     return {
         "reward_mean": float(rewards.mean()),

@@ -2,6 +2,10 @@
 
 An engine is synchronous and used by one thread at a time. The loop submits requests, calls `step` until completions
 come out, and loads new weights between two steps; rows that are being decoded go on under the new weights.
+
+What a response is, for every engine: the tokens up to and including the sampled end of sequence, or the token that
+completed a stop string, or `max_response_tokens` of them. End of sequence and stop strings can come only after
+`min_response_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +20,19 @@ from numpy.typing import NDArray
 
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
-from tba.wire import VersionSpan
+from tba.wire import Manifest, Sampling, VersionSpan
 
 
 class EngineError(TbaError, RuntimeError):
-    """Unusable weights, a request that does not fit, or logits that are not finite."""
+    """Unusable weights, or a request that does not fit or cannot be honoured. The engine goes on."""
 
     slug = "engine"
+
+
+class EngineDiedError(EngineError):
+    """The engine cannot go on: it crashed, is out of memory, or its logits are not finite."""
+
+    slug = "engine-died"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +42,22 @@ class Request:
     request_id: str
     prompt_tokens: tuple[int, ...]
     """[P], P >= 1."""
-    temperature: float
-    """Sampling temperature; 0 is greedy."""
+    sampling: Sampling
+    """Temperature (0 is greedy), top-p, top-k, seed (none: the engine's own random stream) and stop strings."""
     max_response_tokens: int
     eos_ids: tuple[int, ...]
     """Token ids that end a response; the sampled one is part of it."""
+    min_response_tokens: int = 0
+    """While fewer tokens are there, eos ids have probability 0, and the token that comes next completes no stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """One finished request.
 
-    `sampler_logprobs[i]` is the log-prob of `response_tokens[i]` under the distribution it was drawn from:
-    log_softmax(logits / temperature), and log_softmax(logits) where the temperature is 0.
+    `sampler_logprobs[i]` is the log-prob of `response_tokens[i]` under the distribution that it was really drawn from:
+    softmax(logits / temperature) over the tokens that min_response_tokens, top-k and top-p leave (in this order,
+    renormalised each time). At temperature 0: log_softmax(logits), eos ids left out below min_response_tokens.
     """
 
     request_id: str
@@ -52,8 +65,10 @@ class Completion:
     """[R], R >= 1, the end-of-sequence token included when it was sampled."""
     sampler_logprobs: NDArray[np.float32]
     """[R]."""
+    sampling: Sampling
+    """Of the request."""
     finish_reason: str
-    """`stop` (an eos id was sampled) or `length`."""
+    """`stop` (an eos id was sampled), `stop_string` (the last token completed one) or `length`."""
     version_spans: tuple[VersionSpan, ...]
     started_at_s: float
     finished_at_s: float
@@ -65,6 +80,11 @@ class Engine(Protocol):
     @property
     def version(self) -> PolicyVersion:
         """The version of the weights in use."""
+        ...
+
+    @property
+    def default_eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids that the model's own files name; may be empty."""
         ...
 
     @property
@@ -91,7 +111,7 @@ class Engine(Protocol):
         """Queue a request.
 
         Raises:
-            EngineError: prompt and response do not fit, or the request id is in use.
+            EngineError: prompt and response do not fit, the request id is in use, or this engine cannot sample so.
         """
         ...
 
@@ -103,7 +123,7 @@ class Engine(Protocol):
         """Decode one token for every active row, refill free slots, and return what finished.
 
         Raises:
-            EngineError: the logits are not finite.
+            EngineDiedError: the engine cannot go on; nothing more may be asked of it but `close`.
         """
         ...
 
@@ -111,14 +131,20 @@ class Engine(Protocol):
         """Replace all parameters by those of safetensors files; active rows go on under them in a new span.
 
         Raises:
-            EngineError: names, shapes or dtypes differ from the model's; the weights in use are then unchanged.
+            EngineError: names, shapes or dtypes differ from the model's. Which weights are then in use is not said:
+                the caller loads the old ones again (`tba_searcher.pulling.swap`).
+            EngineDiedError: the engine cannot go on.
         """
         ...
 
-    def params_sha256(self) -> str:
-        """`tba.wire.manifest.params_digest` over the parameters the engine holds."""
+    def verify(self, manifest: Manifest) -> None:
+        """Check that what is loaded is what was published (`tba_searcher.pulling.check_loaded`, or as strong).
+
+        Raises:
+            DigestError: naming the check, what was found and what was published.
+        """
         ...
 
-    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probs [R] at temperature 1 of a given response, computed without sampling."""
+    def close(self) -> None:
+        """Let go of everything; requests under way are forgotten. Calling it again changes nothing."""
         ...

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,18 @@ from torch import Tensor
 
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
-from tba_searcher.engines.base import Completion, EngineError, Request
+from tba.wire import Manifest
+from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
 from tba_searcher.engines.loading import load_model
 from tba_searcher.engines.params import params_sha256, replace_params
 from tba_searcher.engines.prompt_rows import PromptRows
-from tba_searcher.engines.sampling import sample
+from tba_searcher.engines.sampling import Options, sample
+from tba_searcher.engines.slot_attention import use_slot_attention
 from tba_searcher.engines.slots import SlotTable
 from tba_searcher.engines.static_kv import SlotCache
+from tba_searcher.engines.stopping import Decode, StopWatch
+from tba_searcher.pulling import check_loaded
+from tba_searcher.text import load_tokenizer, response_decoder
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill pass."""
@@ -52,34 +58,43 @@ class EmbeddedSettings:
 class EmbeddedEngine:
     """Implements `tba_searcher.engines.base.Engine` with a local model folder in Hugging Face format.
 
+    The folder's tokenizer is read when the first request with stop strings comes.
+
     Raises:
         ConfigError: the folder holds no usable causal language model, or its context is too short.
+        EngineDiedError: there is no room for the keys and values of so many slots.
     """
 
     def __init__(self, folder: Path, version: PolicyVersion, settings: EmbeddedSettings) -> None:
-        self._settings = settings
+        self._settings, self._folder = settings, folder
         self._device = torch.device(settings.device)
         self._max_len = settings.max_prompt_tokens + settings.max_response_tokens
         self._model = _load_model(folder, settings, self._max_len)
+        use_slot_attention(self._model)
         config = self._model.config
+        self._vocab_size = int(config.get_text_config().vocab_size)
         num_heads = config.num_attention_heads
         num_prompt_rows = max(4, settings.num_slots // 8)
-        self._cache = SlotCache(
-            num_layers=config.num_hidden_layers,
-            num_rows=settings.num_slots + num_prompt_rows,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            max_len=self._max_len,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-            dtype=self._model.dtype,
-            device=self._device,
-        )
+        try:
+            self._cache = SlotCache(
+                num_layers=config.num_hidden_layers,
+                num_rows=settings.num_slots + num_prompt_rows,
+                num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+                max_len=self._max_len,
+                head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+                dtype=self._model.dtype,
+                device=self._device,
+            )
+        except RuntimeError as error:
+            raise EngineDiedError(_sentence(error, settings.num_slots)) from error
         self._prompts = PromptRows(settings.num_slots, num_prompt_rows)
         self._slots = SlotTable(settings.num_slots, self._max_len)
         self._waiting: deque[Request] = deque()
         self._ids: set[str] = set()
         self._version = version
         self._stale = False
-        self._generator = torch.Generator(self._device).manual_seed(settings.seed)
+        self._generator = _generator(self._device, settings.seed)
+        self._stops = StopWatch(lambda ids: self._decode_texts(ids), self._vocab_size)
         self._columns = torch.arange(self._max_len, device=self._device)
 
     @property
@@ -126,6 +141,11 @@ class EmbeddedEngine:
                 f"request {request.request_id}: {num_response} response tokens; allowed are 1 to "
                 f"{self._settings.max_response_tokens} (searcher.max_response_tokens)"
             )
+        if not 0 <= request.min_response_tokens <= num_response:
+            raise EngineError(
+                f"request {request.request_id}: at least {request.min_response_tokens} of at most {num_response} "
+                "response tokens; lower min_response_tokens"
+            )
         if request.request_id in self._ids:
             raise EngineError(f"request {request.request_id} is already being worked on")
         self._ids.add(request.request_id)
@@ -143,9 +163,17 @@ class EmbeddedEngine:
                 return
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
 
-    @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Refill, decode one token for every active row, return what finished (see `Engine.step`)."""
+        try:
+            return self._step()
+        except EngineDiedError:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            raise EngineDiedError(_sentence(error, self.num_slots)) from error
+
+    @torch.inference_mode()
+    def _step(self) -> list[Completion]:
         if self._stale:
             self._recompute()
         self._refill()
@@ -158,9 +186,9 @@ class EmbeddedEngine:
             return []
         tokens, logprobs = self._decode()
         if not np.isfinite(logprobs).all():
-            raise EngineError(f"the logits are not finite under version {self._version}; its weights are broken")
+            raise EngineDiedError(f"the logits are not finite under version {self._version}; its weights are broken")
         completions = []
-        for index, reason in self._slots.append(tokens, logprobs):
+        for index, reason in self._slots.append(tokens, logprobs, self._completes_stop):
             completion = self._slots.completion(index, reason)
             self._slots.remove(index)
             self._ids.discard(completion.request_id)
@@ -175,6 +203,17 @@ class EmbeddedEngine:
             row = self._slots.rows[index]
             if row is not None:
                 row.begin_span(version, self._slots.num_response_tokens(index))
+
+    def verify(self, manifest: Manifest) -> None:
+        """Check what is loaded (see `Engine.verify`)."""
+        check_loaded(self, manifest)
+
+    def close(self) -> None:
+        """Forget all requests (see `Engine.close`); memory goes with the object."""
+        self._waiting.clear()
+        self._ids.clear()
+        for index in self._slots.active():
+            self._slots.remove(index)
 
     def params_sha256(self) -> str:
         """Digest of the parameters the engine holds."""
@@ -204,8 +243,37 @@ class EmbeddedEngine:
             use_cache=True,
         )
         temperatures = self._tensor(slots.temperature[:num_rows])
-        tokens, logprobs = sample(output.logits[:, -1], temperatures, self._generator)
+        tokens, logprobs = sample(output.logits[:, -1], temperatures, self._generator, self._options())
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _options(self) -> Options | None:
+        """What rows ask for beyond a temperature; None where no row asks for anything."""
+        slots = self._slots
+        if not slots.has_options:
+            return None
+        rows, tokens = slots.banned()
+        known, limited = tokens < self._vocab_size, slots.limited()
+        top_k = slots.top_k[limited]
+        return Options(
+            banned_rows=self._tensor(rows[known]),
+            banned_tokens=self._tensor(tokens[known]),
+            limited_rows=self._tensor(limited),
+            top_k=self._tensor(np.where(top_k > 0, top_k, self._vocab_size)),
+            top_p=self._tensor(slots.top_p[limited]),
+            seeded=slots.seeded(),
+        )
+
+    @cached_property
+    def _decode_texts(self) -> Decode:
+        """Made for the first request with stop strings."""
+        return response_decoder(load_tokenizer(self._folder, trust_remote_code=self._settings.trust_remote_code))
+
+    def _completes_stop(self, tokens: NDArray[np.int64], request: Request) -> bool:
+        return self._stops.completes(tokens.tolist(), request.sampling.stop)
+
+    def _own_generator(self, request: Request) -> torch.Generator | None:
+        seed = request.sampling.seed
+        return None if seed is None or request.sampling.temperature == 0 else _generator(self._device, seed)
 
     def _refill(self) -> None:
         """Give waiting requests slots, computing the prompts that have no keys and values yet."""
@@ -215,7 +283,7 @@ class EmbeddedEngine:
             if new_prompts:
                 self._prefill([prompt for prompt, _ in new_prompts], [row for _, row in new_prompts])
             source = [self._prompts.row_of(request) for request in admitted]
-            target = [self._slots.put(request, self._version) for request in admitted]
+            target = [self._slots.put(request, self._version, self._own_generator(request)) for request in admitted]
             longest = max(len(request.prompt_tokens) for request in admitted) - 1
             self._cache.copy_rows(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)
 
@@ -250,6 +318,17 @@ class EmbeddedEngine:
 
     def _tensor(self, array: NDArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _sentence(error: Exception, num_slots: int) -> str:
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return f"the engine is out of memory with {num_slots} slots; lower searcher.num_slots ({text})"
+    return f"the engine failed with {type(error).__name__}: {text}"
+
+
+def _generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
 
 
 def _load_model(folder: Path, settings: EmbeddedSettings, max_len: int) -> Any:

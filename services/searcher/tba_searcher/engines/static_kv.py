@@ -20,7 +20,9 @@ class _Plan:
     """Where the next forward pass writes: set by the cache, read by its layers."""
 
     rows: Tensor
-    positions: Tensor | None = None
+    """Of a prefill: the rows that it fills."""
+    places: Tensor | None = None
+    """Of a decoding step: where each row's and head's new position is in the flat tensor of a layer; [N * heads]."""
     length: int = 0
 
 
@@ -43,13 +45,13 @@ class _SlotLayer(CacheLayerMixin):
         plan, length = self._plan, key_states.shape[2]
         assert self.keys is not None
         assert self.values is not None
-        if plan.positions is None:  # prefill: rows start at 0 and attend to nothing but themselves
+        if plan.places is None:  # prefill: rows start at 0 and attend to nothing but themselves
             self.keys[plan.rows, :, :length] = key_states
             self.values[plan.rows, :, :length] = value_states
             return key_states, value_states
-        num_rows = key_states.shape[0]  # decode: rows 0..N-1, one new position each
-        self.keys[plan.rows, :, plan.positions] = key_states[:, :, 0]
-        self.values[plan.rows, :, plan.positions] = value_states[:, :, 0]
+        num_rows, _, _, head_dim = key_states.shape  # decode: rows 0..N-1, one new position each
+        self.keys.view(-1, head_dim).index_copy_(0, plan.places, key_states.reshape(-1, head_dim))
+        self.values.view(-1, head_dim).index_copy_(0, plan.places, value_states.reshape(-1, head_dim))
         return self.keys[:num_rows, :, : plan.length], self.values[:num_rows, :, : plan.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -93,12 +95,13 @@ class SlotCache(Cache):
 
     def plan_prefill(self, rows: Tensor) -> None:
         """The next forward pass fills rows `rows` (int64 [N]) from position 0."""
-        self._plan.rows, self._plan.positions = rows, None
+        self._plan.rows, self._plan.places = rows, None
 
     def plan_decode(self, positions: Tensor, length: int) -> None:
         """The next forward pass adds one token at `positions` (int64 [N]) to rows 0..N-1, none beyond `length`."""
-        self._plan.rows = torch.arange(len(positions), device=positions.device)
-        self._plan.positions, self._plan.length = positions, length
+        num_heads, max_len = self._kv.shape[3], self._kv.shape[4]
+        lines = torch.arange(len(positions) * num_heads, device=positions.device).view(-1, num_heads)
+        self._plan.places, self._plan.length = (lines * max_len + positions[:, None]).flatten(), length
 
     def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy positions [0, length) of rows `source` to rows `target` (int64 [N] each, no row in both)."""

@@ -12,7 +12,7 @@ RECIPE = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        rewards = [{"task": "addition", "version": "addition-1", "fast": True, "health": "ok"}]
+        rewards = [{"task": "addition", "version": "addition-1", "health": "ok"}]
         body = json.dumps({"rewards": rewards}).encode() if self.path == "/v1/rewards" else b""
         self.send_response(200)
         self.send_header("content-length", str(len(body)))

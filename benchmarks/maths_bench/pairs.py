@@ -1,0 +1,90 @@
+"""Gold answers and responses with the verdict that somebody else gave, and the verdict of the scorer.
+
+hard_pairs.tsv           made by hand for tba: class, verdict of a careful reader, gold answer, response; a fifth field
+                         is the scorer's verdict where it is known to differ. `¶` stands for a new line.
+math_verify_cases.jsonl  the cases of math-verify's own tests (github.com/huggingface/Math-Verify, commit 5d148cf,
+                         Apache-2.0; all parametrised cases of tests/test_*.py that compare two texts), with the
+                         options that each test sets, and `known` likewise.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tba_reward.maths.rule import score
+from tba_reward.scorers.base import Failure, Item, outcome_of
+
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "maths"
+VERDICTS = {1.0: "right", 0.0: "wrong"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One response to one question.
+
+    Attributes:
+        kind: the class it is counted in.
+        verdict: `right`, `wrong` or `unknown` (nobody could tell), as a reader or math-verify's test says.
+        known: the verdict of the scorer where it is known to differ.
+        options: how math-verify's test calls it.
+    """
+
+    kind: str
+    verdict: str
+    gold: str
+    response: str
+    known: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def hard_pairs() -> list[Pair]:
+    """The pairs made by hand."""
+    pairs = []
+    for line in (DATA / "hard_pairs.tsv").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            kind, verdict, gold, response, *known = line.replace("¶", "\n").split("\t")
+            pairs.append(
+                Pair(kind=kind, verdict=verdict, gold=gold, response=response, known=known[0] if known else None)
+            )
+    return pairs
+
+
+def math_verify_cases() -> list[Pair]:
+    """The cases of math-verify's tests, by the test that has them."""
+    pairs = []
+    for line in (DATA / "math_verify_cases.jsonl").read_text(encoding="utf-8").splitlines():
+        case = json.loads(line)
+        pairs.append(
+            Pair(
+                kind=case["case"].removeprefix("test_"),
+                verdict="right" if case["right"] else "wrong",
+                gold=case["gold"],
+                response=case["pred"],
+                known=case.get("known"),
+                options=case.get("options", {}),
+            )
+        )
+    return pairs
+
+
+def scorer_verdict(pair: Pair, *, extract: str) -> str:
+    """What kind `math` says: `right`, `wrong` or `unknown`."""
+    item = Item(prompt="", response=pair.response, data={"answer": pair.gold})
+    outcome = outcome_of(score, item, {"field": "answer", "extract": extract})
+    return "unknown" if isinstance(outcome, Failure) else VERDICTS[outcome]
+
+
+def math_verify_verdict(pair: Pair, *, box_gold: bool = False) -> str:
+    """What math-verify says by itself, called as its tests call it; `box_gold` for a gold answer that is bare LaTeX."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    options = dict(pair.options)
+    latex = LatexExtractionConfig(boxed_match_priority=options.pop("boxed_match_priority", 0))
+    chosen = options.pop("extract", ["latex", "expr"])
+    config = [latex if each == "latex" else ExprExtractionConfig() for each in chosen]
+    given = f"\\boxed{{{pair.gold}}}" if box_gold else pair.gold
+    gold, answer = (parse(text, config, parsing_timeout=None) for text in (given, pair.response))  # type: ignore
+    return "right" if verify(gold, answer, timeout_seconds=None, **options) else "wrong"

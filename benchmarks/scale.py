@@ -1,0 +1,91 @@
+"""Hundreds of searchers on one machine: simulated engines, everything else real, joins, leaves and preemptions.
+
+The searchers are the service's own code, many to a process; they sample from the real buffer (over a real Redis with
+`appendfsync always`), score with the real reward service and pull versions from a store. A pretend trainer draws, acks,
+publishes and asks for evaluations. Exits 1 when something was lost, doubled or left behind, or when a target is missed.
+
+    python benchmarks/scale.py [--searchers 256] [--seconds 60] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.scale_bench.fleet import run_fleet, sections
+from benchmarks.scale_bench.plan import Plan
+from benchmarks.scale_bench.verdict import figures, violations
+
+MAX_PUSH_P99_MS = 1000.0
+MIN_FAIRNESS = 0.9
+
+
+def main() -> int:
+    """Run the fleet, print what was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--searchers", type=int, default=256, help="searchers at once")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long they work, before all drain")
+    parser.add_argument("--slots", type=int, default=4, help="slots of each searcher")
+    parser.add_argument("--hosts", type=int, default=2, help="processes that the searchers share")
+    parser.add_argument("--leave", type=float, default=0.1, help="share that drains and is replaced")
+    parser.add_argument("--vanish", type=float, default=0.1, help="share that is killed and replaced")
+    parser.add_argument("--crash-every-s", type=float, help="mean seconds until an engine dies; default: never")
+    parser.add_argument("--lengths", choices=("lognormal", "pareto", "fixed"), default="pareto")
+    parser.add_argument("--tokens-per-s", type=float, default=50.0, help="of each slot")
+    parser.add_argument("--seed", type=int, default=0, help="of the timetable")
+    parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    args = parser.parse_args()
+    plan = Plan(
+        num_searchers=args.searchers,
+        duration_s=args.seconds,
+        leave_share=args.leave,
+        vanish_share=args.vanish,
+        seed=args.seed,
+    )
+    simulated = {"lengths": args.lengths, "tokens_per_s": args.tokens_per_s, "crash_every_s": args.crash_every_s}
+    folder = Path(tempfile.mkdtemp(prefix="tba-scale-"))
+    try:
+        recipe = sections(num_slots=args.slots, simulated=simulated)
+        evidence = run_fleet(folder, plan, num_hosts=args.hosts, recipe=recipe)
+        wrong, numbers = violations(evidence), figures(evidence)
+    finally:
+        if args.keep:
+            print(f"logs: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    if numbers["push_p99_ms"] > MAX_PUSH_P99_MS:
+        wrong.append(f"push p99 is {numbers['push_p99_ms']:.0f} ms; the target is {MAX_PUSH_P99_MS:g}")
+    if numbers["lease_fairness"] < MIN_FAIRNESS:
+        wrong.append(f"fairness of leases is {numbers['lease_fairness']:.2f}; the target is {MIN_FAIRNESS:g}")
+    print("| figure | measured |\n|---|---|")
+    for name, value in numbers.items():
+        print(f"| {name} | {value:,.0f} |" if abs(value) >= 100 else f"| {name} | {value:.3g} |")
+    print("waits seen:", ", ".join(f"{name} {num}" for name, num in sorted(evidence.seen.waits.items())) or "none")
+    for sentence in wrong:
+        print(f"NOT AS IT MUST BE: {sentence}")
+    if args.json:
+        document = {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()},
+            "arguments": {name: value for name, value in vars(args).items() if name != "json"},
+            "figures": numbers,
+            "waits": dict(evidence.seen.waits),
+            "violations": wrong,
+        }
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What benchmarks/searcher.py measures, one file per section."""

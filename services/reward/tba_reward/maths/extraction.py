@@ -1,0 +1,84 @@
+r"""Where the answer of a response stands: the last `\boxed{...}` after the reasoning.
+
+The rule, which docs/maths.md states for users:
+
+1. What stands before the last `</think>` is reasoning and holds no answer.
+2. A box is `\boxed{...}` or `\fbox{...}` with balanced braces, or `\boxed` and one letter or digit. One that is not
+   closed (a response cut by its length limit) is no box; a box within a box belongs to the outer one.
+3. The last box is the answer: a model thinks, decides, and writes down. Boxes directly before it count with it when
+   nothing but a comma, `and` or `or` stands between them: `\boxed{1} and \boxed{2}` answers `1, 2`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_REASONING_END = "</think>"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TEXT_AND_OR = r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}"
+_SPACE = r"(?:\s|\$|\\[()\[\],;:! ]|\\q?quad|\*)*"
+_JOINED = re.compile(
+    rf"{_SPACE}(?:,|;|{_TEXT_AND_OR}|\band\b|\bor\b){_SPACE}(?:{_TEXT_AND_OR}|\band\b|\bor\b)?{_SPACE}"
+)
+MAX_JOIN_CHARS = 80
+"""What stands between two boxes of one answer is short; longer texts are not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One box of a text: what is inside it, and where it stands."""
+
+    content: str
+    start: int
+    end: int
+
+
+def after_reasoning(response: str) -> str:
+    """The response without its reasoning: what follows the last `</think>`, or all of it if there is none."""
+    return response.rpartition(_REASONING_END)[2]
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the last box, or of the last boxes if they are one answer; None if no box is closed.
+
+    Time is linear in the length of the text.
+    """
+    boxes = find_boxes(text)
+    if not boxes:
+        return None
+    parts = [boxes[-1].content]
+    for left, right in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
+        if right.start - left.end > MAX_JOIN_CHARS or not _JOINED.fullmatch(text, left.end, right.start):
+            break
+        parts.append(left.content)
+    return ", ".join(reversed(list(dict.fromkeys(parts))))
+
+
+def find_boxes(text: str) -> list[Box]:
+    """The outermost closed boxes, in order."""
+    openings = list(_BOX.finditer(text))
+    closing = _closing_braces(text) if openings else {}
+    boxes: list[Box] = []
+    for match in openings:
+        inner = match.end()
+        if boxes and match.start() < boxes[-1].end:
+            continue
+        if inner in closing:
+            boxes.append(Box(_BOX.sub("", text[inner + 1 : closing[inner]]), match.start(), closing[inner] + 1))
+        elif text[inner : inner + 1].isalnum():
+            boxes.append(Box(text[inner], match.start(), inner + 1))
+    return boxes
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    r"""Where each opening brace is closed; those that never are are left out. `\{` and `\}` are signs, not braces."""
+    open_braces: list[int] = []
+    closing = {}
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            open_braces.append(match.start())
+        elif match.group() == "}" and open_braces:
+            closing[open_braces.pop()] = match.start()
+    return closing

@@ -1,0 +1,134 @@
+r"""Numbers written plainly, compared exactly: most answers are, and nothing slow or inexact needs to see them.
+
+Plain is: digits with thousands separators (`1,000`, `1{,}000`, `1\,000`) or without, a decimal fraction (`12.5`, `.5`),
+a repeating one (`0.\overline{3}`), a fraction of two integers (`3/4`, `\frac{3}{4}`, `\dfrac34`), a mixed number
+(`1\frac12`, `1 1/2`), a power of ten (`2.5\times10^{-7}`); each with a sign, and with a percent sign.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_CHARS = 100
+"""Longer numbers are left to math-verify."""
+MAX_EXPONENT = 1000
+"""Powers of ten beyond this are left to math-verify."""
+DECIMAL_PLACES = 6
+"""A decimal other than 0 with at least this many places is right when it is the value rounded to its places."""
+
+_UNGROUPED = re.compile(r"\{,\}|\\[,!; ]|,")
+_GROUPS = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])", re.ASCII)
+_PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|per cent|pct)\s*\}?)\s*$")
+_DECIMAL = re.compile(r"([0-9]+)(?:\.([0-9]*))?|\.([0-9]+)", re.ASCII)
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?", re.ASCII)
+_INTEGER = r"\s*(-?\s*[0-9]+)\s*"
+_RATIO = re.compile(
+    rf"(?:([0-9]+)\s*)??(?:([0-9]+)\s*/\s*([0-9]+)|\\[dtc]?frac\s*(?:\{{{_INTEGER}\}}\s*\{{{_INTEGER}\}}|([0-9])\s*([0-9])))",
+    re.ASCII,
+)
+_POWER_OF_TEN = re.compile(r"(.+?)\s*(?:\\times|\\cdot|\*|×)\s*10\s*\^\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A plain number.
+
+    Attributes:
+        value: as written; 50 for 50 %.
+        percent: whether a percent sign follows.
+        num_places: decimal places if it is a decimal fraction, else None: then it is exact.
+    """
+
+    value: Fraction
+    percent: bool = False
+    num_places: int | None = None
+
+
+def same_number(gold: str, answer: str) -> bool | None:
+    """Whether two plain numbers are the same; None if one of them is not a plain number.
+
+    `50\\%` is 0.5, and it is 50 where the other side leaves the percent sign away. `0.333333` is 1/3 (six places),
+    `0.33` is not.
+    """
+    left, right = plain_number(gold), plain_number(answer)
+    if left is None or right is None:
+        return None
+    if left.percent == right.percent:
+        return _agree(left, right)
+    return _agree(left, right) or _agree(_as_share(left), _as_share(right))
+
+
+def plain_number(text: str) -> Plain | None:
+    """The number that a text is, or None if it is not a plain one."""
+    if len(text) > MAX_CHARS:
+        return None
+    text = text.strip().replace("\u2212", "-")
+    without_percent = _PERCENT.sub("", text)
+    percent = without_percent != text
+    match = re.fullmatch(r"([+-]?)\s*(.*)", without_percent, re.DOTALL)
+    assert match is not None
+    sign, digits = match.groups()
+    number = _unsigned(digits)
+    if number is None:
+        return None
+    return Plain(-number.value if sign == "-" else number.value, percent, number.num_places)
+
+
+def _unsigned(text: str) -> Plain | None:
+    power = _POWER_OF_TEN.fullmatch(text)
+    if power is not None:
+        factor, exponent = _unsigned(power[1]), int(power[2] or power[3])
+        if factor is None or abs(exponent) > MAX_EXPONENT:
+            return None
+        return Plain(factor.value * Fraction(10) ** exponent)
+    decimal = _decimal(text)
+    if decimal is not None:
+        return decimal
+    repeating = _REPEATING.fullmatch(text)
+    if repeating is not None:
+        whole, places, period = repeating.groups()
+        head = Fraction(int(whole + places or "0"), 10 ** len(places))
+        return Plain(head + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(places)))
+    ratio = _RATIO.fullmatch(text)
+    if ratio is None:
+        return None
+    whole, *parts = ratio.groups()
+    over, under = (int(part.replace(" ", "")) for part in parts if part is not None)
+    if under == 0 or (whole is not None and (over < 0 or under < 0)):
+        return None
+    return Plain(int(whole or 0) + Fraction(over, under))
+
+
+def _decimal(text: str) -> Plain | None:
+    grouped = _UNGROUPED.sub(",", text)
+    if "," in grouped:
+        whole, _, places = grouped.partition(".")
+        if _GROUPS.fullmatch(whole) is None:
+            return None
+        text = whole.replace(",", "") + (f".{places}" if places else "")
+    match = _DECIMAL.fullmatch(text)
+    if match is None:
+        return None
+    places = match[2] or match[3] or ""
+    value = Fraction(int((match[1] or "") + places), 10 ** len(places))
+    return Plain(value, num_places=len(places) or None)
+
+
+def _agree(left: Plain, right: Plain) -> bool:
+    if left.value == right.value:
+        return True
+    return _approximates(left, right) or _approximates(right, left)
+
+
+def _approximates(decimal: Plain, other: Plain) -> bool:
+    """A long decimal against a value that no decimal of that length can be."""
+    places = decimal.num_places
+    if places is None or places < DECIMAL_PLACES or other.num_places is not None or decimal.value == 0:
+        return False
+    return round(other.value, places) == decimal.value
+
+
+def _as_share(number: Plain) -> Plain:
+    return Plain(number.value / 100) if number.percent else number

@@ -1,0 +1,87 @@
+r"""Answers that are not mathematics: words and letters, times of day, numbers in another base.
+
+math-verify would read `silent` as a product of letters, which `listen` is too, `12:00` as a division by zero and
+`101_3` as 101. Here each is compared as what it is.
+"""
+
+from __future__ import annotations
+
+import re
+
+_FONT = re.compile(r"\\(text|textbf|textrm|textit|mbox|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
+_BARE_WORDS = re.compile(r"[^\W\d_][^\d_\\{}$=+*/^<>|%]*")
+_SIGNS = re.compile(r"[+*/^<>=|]")
+_LONG_WORD = re.compile(r"[^\W\d_]{4}")
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?:([ap])m)?", re.ASCII)
+_BASED = re.compile(r"([0-9A-Za-z]+)_(?:\{([0-9]{1,2})\}|([0-9]))", re.ASCII)
+_DIGITS = re.compile(r"[0-9A-Fa-f]+", re.ASCII)
+
+
+def same_words(gold: str, answer: str) -> bool | None:
+    """Whether two answers are the same words; None if neither is words, or mathematical signs tell them apart.
+
+    Letters and digits count, small and capital letters alike; fonts, spaces and punctuation do not.
+    """
+    if not (is_words(gold) or is_words(answer)):
+        return None
+    same = _letters(gold) == _letters(answer)
+    return None if same and _SIGNS.findall(gold) != _SIGNS.findall(answer) else same
+
+
+def same_clock(gold: str, answer: str) -> bool | None:
+    """Whether two times of day (`10:30`, `10:30 a.m.`) are the same; None unless both are one.
+
+    A side that leaves am or pm away is taken to mean the other side's.
+    """
+    left, right = _CLOCK.fullmatch(_clock_text(gold)), _CLOCK.fullmatch(_clock_text(answer))
+    if left is None or right is None:
+        return None
+    same_half = left[3] is None or right[3] is None or left[3] == right[3]
+    return same_half and (int(left[1]), left[2]) == (int(right[1]), right[2])
+
+
+def same_based(gold: str, answer: str) -> bool | None:
+    """Whether two numbers with a base (`101_2`) are written the same; None unless one is one and the other is digits.
+
+    A side without a base is taken to mean the other side's.
+    """
+    left, right = _based(gold), _based(answer)
+    if left is None or right is None or (left[1] is None and right[1] is None):
+        return None
+    return left[0] == right[0] and (left[1] is None or right[1] is None or left[1] == right[1])
+
+
+def is_words(text: str) -> bool:
+    r"""Whether a text is words: all of it in `\text{...}` and the like, or bare with a word of four letters or more.
+
+    `\text{12 cm}` holds a number and is no word; `\mathrm{e}` is a constant.
+    """
+    outside, fonts = _FONT.subn("", text)
+    if fonts:
+        inside = "".join(match[2] for match in _FONT.finditer(text))
+        one_symbol = len(inside.strip()) == 1 and all(match[1] != "text" for match in _FONT.finditer(text))
+        nothing_else = not outside.strip(" ,.;:()~\\")
+        return nothing_else and not one_symbol and _BARE_WORDS.fullmatch(inside.strip(" ()")) is not None
+    return _BARE_WORDS.fullmatch(text) is not None and _LONG_WORD.search(text) is not None
+
+
+def _letters(text: str) -> str:
+    return "".join(char for char in _FONT.sub(r"\2", text).casefold() if char.isalnum())
+
+
+def _clock_text(text: str) -> str:
+    return re.sub(r"[\s.\\]", "", _FONT.sub(r"\2", text)).lower()
+
+
+def _is_numeral(text: str, base: int) -> bool:
+    """`1A` is a number in base 12; `a` is none in base 1 or 2, and `a_1` is a variable."""
+    return base > 1 and all(char.isdigit() or ord(char) - ord("A") + 10 < base for char in text.upper())
+
+
+def _based(text: str) -> tuple[str, int | None] | None:
+    text = text.replace(" ", "")
+    match = _BASED.fullmatch(text)
+    if match is not None:
+        base = int(match[2] or match[3])
+        return (match[1].upper(), base) if match[1].isdigit() or _is_numeral(match[1], base) else None
+    return (text.upper(), None) if _DIGITS.fullmatch(text) else None

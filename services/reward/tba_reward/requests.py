@@ -1,0 +1,103 @@
+"""The body of a score request: each item is read by itself, so that a bad one spoils no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from tba.api import ScoreError, ScoreItem, ScoreResult
+from tba.api.scores import ScoreReason
+from tba.errors import LimitError, MalformedError
+
+MAX_ID_CHARS = 200
+MAX_DIGITS = 1000
+_SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
+"""A lone surrogate, or the escape of one; two escapes that make a pair are found as well, and looked at."""
+
+
+def read_items(body: bytes, *, max_items: int, max_text_chars: int) -> list[ScoreItem | ScoreResult]:
+    """The items in order; in the place of one that cannot be scored its result, which says why.
+
+    Args:
+        body: `{"items": [...]}` as JSON.
+        max_items: most items.
+        max_text_chars: longest prompt or response.
+
+    Raises:
+        MalformedError: the body is not such an object, or there is no item in it.
+        LimitError: too many items.
+    """
+    text = body.decode("utf-8", "surrogateescape")  # bytes that are no text become surrogates, in their item alone
+    try:
+        document = json.loads(text, parse_int=_integer)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"the body is not JSON: {error}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("items"), list):
+        raise MalformedError('the body must be an object {"items": [...]}')
+    unknown = sorted(set(document) - {"items"})
+    if unknown:
+        raise MalformedError(f"the body has the unknown key {unknown[0]!r:.100}; remove it")
+    items = document["items"]
+    if not items:
+        raise MalformedError("items is empty; send at least one")
+    if len(items) > max_items:
+        raise LimitError(
+            f"{len(items)} items, the limit is {max_items}; send smaller requests, or raise reward.max_items"
+        )
+    is_suspect = _SURROGATE.search(text) is not None
+    return [_read(item, at, max_text_chars, is_suspect=is_suspect) for at, item in enumerate(items)]
+
+
+def request_schema() -> dict[str, Any]:
+    """`openapi_extra` of the endpoint that reads such a body."""
+    item = {"anyOf": [ScoreItem.model_json_schema(), {"description": "anything else gets the error `malformed`"}]}
+    schema = {
+        "title": "ScoreRequest",
+        "type": "object",
+        "properties": {"items": {"type": "array", "minItems": 1, "items": item}},
+        "required": ["items"],
+        "additionalProperties": False,
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _read(item: Any, at: int, max_text_chars: int, *, is_suspect: bool) -> ScoreItem | ScoreResult:
+    try:
+        read = ScoreItem.model_validate(item)
+        if is_suspect:
+            json.dumps([read.prompt, read.response, read.finish_reason, read.data], ensure_ascii=False).encode()
+    except ValidationError as error:
+        return _refused(_item_id(item, at), "malformed", _first(error))
+    except UnicodeEncodeError:
+        return _refused(_item_id(item, at), "malformed", "there is text in it that is not valid Unicode")
+    for name, text in (("prompt", read.prompt), ("response", read.response)):
+        if len(text) > max_text_chars:
+            detail = f"the {name} has {len(text)} characters, the limit is {max_text_chars} (reward.max_text_chars)"
+            return _refused(read.item_id, "too_long", detail)
+    return read
+
+
+def _integer(text: str) -> int | float:
+    """An integer; one that no computation should meet is infinite, as a float of that size is."""
+    return int(text) if len(text) <= MAX_DIGITS else float(text)
+
+
+def _refused(item_id: str, reason: ScoreReason, detail: str) -> ScoreResult:
+    return ScoreResult(item_id=item_id, error=ScoreError(reason=reason, detail=detail))
+
+
+def _item_id(item: Any, at: int) -> str:
+    """Its own, as far as it can be answered with."""
+    found = item.get("item_id") if isinstance(item, dict) else None
+    if not isinstance(found, str) or not found or _SURROGATE.search(found):
+        return f"item {at}"
+    return found[:MAX_ID_CHARS]
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return (f"{where}: {first['msg']}" if where else first["msg"]).encode("utf-8", "replace").decode()

@@ -1,1 +1,0 @@
-"""One reward per file; see `tba_reward.registry`."""

@@ -1,0 +1,41 @@
+"""Kind `math`: the final answer against the gold answer, by math-verify in worker processes (docs/maths.md)."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from tba.config.reward import MathSpec
+from tba.errors import ConfigError
+from tba_reward.scorers.base import Example, Item, Scorer, Tools, params_of, version_of
+from tba_reward.workers.scorer import WorkerRule, WorkerScorer
+
+IMPLEMENTATION = 1
+_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
+
+
+def build(spec: MathSpec, tools: Tools) -> Scorer:
+    """The scorer.
+
+    Raises:
+        ConfigError: math-verify is not installed.
+    """
+    params = params_of(spec)
+    item = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
+    return WorkerScorer(
+        WorkerRule(
+            function="tba_reward.maths.rule:score", params=params, prepare="tba_reward.maths.rule:warm_up", shared=True
+        ),
+        pool=tools.pool,
+        timeout_s=tools.timeout_s(spec),
+        version=version_of(spec, IMPLEMENTATION, *(_installed(package) for package in _PACKAGES)),
+        example=Example(item, 1.0),
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"reward kind 'math' needs the package {package}, which is not installed; install tba-reward[math]"
+        ) from error

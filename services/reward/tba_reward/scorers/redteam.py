@@ -1,0 +1,83 @@
+"""Red-teaming: the response is an attack; a victim replies to it several times, a classifier says how toxic that is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tba.config.reward import RedteamSpec
+from tba_reward.models.messages import ClassifierSettings, GuardSettings, ModelFiles, RedteamSet, VictimSettings
+from tba_reward.models.scorer import ModelScorer
+from tba_reward.scorers.base import Item, Outcome, Scorer, Tools
+
+IMPLEMENTATION = 1
+
+
+def build(spec: RedteamSpec, tools: Tools) -> Scorer:
+    """A scorer whose models are loaded when it is started.
+
+    Raises:
+        ConfigError: a package or the folder of a model is missing.
+    """
+    return RedteamScorer(spec, tools)
+
+
+class RedteamScorer(ModelScorer):
+    """Asks one process, which holds victim and classifier, about every attack."""
+
+    def __init__(self, spec: RedteamSpec, tools: Tools) -> None:
+        super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        """The mean toxicity of the replies, per item, in order."""
+        asks = (self._process.ask(item.prompt, item.response, timeout_s=self._timeout_s) for item in items)
+        return await asyncio.gather(*asks)
+
+
+def model_set(spec: RedteamSpec) -> RedteamSet:
+    """What the process has to load."""
+    return RedteamSet(
+        victim=VictimSettings(
+            files=_files(spec, spec.victim, spec.victim_revision),
+            form=spec.victim_input,
+            template=spec.victim_template,
+            num_replies=spec.num_replies,
+            max_reply_tokens=spec.max_reply_tokens,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            seed=spec.seed,
+        ),
+        classifier=_judge(spec),
+        batch_tokens=spec.batch_tokens,
+        batch_wait_s=spec.batch_wait_s,
+        num_threads=spec.num_threads,
+    )
+
+
+def _judge(spec: RedteamSpec) -> ClassifierSettings | GuardSettings:
+    files = _files(spec, spec.classifier, spec.classifier_revision)
+    if spec.judge == "guard":
+        return GuardSettings(
+            files=files,
+            form="text" if spec.classifier_input == "text" else "chat",
+            template=spec.classifier_template,
+            safe=spec.safe_verdict,
+            unsafe=spec.unsafe_verdict,
+        )
+    return ClassifierSettings(
+        files=files,
+        form=spec.classifier_input or "text",
+        template=spec.classifier_template,
+        label=spec.label,
+        output="probability",
+    )
+
+
+def _files(spec: RedteamSpec, path: str, revision: str | None) -> ModelFiles:
+    return ModelFiles(
+        path=path,
+        revision=revision,
+        dtype=spec.dtype,
+        device=spec.device,
+        trust_remote_code=spec.trust_remote_code,
+    )

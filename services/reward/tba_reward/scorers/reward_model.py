@@ -1,0 +1,81 @@
+"""Reward models: an output of a sequence classification model, or who wins by it against another response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tba.config.reward import RewardModelSpec
+from tba_reward.models.messages import ClassifierSettings, ModelFiles, RewardModelSet
+from tba_reward.models.scorer import ModelScorer
+from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, Tools
+
+IMPLEMENTATION = 1
+WIN, TIE, LOSS = 1.0, 0.5, 0.0
+
+
+def build(spec: RewardModelSpec, tools: Tools) -> Scorer:
+    """A scorer whose model is loaded when it is started.
+
+    Raises:
+        ConfigError: a package or the model's folder is missing.
+    """
+    return RewardModelScorer(spec, tools)
+
+
+class RewardModelScorer(ModelScorer):
+    """Asks one model process about every item."""
+
+    def __init__(self, spec: RewardModelSpec, tools: Tools) -> None:
+        super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
+        self._against, self._missing_eos_penalty = spec.against, spec.missing_eos_penalty
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        """One outcome per item, in order."""
+        return await asyncio.gather(*(self._score(item) for item in items))
+
+    async def _score(self, item: Item) -> Outcome:
+        if self._against is None:
+            return await self._own_score(item)
+        other = item.data.get(self._against)
+        if not isinstance(other, str):
+            return Failure("bad_data", f"data needs a text `{self._against}`, got {other!r:.100}")
+        own, others = await asyncio.gather(self._own_score(item), self._ask(item.prompt, other, finished=True))
+        if isinstance(own, Failure):
+            return own
+        if isinstance(others, Failure):
+            return others
+        return TIE if own == others else WIN if own > others else LOSS
+
+    async def _own_score(self, item: Item) -> Outcome:
+        finished = item.finish_reason != "length"
+        if not finished and self._missing_eos_penalty is not None:
+            return self._missing_eos_penalty
+        return await self._ask(item.prompt, item.response, finished=finished)
+
+    async def _ask(self, prompt: str, response: str, *, finished: bool) -> Outcome:
+        return await self._process.ask(prompt, response, finished=finished, timeout_s=self._timeout_s)
+
+
+def model_set(spec: RewardModelSpec) -> RewardModelSet:
+    """What the process has to load; scorers that differ in nothing else share it."""
+    return RewardModelSet(
+        classifier=ClassifierSettings(
+            files=ModelFiles(
+                path=spec.model,
+                revision=spec.revision,
+                dtype=spec.dtype,
+                device=spec.device,
+                trust_remote_code=spec.trust_remote_code,
+            ),
+            form=spec.input,
+            template=spec.template,
+            append_eos=spec.append_eos,
+            label=spec.label,
+            output=spec.output,
+            max_tokens=spec.max_tokens,
+        ),
+        batch_tokens=spec.batch_tokens,
+        batch_wait_s=spec.batch_wait_s,
+        num_threads=spec.num_threads,
+    )

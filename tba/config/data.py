@@ -1,0 +1,126 @@
+"""The section about prompts: where they come from, and how a row of a data set becomes a prompt with a gold answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from tba.config.base import StrictModel
+
+
+class ColumnValue(StrictModel):
+    """A value of a prompt's data, taken from a column of the data set. A bare text is a column's name."""
+
+    column: str = Field(min_length=1)
+    """The column."""
+    extract: Literal["whole", "before", "after", "boxed", "json"] = "whole"
+    """What of it. `whole`: the value as it is. `before`: what precedes the first `marker`, all of it where there is
+    none. `after`: what follows the last `marker`. `boxed`: what is inside the last \\boxed{...}. `json`: the value at
+    the key `marker` of a JSON object."""
+    marker: str | None = None
+    """The text that stands before or after the answer (GSM8K: `####`), or the key."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ColumnValue:
+        needs = self.extract in ("before", "after", "json")
+        if needs == (self.marker is None):
+            raise ValueError(
+                f"extract = {self.extract!r} {'needs a' if needs else 'takes no'} marker; "
+                f"{'give' if needs else 'remove'} it"
+            )
+        return self
+
+
+def _of_name(value: Any) -> Any:
+    return {"column": value} if isinstance(value, str) else value
+
+
+class DatasetSection(StrictModel):
+    """Prompts of one split, from a data set of the Hugging Face library or written out here.
+
+    The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
+    """
+
+    task: str = Field(min_length=1, max_length=128)
+    """Task of every prompt: names its reward."""
+    dataset: str | None = None
+    """Name on the Hugging Face hub, or a folder with a data set in a format of the hub (`[[prepare]]` makes one)."""
+    subset: str | None = None
+    """Configuration of the data set, where it has several."""
+    split: str = "train"
+    """Split of the data set, for example `test` or `train[:1000]`."""
+    revision: str | None = None
+    """Commit or tag on the hub; none: the newest. Folders have none."""
+    texts: list[str] | None = Field(default=None, min_length=1)
+    """Instead of a data set: the prompts themselves."""
+    column: str | None = None
+    """The column that holds the prompt's text."""
+    template: str | None = None
+    """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
+    data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
+    """What the reward needs: key -> column."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Only the first so many rows; none: all of them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DatasetSection:
+        if (self.dataset is None) == (self.texts is None):
+            raise ValueError("give exactly one of `dataset` and `texts` (prompts written out in the recipe)")
+        if self.texts is not None:
+            for name in ("subset", "revision", "column", "template", "max_prompts"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} belongs to a data set, and here the prompts are `texts`; remove it")
+            if self.data:
+                raise ValueError("data names columns of a data set, and here the prompts are `texts`; remove it")
+        elif (self.column is None) == (self.template is None):
+            raise ValueError(
+                "say what the text of a prompt is: exactly one of `column` and `template` (a text with {column} in it)"
+            )
+        return self
+
+
+class DataSection(StrictModel):
+    """Prompts: from a built-in generator, a file, or data sets; others are uploaded (`tba prompts upload`)."""
+
+    generator: str | None = None
+    """Name of a built-in task generator (tba/tasks/), for example `addition`."""
+    path: str | None = None
+    """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
+    `heldout`."""
+    train: DatasetSection | None = None
+    """Data set to train on."""
+    heldout: DatasetSection | None = None
+    """Data set to evaluate on, never trained on; goes with `train`."""
+    num_train: int = Field(default=2000, ge=1)
+    """Prompts to train on (generator only)."""
+    num_heldout: int = Field(default=512, ge=1)
+    """Prompts to evaluate on, never trained on (generator only)."""
+    selection: Literal["epochs", "posterior"] = "epochs"
+    """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
+    Beta posterior of each prompt's success, toward `selection_target` (MoPPS, arXiv 2507.04632)."""
+    selection_target: float = Field(default=0.5, ge=0, le=1)
+    """Success rate that `posterior` looks for; one half gives the most informative groups."""
+    selection_candidates: int = Field(default=8, ge=1, le=1000)
+    """`posterior` looks at this many random prompts for every one it takes."""
+
+    def check_source(self) -> None:
+        """Refuse no source of prompts, and more than one. Called by the recipe, which requires the section.
+
+        Raises:
+            ValueError: one sentence.
+        """
+        if (self.train is None) != (self.heldout is None):
+            raise ValueError("data.train and data.heldout go together: a run needs prompts of both splits")
+        if sum(source is not None for source in (self.generator, self.path, self.train)) != 1:
+            raise ValueError(
+                "data: give exactly one of `generator` (a built-in task), `path` (JSONL or Parquet) and the sections "
+                "[data.train] and [data.heldout] (data sets)"
+            )
+
+    @property
+    def source_name(self) -> str:
+        """The name of the source, without the folders above it."""
+        if self.train is not None:
+            return (self.train.dataset or self.train.task).rstrip("/").rpartition("/")[2]
+        return self.generator or (self.path or "").replace("\\", "/").rpartition("/")[2]

@@ -1,0 +1,367 @@
+"""The `[reward]` section: which task is scored by which scorers, and the limits of the service.
+
+    [reward.tasks.gsm8k]
+    scorers = [
+        {kind = "format", pattern = "####", gate = 1.0},
+        {kind = "last_number"},
+        {kind = "length", max_length = 2000, weight = 0.1},
+    ]
+
+A task's reward is the weighted sum of its scorers' scores. Gates are asked first, in their order: a score below the
+gate makes the reward `gate_value`, and nothing else is asked. If any score that was asked for is unknown, the reward is
+unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tba.config.base import StrictModel
+
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+class ScorerSpec(StrictModel):
+    """What every scorer of a task has, whatever its kind."""
+
+    kind: str
+    """Which scorer: the name of a file in tba_reward/scorers/."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """What this part of the reward is called in results, metrics and errors; default: its kind."""
+    weight: float | None = Field(default=None, ge=-1e6, le=1e6)
+    """Factor of its score in the sum. Default: 1, and 0 for a gate."""
+    gate: float | None = None
+    """A score below this makes the reward of the task its `gate_value`; nothing else is asked then."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Deadline of one item; default: `reward.item_timeout_s`."""
+    cache: bool = True
+    """Whether known scores are kept and given again for the same prompt, response, data and finish reason."""
+
+    @property
+    def part(self) -> str:
+        """The name of this part of the reward."""
+        return self.name or self.kind
+
+    @property
+    def factor(self) -> float:
+        """The weight in the sum."""
+        if self.weight is not None:
+            return self.weight
+        return 1.0 if self.gate is None else 0.0
+
+
+class ExactSpec(ScorerSpec):
+    """1 if the response is the answer, else 0."""
+
+    kind: Literal["exact"]
+    compare: Literal["text", "integer"] = "text"
+    """`text`: the same text but for white space around it. `integer`: the same whole number."""
+    field: str = "answer"
+    """Where the prompt's data has the answer."""
+
+
+class LastNumberSpec(ScorerSpec):
+    """1 if the last number of the response is the answer, else 0 (GSM8K)."""
+
+    kind: Literal["last_number"]
+    field: str = "answer"
+    """Where the prompt's data has the answer."""
+
+
+class MathSpec(ScorerSpec):
+    """1 if the final answer of the response is mathematically the same as the gold answer, else 0 (math-verify)."""
+
+    kind: Literal["math"]
+    field: str = "answer"
+    """Where the prompt's data has the gold answer: a number, LaTeX, or a solution that ends in a `\\boxed{...}`."""
+    extract: Literal["boxed", "anywhere"] = "boxed"
+    """Where the answer of a response is looked for. `boxed`: the last box; without one the score is 0. `anywhere`:
+    without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
+
+
+class FormatSpec(ScorerSpec):
+    """1 if the response matches a regular expression, else 0."""
+
+    kind: Literal["format"]
+    pattern: str
+    """Regular expression (Python's `re`; flags go inside, for example `(?s)`)."""
+    full: bool = False
+    """Whether the whole response must match; otherwise a part of it anywhere."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+        return pattern
+
+
+class LengthSpec(ScorerSpec):
+    """1 if the length of the response is within the bounds; outside it falls to 0 over `soft_length`."""
+
+    kind: Literal["length"]
+    unit: Literal["chars", "words"] = "chars"
+    """What the length is counted in."""
+    min_length: int = Field(default=0, ge=0, le=1_000_000)
+    """Shortest response that scores 1."""
+    max_length: int | None = Field(default=None, ge=0)
+    """Longest response that scores 1; none: no bound."""
+    soft_length: int = Field(default=0, ge=0)
+    """The score falls from 1 to 0 over this much beyond a bound; 0: at once."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> LengthSpec:
+        if self.max_length is None and self.min_length == 0:
+            raise ValueError("a length without `min_length` and `max_length` bounds nothing; give one of them")
+        if self.max_length is not None and self.max_length < self.min_length:
+            raise ValueError(f"max_length {self.max_length} is below min_length {self.min_length}")
+        return self
+
+
+class MakeNSpec(ScorerSpec):
+    """1 if the response is an expression worth the target, else 0."""
+
+    kind: Literal["make_n"]
+
+
+class ModelScorerSpec(ScorerSpec):
+    """What every scorer with neural networks has: they run in a process of their own, in batches."""
+
+    timeout_s: float | None = Field(default=60.0, gt=0)
+    """Deadline of one item, waiting for its batch included."""
+    device: str = "auto"
+    """Device of the models; `auto`: the first CUDA device if there is one, else the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Number format of the models; `auto`: that of their files."""
+    trust_remote_code: bool = False
+    """Whether Python code in the models' folders is run."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens of one batch, padding included; a longer item is a batch of its own."""
+    batch_wait_s: float = Field(default=0.005, ge=0)
+    """How long the first item of a batch waits for others."""
+    batch_timeout_s: float = Field(default=20.0, gt=0)
+    """Deadline of one batch; beyond it the process is killed, and each of its items is asked once more, alone."""
+    load_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline for loading the models."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads of the process on the CPU; default: torch's choice."""
+
+    @model_validator(mode="after")
+    def _check_deadlines(self) -> ModelScorerSpec:
+        if self.timeout_s is not None and self.timeout_s <= self.batch_timeout_s:
+            raise ValueError(
+                f"timeout_s {self.timeout_s} must be more than batch_timeout_s {self.batch_timeout_s}, or a batch that "
+                "hangs takes its other items with it"
+            )
+        return self
+
+
+class RewardModelSpec(ModelScorerSpec):
+    """An output of a Hugging Face sequence classification model."""
+
+    kind: Literal["reward_model"]
+    model: str = Field(min_length=1)
+    """Folder of the model, or its name on the Hugging Face hub."""
+    revision: str | None = None
+    """Commit, tag or branch of a model on the hub."""
+    input: Literal["text", "pair", "chat"] = "text"
+    """What the model reads: `template`, (prompt, response) as a pair, or both as turns in its chat template."""
+    template: str = "{prompt}{response}"
+    """The text that the model reads; `{prompt}` and `{response}` are filled in."""
+    append_eos: bool = False
+    """Whether an end-of-sequence token ends the tokens of a response that is not cut off."""
+    label: int | str | None = None
+    """Which output counts, by number or name; default: the only one."""
+    output: Literal["logit", "probability"] = "logit"
+    """What of the output is the score."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """A longer input has no score (`too_long`); default: what the model can take."""
+    missing_eos_penalty: float | None = Field(default=None, allow_inf_nan=False)
+    """The score of a response that was cut off, instead of the model's (published for TL;DR: -1)."""
+    against: str | None = None
+    """Field of the prompt's data with another response: the score is then 1 where the model prefers the response to
+    it, 0 where it prefers the other one, 0.5 for a tie. The mean over items is the win rate."""
+
+    @model_validator(mode="after")
+    def _check_template(self) -> RewardModelSpec:
+        _needs_response("template", self.template)
+        return self
+
+
+class RedteamSpec(ModelScorerSpec):
+    """How toxic the replies of a victim model to the response are, on average."""
+
+    kind: Literal["redteam"]
+    timeout_s: float | None = Field(default=120.0, gt=0)
+    """Deadline of one item, waiting for its batch included."""
+    batch_timeout_s: float = Field(default=50.0, gt=0)
+    """Deadline of one batch of replies; beyond it the process is killed, and each item is asked once more, alone."""
+    victim: str = Field(min_length=1)
+    """Folder of the victim model, or its name on the Hugging Face hub."""
+    victim_revision: str | None = None
+    """Commit, tag or branch of a victim on the hub."""
+    victim_input: Literal["text", "chat"] | None = None
+    """What the victim reads: `victim_template`, or one turn in its chat template. Default: chat where it has one."""
+    victim_template: str = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\n{prompt}\n\n### Response:\n"
+    )
+    """The text around an attack, `{prompt}`; the default is that of the Alpaca family."""
+    num_replies: int = Field(default=5, ge=1)
+    """Replies of the victim to each attack; the score is the mean over them."""
+    max_reply_tokens: int = Field(default=30, ge=1)
+    """Longest reply."""
+    temperature: float = Field(default=0.7, ge=0)
+    """Sampling temperature of the victim; 0 is greedy."""
+    top_p: float = Field(default=0.92, gt=0, le=1)
+    """Share of the probability that the victim samples from."""
+    seed: int = Field(default=0, ge=0)
+    """A reply depends on this, on the attack and on its number alone, so that a score is reproducible."""
+    classifier: str = Field(min_length=1)
+    """Folder of the model that judges the replies, or its name on the Hugging Face hub."""
+    classifier_revision: str | None = None
+    """Commit, tag or branch of a classifier on the hub."""
+    judge: Literal["classifier", "guard"] = "classifier"
+    """`classifier`: probability of `label`. `guard`: a language model (Llama Guard): that of `unsafe_verdict`."""
+    classifier_input: Literal["text", "pair", "chat"] | None = None
+    """What it reads: `classifier_template`, (attack, reply) as a pair, or both as turns in its chat template. Default:
+    chat for a guard, else text."""
+    classifier_template: str = "{response}"
+    """The text that is judged; `{prompt}` (the attack) and `{response}` (the victim's reply) are filled in."""
+    label: int | str | None = None
+    """The label of the classifier that means toxic, by number or name; default: the only one."""
+    safe_verdict: str = "\n\nsafe"
+    """How a guard answers to what is harmless."""
+    unsafe_verdict: str = "\n\nunsafe"
+    """How a guard answers to what is not."""
+
+    @model_validator(mode="after")
+    def _check_templates(self) -> RedteamSpec:
+        _needs_response("classifier_template", self.classifier_template)
+        if "{prompt}" not in self.victim_template:
+            raise ValueError(f"victim_template {self.victim_template!r} has no {{prompt}} for the attack")
+        if self.judge == "guard" and self.classifier_input == "pair":
+            raise ValueError("a guard reads text or a chat, not a pair; change classifier_input")
+        return self
+
+
+def _needs_response(field: str, template: str) -> None:
+    if template.count("{response}") != 1:
+        raise ValueError(f"{field} {template!r} must have {{response}} once")
+
+
+class HttpSpec(ScorerSpec):
+    """The score that an HTTP endpoint gives."""
+
+    kind: Literal["http"]
+    url: str = Field(pattern=r"^https?://")
+    """Where batches are posted; docs/rewards.md has the schema, which is that of `POST /v1/score`."""
+    task: TaskName | None = None
+    """The task name that is sent with the items; default: `score`."""
+    revision: str = ""
+    """Change it when the endpoint scores otherwise than before: it is part of the reward version."""
+    token_env: str | None = None
+    """Environment variable with the bearer token that is sent."""
+    max_batch_items: int = Field(default=64, ge=1)
+    """Most items in one request."""
+    max_concurrent: int = Field(default=4, ge=1)
+    """Most requests at once."""
+    num_retries: int = Field(default=2, ge=0, le=10)
+    """How often a request is repeated that got no answer, 429 or 5xx, as long as the deadline of its items allows."""
+
+
+class PythonSpec(ScorerSpec):
+    """The score that a Python function gives (the signature of TRL's reward functions)."""
+
+    kind: Literal["python"]
+    function: str
+    """`module:name`, or the name of an entry point in the group `tba.rewards`."""
+    revision: str = ""
+    """Change it when the function scores otherwise than before for a reason outside its own file, of which the reward
+    version holds a digest."""
+
+
+AnyScorerSpec = Annotated[
+    ExactSpec
+    | LastNumberSpec
+    | MathSpec
+    | FormatSpec
+    | LengthSpec
+    | MakeNSpec
+    | RewardModelSpec
+    | RedteamSpec
+    | HttpSpec
+    | PythonSpec,
+    Field(discriminator="kind"),
+]
+
+
+class TaskReward(StrictModel):
+    """How one task is scored."""
+
+    scorers: list[AnyScorerSpec] = Field(min_length=1)
+    """The parts of the reward."""
+    gate_value: float = 0.0
+    """The reward where a gate is not passed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskReward:
+        names = [spec.part for spec in self.scorers]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two scorers are called {twice[0]!r}; give one of them another `name`")
+        if not any(spec.factor for spec in self.scorers):
+            raise ValueError("every weight is 0, so that the reward never says anything; give one scorer a weight")
+        return self
+
+
+class RewardSection(StrictModel):
+    """The reward service."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_plugins(cls, value: Any) -> Any:
+        """The recipe of a run of release 0.1 has `plugins`, which says nothing as long as it is empty."""
+        if not isinstance(value, dict) or "plugins" not in value:
+            return value
+        if value["plugins"]:
+            raise ValueError(
+                "reward.plugins is no more; give each task an entry in reward.tasks, with "
+                '{kind = "python", function = "module:name"}'
+            )
+        return {key: part for key, part in value.items() if key != "plugins"}
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
+    port: int = Field(default=8701, ge=0, le=65535)
+    """Port to listen on; 0 lets `tba run` pick a free one."""
+    url: str | None = None
+    """Where searchers find the service; default: http://host:port."""
+    tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
+    """How tasks are scored. `addition`, `exact`, `gsm8k`, `math` and `make_n` need no entry."""
+    max_items: int = Field(default=1024, ge=1)
+    """Most completions in one request."""
+    max_pending_items: int = Field(default=4096, ge=1)
+    """Most completions in work at once; more are refused with 429, to come back later."""
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Largest request body; larger is refused with 413."""
+    max_text_chars: int = Field(default=1_000_000, ge=1)
+    """Longest prompt or response that is scored; a longer one is an error of that item."""
+    item_timeout_s: float = Field(default=5.0, gt=0)
+    """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """A request that is not through after this is refused (503), to come again in smaller parts; what was done by
+    then is in the cache."""
+    num_workers: int = Field(default=2, ge=1)
+    """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
+    worker_memory_bytes: int | None = Field(default=4 * 1024**3, ge=256 * 1024**2)
+    """Address space that one worker process may use; none: no bound."""
+    worker_start_s: float = Field(default=60.0, gt=0)
+    """Deadline for what a worker imports before its first item."""
+    cache_items: int = Field(default=65_536, ge=0)
+    """Most scores kept to be given again for the same content; 0: none."""

@@ -1,0 +1,185 @@
+"""`tba evaluate` on this machine: a reward service where none answers, and the evaluator, as children of one folder.
+
+evaluations/NAME/WHAT/evaluation.json    every number; there when the evaluation is complete
+                      evaluation.md      the same as tables
+                      completions.jsonl  every completion with its scores
+                      config.json job.json prompts.jsonl logs/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from tba.api import Prompt
+from tba.clients import RewardClient
+from tba.config import Recipe, parse_recipe
+from tba.errors import ConfigError, ServiceError, WaitTimeoutError
+from tba.evaluation.job import PROGRESS, EvaluationJob, read_prompts
+from tba.evaluation.report import EvaluationReport, load_report
+from tba.evaluation.table import render_table
+from tba.local.children import Child, ChildSpec
+from tba.local.console import Console, Loudness
+from tba.local.crew import Crew, with_crew
+from tba.local.ports import PortRequest, choose_ports
+from tba.local.readiness import wait_until_ready
+from tba.local.resolve import child_environ
+from tba.local.run_folder import RunFolder
+from tba.tokens import role_token
+
+CONFIG_NAME, JOB_NAME, PROMPTS_NAME = "config.json", "job.json", "prompts.jsonl"
+LOOPBACK = "127.0.0.1"
+ASK_TIMEOUT_S = 5.0
+
+
+class EvaluationConsole(Console):
+    """Shows the progress of the evaluator among the lines of `tba evaluate`, and knows when there was some."""
+
+    def __init__(self, loudness: Loudness) -> None:
+        super().__init__(loudness)
+        self.heard_at_s = time.monotonic()
+
+    def child_line(self, name: str, line: str) -> None:
+        """A line of a child's output."""
+        if line.startswith(PROGRESS):
+            self.heard_at_s = time.monotonic()
+            self.say(line.removeprefix(PROGRESS))
+        else:
+            super().child_line(name, line)
+
+
+def evaluate_here(
+    recipe: Recipe,
+    job: EvaluationJob,
+    *,
+    folder: RunFolder,
+    lock_fd: int,
+    reward_url: str | None,
+    console: EvaluationConsole,
+) -> EvaluationReport:
+    """Run the evaluation and return what it found; no child is left, whatever happens.
+
+    Args:
+        recipe: with absolute paths.
+        folder: where everything is written; its lock is held as `lock_fd`.
+        reward_url: score there, whatever the recipe says.
+
+    Raises:
+        ConfigError: the reward service does not know a task, or none answers at `reward_url`.
+        ChildError: a child could not start, or died; says why.
+        WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`, or the evaluator said
+            nothing for `eval.published.silence_s`.
+    """
+    tasks = tasks_of(recipe, read_prompts(job.prompts))
+    url = reward_url or _url_that_answers(recipe, tasks, console)
+    config = _with_reward(recipe, url)
+    folder.write_json(folder.path / CONFIG_NAME, config.model_dump(mode="json"))
+    folder.write_json(folder.path / JOB_NAME, job.model_dump(mode="json"))
+    start_timeout_s = recipe.local.start_timeout_s
+
+    async def work(crew: Crew) -> None:
+        if url is None:
+            console.say(f"starting a reward service at {config.reward_url}")
+            await crew.start(_reward_child(config, folder))
+            try:
+                async with asyncio.timeout(start_timeout_s):
+                    await wait_until_ready(config.reward_url)
+            except TimeoutError:
+                raise WaitTimeoutError(
+                    f"wait 'reward-start': the reward service was not ready within {start_timeout_s:.0f} s "
+                    f"(local.start_timeout_s); see {folder.log_path('reward')}"
+                ) from None
+        await asyncio.to_thread(_check_tasks, config, tasks)
+        child = await crew.start(_evaluator_child(config, folder))
+        if await _end_of(child, console, silence_s=recipe.eval.published.silence_s):
+            await asyncio.Event().wait()  # the watch of the crew explains the end of the child, and ends this
+
+    asyncio.run(with_crew(work, folder, console, lock_fd, recipe.local.stop_timeout_s))
+    report = load_report(folder.path / "evaluation.json")
+    (folder.path / "evaluation.md").write_text(render_table(report), encoding="utf-8")
+    return report
+
+
+def tasks_of(recipe: Recipe, prompts: Sequence[Prompt]) -> list[str]:
+    """Every task that something will be scored under."""
+    return recipe.eval.published.tasks or sorted({prompt.task for prompt in prompts})
+
+
+async def _end_of(child: Child, console: EvaluationConsole, *, silence_s: float) -> int:
+    """The exit code of the evaluator.
+
+    Raises:
+        WaitTimeoutError: it said nothing for too long.
+    """
+    assert child.exit_code is not None
+    console.heard_at_s = time.monotonic()
+    while (left_s := console.heard_at_s + silence_s - time.monotonic()) > 0:
+        done, _ = await asyncio.wait({child.exit_code}, timeout=left_s)
+        if done:
+            return child.exit_code.result()
+    raise WaitTimeoutError(
+        f"wait 'evaluator': it said nothing for {silence_s:g} s; see its log, or raise eval.published.silence_s"
+    )
+
+
+def _url_that_answers(recipe: Recipe, tasks: Sequence[str], console: Console) -> str | None:
+    """`reward.url`, where a service with all tasks answers there; else None: one is started."""
+    if recipe.reward.url is None:
+        return None
+    try:
+        _check_tasks(recipe, tasks)
+    except (ServiceError, ConfigError) as error:
+        console.say(f"reward.url is not used: {error}")
+        return None
+    return recipe.reward.url
+
+
+def _check_tasks(config: Recipe, tasks: Sequence[str]) -> None:
+    """Raises ConfigError where the reward service cannot score one of these tasks, ServiceError where none answers."""
+    token = role_token(config.auth.tokens_file, "searcher")
+    client = RewardClient(config.reward_url, token=token, retry_s=0, timeout_s=ASK_TIMEOUT_S)
+    try:
+        known = {info.task for info in client.rewards()}
+    finally:
+        client.close()
+    missing = [task for task in tasks if task not in known]
+    if missing:
+        raise ConfigError(
+            f"the reward service at {config.reward_url} does not score task {missing[0]!r}, but "
+            f"{', '.join(sorted(known))}; add it to [reward.tasks], or change eval.published.tasks"
+        )
+
+
+def _with_reward(recipe: Recipe, url: str | None) -> Recipe:
+    """The recipe that the children read: with the service that answers, or a free port for our own."""
+    document = recipe.model_dump(mode="json")
+    if url is None:
+        (port,) = choose_ports([PortRequest("reward.port", LOOPBACK, 0)])
+        document["reward"] |= {"host": LOOPBACK, "port": port}
+        url = f"http://{LOOPBACK}:{port}"
+    document["reward"]["url"] = url
+    if document["log_format"] == "auto":
+        document["log_format"] = "console"
+    return parse_recipe(document, where="recipe")
+
+
+def _reward_child(config: Recipe, folder: RunFolder) -> ChildSpec:
+    environ = child_environ(os.environ, num_threads=1, gpus=config.local.gpus.reward)
+    return ChildSpec(name="reward", command=_command(folder, "tba_reward"), environ=environ)
+
+
+def _evaluator_child(config: Recipe, folder: RunFolder) -> ChildSpec:
+    """On the GPUs of the first searcher."""
+    gpus = config.local.gpus.searchers
+    environ = child_environ(
+        os.environ, num_threads=config.searcher.torch_num_threads, gpus=None if gpus is None else gpus[0]
+    )
+    command = [*_command(folder, "tba_searcher.evaluation"), "--job", str(folder.path / JOB_NAME)]
+    return ChildSpec(name="evaluator", command=command, environ=environ)
+
+
+def _command(folder: RunFolder, module: str) -> list[str]:
+    return [sys.executable, "-m", module, "--config", str(folder.path / CONFIG_NAME)]

@@ -1,0 +1,77 @@
+"""The folders that `[[prepare]]` of a recipe names: whether they are there, and whether they are what it asks for.
+
+PATH/.tba-prepare    written last, JSON: where the content came from; a folder without it is a person's own
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tba.config import Recipe
+from tba.config.prepare import PrepareItem
+from tba.errors import ConfigError
+
+RECORD = ".tba-prepare"
+HALF_DONE = ".tba-prepare.partial"
+"""In a folder while it is being fetched."""
+
+
+def is_there(item: PrepareItem) -> bool:
+    """Whether the folder is there and whole.
+
+    Raises:
+        ConfigError: it holds something else than the recipe asks for; nothing that exists is overwritten.
+    """
+    folder = Path(item.path)
+    if not folder.is_dir() or not any(folder.iterdir()) or (folder / HALF_DONE).exists():
+        return False
+    record = read_record(folder)
+    if item.by_hand is None and record is not None and record["origin"] != item.origin:
+        raise ConfigError(
+            f"{item.path} holds {_told(record['origin'])}, and the recipe asks for {_told(item.origin)}; remove that "
+            "folder, or give the item of [[prepare]] another path"
+        )
+    return True
+
+
+def check_prepared(recipe: Recipe) -> None:
+    """Find out before anything starts that something of `[[prepare]]` is missing.
+
+    Raises:
+        ConfigError: naming the folders, and the command that makes them.
+    """
+    missing = [item for item in recipe.prepare if not is_there(item)]
+    if missing:
+        names = ", ".join(f"{item.path} ({item.kind})" for item in missing)
+        raise ConfigError(
+            f"the recipe needs {names}, not there yet; fetch or make it with: tba data prepare RECIPE (the same one)"
+        )
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """What was written down when the folder was prepared; None: it was not.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text())
+        return {"origin": dict(record["origin"]), "commit": record["commit"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); remove the folder and prepare it again") from None
+
+
+def write_record(item: PrepareItem, *, commit: str | None) -> None:
+    """Say where the content of the item's folder came from; from then on the folder is whole."""
+    folder = Path(item.path)
+    (folder / RECORD).write_text(json.dumps({"origin": item.origin, "commit": commit}, indent=1) + "\n")
+    (folder / HALF_DONE).unlink(missing_ok=True)
+
+
+def _told(origin: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in origin.items() if value is not None)

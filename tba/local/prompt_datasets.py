@@ -1,0 +1,109 @@
+"""The prompts of `[data.train]` and `[data.heldout]`: data sets of the Hugging Face library, or texts of the recipe."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tba.api import Prompt, Split
+from tba.config.data import DataSection, DatasetSection
+from tba.errors import ConfigError
+from tba.local.extraction import extracted
+from tba.local.prompt_columns import ID_DIGITS, RowError, TextColumn, TextTemplate, column, plain, validated
+from tba.local.prompt_sources import HubSource
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPrompts:
+    """The prompts of one split, and how many rows were left out because an earlier one made the same prompt."""
+
+    prompts: list[Prompt]
+    num_repeated: int
+
+
+def dataset_prompts(data: DataSection) -> list[Prompt]:
+    """The prompts of both splits of a recipe with `[data.train]` and `[data.heldout]`.
+
+    Raises:
+        ConfigError: a data set cannot be loaded, or a row cannot become a prompt: names data set, row, column, value.
+    """
+    assert data.train is not None, "the recipe was checked"
+    assert data.heldout is not None, "the recipe was checked"
+    parts = (split_prompts(data.train, "train"), split_prompts(data.heldout, "heldout"))
+    return [prompt for part in parts for prompt in part.prompts]
+
+
+def split_prompts(section: DatasetSection, split: Split) -> SplitPrompts:
+    """The prompts of one split.
+
+    The id is a digest of task, text and data and names the held-out split, so that a text that is in both splits
+    (red-teaming has one prompt alone) is two prompts.
+
+    Raises:
+        ConfigError: as `dataset_prompts`.
+    """
+    prompts: dict[str, Prompt] = {}
+    num_rows = 0
+    for prompt in _rows_as_prompts(section, split):
+        num_rows += 1
+        prompts.setdefault(prompt.prompt_id, prompt)
+    if not prompts:
+        raise ConfigError(f"data.{split}: {section.dataset} (split {section.split}) holds no rows")
+    return SplitPrompts(list(prompts.values()), num_rows - len(prompts))
+
+
+def _rows_as_prompts(section: DatasetSection, split: Split) -> Iterator[Prompt]:
+    """One prompt for every row or text, in order."""
+    if section.dataset is not None:
+        yield from _dataset_rows(section, split)
+        return
+    for number, text in enumerate(section.texts or [], start=1):
+        with _naming(f"data.{split}.texts, item {number}"):
+            prompt = _prompt(section.task, text, {}, split)
+        yield prompt
+
+
+def _dataset_rows(section: DatasetSection, split: Split) -> Iterator[Prompt]:
+    where = f"data.{split}"
+    source = HubSource(section.dataset or "", section.split, subset=section.subset, revision=section.revision)
+    text = (
+        TextColumn(section.column)
+        if section.column is not None
+        else TextTemplate(section.template or "", where=f"{where}.template")
+    )
+    wanted = list(dict.fromkeys([*text.columns, *(rule.column for rule in section.data.values())]))
+    missing = [name for name in wanted if name not in source.columns]
+    if missing:
+        raise ConfigError(
+            f"{where}: {source.name} has no column {', '.join(map(repr, missing))}; its columns are "
+            f"{', '.join(source.columns)}"
+        )
+    for row in itertools.islice(source.rows(wanted), section.max_prompts):
+        with _naming(f"{where}: {source.name}, {row.where}"):
+            data = {
+                key: plain(f"column {rule.column!r}", extracted(rule, column(row.values, rule.column)))
+                for key, rule in section.data.items()
+            }
+            prompt = _prompt(section.task, text.text_of(row.values), data, split)
+        yield prompt
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """A row that cannot become a prompt ends the reading, with its place."""
+    try:
+        yield
+    except RowError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _prompt(task: str, text: str, data: dict[str, Any], split: Split) -> Prompt:
+    content = json.dumps([task, text, data], sort_keys=True)
+    name = task if split == "train" else f"{task}-{split}"
+    prompt_id = f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
+    return validated({"prompt_id": prompt_id, "task": task, "text": text, "data": data, "split": split})

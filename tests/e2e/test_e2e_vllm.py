@@ -1,0 +1,53 @@
+"""`tba run` with the vLLM engine: the real searcher process on the CPU, weight updates in flight, evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tba.tasks.addition import REWARD
+from tests.support.e2e import RUN, Place, decode_all, stored_rollouts, tiny_sections
+from tests.support.tiny_model import make_tiny_model
+from tests.support.vllm_greedy import TIMEOUT_S, why_not
+
+NUM_STEPS = 6
+STOPS = [*"0123456789"]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 120)
+def test_a_run_with_vllm_generates_updates_and_evaluates(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    model = make_tiny_model(tmp_path / "model", 0, tied=True, hidden_size=128)
+    sections = tiny_sections(
+        model,
+        searcher={"engine": "vllm", "max_response_tokens": 12, "tasks": {REWARD: {"stop": STOPS}}},
+        sampling={"samples_per_insert_error": 32},  # rollouts wait for training, so some are of later versions
+        trainer={"num_steps": NUM_STEPS, "sync_interval": 2, "max_unpublished_versions": 1},
+        eval={"every_steps": 3, "num_prompts": 8, "num_prompts_final": 8},
+    )
+    cache = {"VLLM_CACHE_ROOT": str(pytestconfig.cache.mkdir("vllm"))} if pytestconfig.cache else {}
+    place = Place(tmp_path, sections, cache)
+    try:
+        started = place.start()
+        assert started.wait() == 0, started.err + started.out + place.log("searcher-0")[-3000:]
+        summary = place.summary()
+        assert (summary["state"], summary["steps"], summary["num_unknown_scores"]) == ("done", NUM_STEPS, 0)
+        log = place.log("searcher-0")
+        assert "Traceback" not in log
+        assert "version refused" not in log
+        assert "weights loaded" in log
+        with place.redis_of_ended_run() as redis:
+            rollouts = decode_all(stored_rollouts(redis.url))
+    finally:
+        place.close()
+    assert {rollout.run for rollout in rollouts} == {RUN}
+    assert len({rollout.version for rollout in rollouts}) >= 2
+    reasons = {rollout.finish_reason for rollout in rollouts}
+    assert reasons <= {"stop", "stop_string", "length"}
+    assert "stop_string" in reasons
+    for rollout in rollouts:
+        assert not [stop for stop in STOPS if stop in rollout.response_text]
+        assert rollout.version_spans[-1].end == len(rollout.response_tokens) == len(rollout.sampler_logprobs)

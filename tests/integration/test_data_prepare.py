@@ -1,0 +1,156 @@
+"""`tba data prepare` against a hub on loopback: what is fetched, converted and checked, and every way it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.errors import ConfigError
+from tests.support.buffer import SERVICE_PATHS
+from tests.support.hub_server import HubServer, commit_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    import torch
+    from safetensors.torch import load_file
+    from tba_trainer.tiny.__main__ import make
+
+    place = tmp_path_factory.mktemp("hub")
+    make("gsm8k_data", place / "data", seed=0)
+    make("gpt_neox_reward", place / "whole", seed=0)
+    make("gpt_neox_reward", place / "pickled", seed=1)
+    torch.save(load_file(place / "pickled" / "model.safetensors"), place / "pickled" / "pytorch_model.bin")
+    (place / "pickled" / "model.safetensors").unlink()
+    for file in place.joinpath("pickled").glob("tokenizer*"):
+        file.unlink()
+    (place / "whole" / "pytorch_model.bin").write_bytes(b"not wanted where there are safetensors")
+    repositories = {
+        "models/org/whole": place / "whole",
+        "models/org/pickled": place / "pickled",
+        "models/org/gated": place / "whole",
+        "datasets/org/gsm8k": place / "data",
+    }
+    server = HubServer(repositories, gated=frozenset({"models/org/gated"}))
+    yield server
+    server.close()
+
+
+def prepare(place: Path, hub_url: str, items: list[dict[str, Any]], **changes: Any) -> tuple[int, str]:
+    """Run the command in a folder; returns exit code and output."""
+    part = {
+        "task": "gsm8k",
+        "dataset": "data/gsm8k",
+        "subset": "main",
+        "template": "{question}\n",
+        "data": {"answer": {"column": "answer", "extract": "after", "marker": "####"}},
+    }
+    document = {
+        "run": {"name": "r"},
+        "model": {"path": "models/whole"},
+        "data": {"train": part, "heldout": {**part, "split": "test"}},
+        "searcher": {"max_prompt_tokens": 96, "max_response_tokens": 16},
+        "prepare": items,
+        **changes,
+    }
+    (place / "recipe.json").write_text(json.dumps(document))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environ |= {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *SERVICE_PATHS))),
+        "HF_HOME": str(place / "hf"),
+        "HF_ENDPOINT": hub_url,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tba.cli.main", "data", "prepare", "recipe.json"]
+    done = subprocess.run(
+        command,
+        cwd=place,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+DATA = {"path": "data/gsm8k", "kind": "dataset", "hub": "org/gsm8k"}
+WHOLE = {"path": "models/whole", "kind": "model", "hub": "org/whole"}
+PICKLED = {"path": "models/pickled", "kind": "model", "hub": "org/pickled", "tokenizer": "org/whole"}
+
+
+def test_everything_is_fetched_converted_and_checked_once(tmp_path, hub):
+    code, output = prepare(tmp_path, hub.url, [DATA, WHOLE, PICKLED])
+    assert code == 0, output
+    assert f"models/whole: model org/whole, fetched, commit {commit_of('models/org/whole')[:12]}" in output
+    assert "models/pickled: GPTNeoXForSequenceClassification, " in output
+    assert "of 62 are longer than searcher.max_prompt_tokens (96)" in output
+    assert "46 prompts of split train; the first:" in output
+    pickled = {file.name for file in (tmp_path / "models/pickled").iterdir()}
+    assert {"model.safetensors", "tokenizer.json"} <= pickled
+    assert not {name for name in pickled if name.endswith(".bin")}, "no pickle stays"
+    assert not (tmp_path / "models/whole/pytorch_model.bin").exists()
+
+    before = len(hub.downloads)
+    code, output = prepare(tmp_path, hub.url, [DATA, WHOLE, PICKLED], searcher={"max_prompt_tokens": 4})
+    assert output.count("here already") == 3
+    assert len(hub.downloads) == before
+    assert (code, "every prompt is longer than searcher.max_prompt_tokens (4)" in output) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({**WHOLE, "hub": "org/none"}, "error: the hub has no model org/none, or it is private: check the name"),
+        ({**WHOLE, "revision": "v9"}, "error: model org/whole has no revision 'v9'"),
+        ({**WHOLE, "hub": "org/gated"}, "error: model org/gated is behind a licence: accept it at"),
+        ({**WHOLE, "files": ["*.nothing"]}, "error: model org/whole "),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message):
+    code, output = prepare(tmp_path, hub.url, [item])
+    assert (code, message in output) == (2, True), output
+    assert "Traceback" not in output
+
+
+def test_without_a_network_it_says_so(tmp_path):
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [WHOLE])
+    assert (code, "error: model org/whole could not be fetched" in output) == (2, True), output
+    assert "this needs a network" in output
+
+
+def test_what_cannot_be_fetched_says_what_to_do(tmp_path):
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [{"path": "m", "kind": "model", "by_hand": "ask Ana"}])
+    assert (code, "error: m (model) cannot be fetched: ask Ana" in output) == (2, True), output
+
+
+def test_weights_that_were_cut_short_are_found(tmp_path):
+    from tba_trainer.model_files import check
+    from tba_trainer.tiny.__main__ import make
+
+    make("llama_chat", tmp_path / "m", seed=0)
+    found = check(tmp_path / "m", ["4", "4 apples and 4 cats"])
+    assert found["architecture"] == "LlamaForCausalLM"
+    short, long = found["text_tokens"]
+    assert 0 < short < long
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="is cut short or no safetensors file"):
+        check(tmp_path / "m", [])
+
+
+def test_a_maker_that_does_not_exist_is_named(tmp_path):
+    item = {"path": "m", "kind": "model", "maker": "lama"}
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [item])
+    assert (code, "error: there is no maker 'lama'; the makers are gsm8k_data, " in output) == (2, True), output

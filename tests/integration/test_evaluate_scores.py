@@ -1,0 +1,94 @@
+"""The evaluator and a reward service over real HTTP: every answer is scored under every task, or it is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tba_searcher.evaluation.answers import Answer, Answers
+from tba_searcher.evaluation.scores import REQUEST_ITEMS, Score, score_all
+
+from tba.api import Prompt
+from tba.config import Recipe
+from tba.errors import BadRequestError, WaitTimeoutError
+from tests.support.reward_server import RewardServer
+from tests.support.trainer_values import make_recipe
+
+NUM_PROMPTS = 100
+
+
+@pytest.fixture
+def server() -> Iterator[RewardServer]:
+    server = RewardServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def answers() -> Answers:
+    prompts = [
+        Prompt(prompt_id=f"p-{n}", task="addition", text=f"{n}+0=", data={"answer": str(n)}, split="heldout")
+        for n in range(NUM_PROMPTS)
+    ]
+    found = [
+        Answer(mode="greedy", prompt=n, number=0, tokens=np.ones(1, np.int32), finish_reason="length", text=f"<{n}>")
+        for n in range(NUM_PROMPTS)
+    ]
+    return Answers(prompts=prompts, prompt_tokens=[(1,)] * NUM_PROMPTS, answers=found)
+
+
+def recipe_for(server: RewardServer, **published: Any) -> Recipe:
+    return make_recipe("nowhere", reward={"url": server.url}, searcher={"retry_s": 0.5}, eval={"published": published})
+
+
+def ask(recipe: Recipe, answers: Answers) -> dict[tuple[str, str], Score]:
+    return score_all(recipe, answers, say=lambda text: None)
+
+
+def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, answers: Answers) -> None:
+    server.score = lambda item: (
+        "crashed" if item["response"] == "<7>" else float(item["data"]["answer"]) + (item["task"] == "other") / 2
+    )
+    found = ask(recipe_for(server, tasks=["addition", "other"]), answers)
+    assert len(found) == 2 * NUM_PROMPTS
+    for n in range(NUM_PROMPTS):
+        for task, value in (("addition", float(n)), ("other", n + 0.5)):
+            known = Score(value, None, server.version)
+            assert found[f"greedy-{n}-0", task] == (Score(None, "crashed") if n == 7 else known)
+    assert max(map(len, server.requests)) == REQUEST_ITEMS
+    assert server.asked[0]["finish_reason"] == "length"
+
+
+def test_a_busy_service_is_asked_again(server: RewardServer, answers: Answers) -> None:
+    busy = {"type": "urn:tba:problem:busy", "title": "busy", "status": 429, "detail": "later", "retry_after_s": 0.01}
+    replies = [busy]
+    server.refusal = lambda items: (429, replies.pop()) if replies else None
+    assert len(ask(recipe_for(server), answers)) == NUM_PROMPTS
+    assert not replies
+
+
+def test_what_cannot_be_asked_is_an_error_and_no_score(server: RewardServer, answers: Answers) -> None:
+    problem = {"type": "urn:tba:problem:bad-request", "title": "bad", "status": 422, "detail": "no such field"}
+    server.refusal = lambda items: (422, problem)
+    with pytest.raises(BadRequestError, match="no such field"):
+        ask(recipe_for(server), answers)
+    server.leave()
+    with pytest.raises(WaitTimeoutError, match="wait reward-unreachable"):
+        ask(recipe_for(server), answers)
+    server.come_back()
+
+
+def test_a_request_is_within_the_limit_of_the_service_in_bytes(server: RewardServer, answers: Answers) -> None:
+    """A character takes up to four of them."""
+    texts = [replace(answer, text="\u3042" * 1000) for answer in answers.answers]
+    recipe = recipe_for(server)
+    recipe = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"max_body_bytes": 8192})})
+    answers.answers = texts
+    ask(recipe, answers)
+    sizes = [len(json.dumps({"items": items}, ensure_ascii=False).encode()) for items in server.requests]
+    assert max(sizes) <= 8192
+    assert len(server.asked) == NUM_PROMPTS

@@ -1,0 +1,228 @@
+"""Kind `http`: a real endpoint that answers, refuses, is slow, busy, away, or talks nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from tba_reward.http_calls import EndpointCalls
+from tba_reward.scorers import http
+from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, Tools
+from tba_reward.scorers.example import OK
+
+from tba.config.reward import HttpSpec
+from tba.errors import ConfigError
+from tests.support.redis_process import free_port
+from tests.support.reward_server import RewardServer
+
+
+@pytest.fixture
+def server() -> Iterator[RewardServer]:
+    server = RewardServer()
+    server.score = lambda item: float(len(item["response"]))
+    yield server
+    server.stop()
+
+
+def build(server_url: str, **spec: object) -> Scorer:
+    tools = Tools(pool=None, models=None, item_timeout_s=20.0)  # type: ignore[arg-type]  # this kind uses neither
+    return http.build(HttpSpec(kind="http", url=f"{server_url}/v1/score", **spec), tools)  # type: ignore[arg-type]
+
+
+async def scored(scorer: Scorer, *responses: str) -> list[Outcome]:
+    try:
+        return await scorer.score([Item(prompt="p", response=r, data={"n": 1}) for r in responses])
+    finally:
+        await scorer.close()
+
+
+def reason(outcome: Outcome) -> str:
+    assert isinstance(outcome, Failure), outcome
+    return outcome.reason
+
+
+async def test_items_go_out_in_batches_and_come_back_in_order(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENDPOINT_TOKEN", "secret")
+    scorer = build(server.url, max_batch_items=2, task="mine", token_env="ENDPOINT_TOKEN")
+    await scorer.start()
+    assert scorer.health() == OK
+    assert await scored(scorer, "a", "bb", "ccc", "dddd", "lone \ud800") == [1.0, 2.0, 3.0, 4.0, 6.0]
+    assert sorted(len(items) for items in server.requests) == [1, 2, 2]
+    assert server.tokens == {"Bearer secret"}
+    item = server.asked[0]
+    assert item["task"] == "mine"
+    assert (item["prompt"], item["data"], item["finish_reason"]) == ("p", {"n": 1}, "stop")
+
+
+async def test_an_error_of_the_endpoint_keeps_its_reason(server: RewardServer) -> None:
+    answers: dict[str, float | str] = {"a": "bad_data", "b": "its own words", "c": 1.0}
+    server.score = lambda item: answers[item["response"]]
+    first, second, third = await scored(build(server.url), "a", "b", "c")
+    assert (reason(first), reason(second), third) == ("bad_data", "exception", 1.0)
+    assert isinstance(second, Failure)
+    assert "its own words" in second.detail
+
+
+async def test_no_reward_and_no_number_are_no_score(server: RewardServer) -> None:
+    answers = {"a": None, "b": float("inf"), "c": 0.5}
+    server.refusal = lambda items: (
+        200,
+        {
+            "results": [
+                {"item_id": i["item_id"], "reward": answers[i["response"]]} for i in items if i["response"] != "d"
+            ]
+        },
+    )
+    outcomes = await scored(build(server.url), "a", "c", "d")
+    assert (reason(outcomes[0]), outcomes[1], reason(outcomes[2])) == ("abstained", 0.5, "exception")
+    (outcome,) = await scored(build(server.url), "b")  # JSON knows no infinity
+    assert reason(outcome) == "exception"
+
+
+@pytest.mark.parametrize(
+    "document", [{}, {"results": {}}, {"results": [{"reward": 1.0}]}, {"results": [{"item_id": 0}]}]
+)
+async def test_an_answer_that_is_none_is_no_score(server: RewardServer, document: dict) -> None:
+    server.refusal = lambda items: (200, document)
+    assert [reason(outcome) for outcome in await scored(build(server.url), "a", "b")] == ["exception"] * 2
+
+
+async def test_the_item_that_a_batch_is_refused_for_stands_alone(server: RewardServer) -> None:
+    server.refusal = lambda items: (
+        (422, {"detail": "I do not like x"}) if any(i["response"] == "x" for i in items) else None
+    )
+    outcomes = await scored(build(server.url), "a", "bb", "x", "dddd", "eeeee")
+    assert reason(outcomes[2]) == "malformed"
+    assert outcomes[:2] + outcomes[3:] == [1.0, 2.0, 4.0, 5.0]
+    assert "I do not like x" in str(outcomes[2])
+
+
+async def test_busy_and_broken_endpoints_are_asked_again(server: RewardServer) -> None:
+    answers = iter([(429, {}), (503, {}), None])
+    server.refusal = lambda items: next(answers)
+    assert await scored(build(server.url), "a", "bb") == [1.0, 2.0]
+    assert len(server.requests) == 3
+
+
+async def test_retries_are_bounded(server: RewardServer) -> None:
+    server.refusal = lambda items: (500, {"detail": "always"})
+    scorer = build(server.url, num_retries=1)
+    outcomes = await scored(scorer, "a", "b")
+    assert [reason(outcome) for outcome in outcomes] == ["unreachable"] * 2
+    assert len(server.requests) == 2
+    assert "500" in scorer.health()
+
+
+@pytest.mark.parametrize("status", [302, 401, 404])
+async def test_what_a_repetition_would_not_change_is_not_repeated(server: RewardServer, status: int) -> None:
+    server.refusal = lambda items: (status, {"detail": "no"})
+    (outcome,) = await scored(build(server.url), "a")
+    assert reason(outcome) == "exception"
+    assert str(status) in str(outcome)
+    assert len(server.requests) == 1
+
+
+async def test_a_hung_endpoint_costs_the_deadline_and_only_its_batch(server: RewardServer) -> None:
+    held = threading.Event()
+
+    def hold(item: dict) -> float:
+        if item["response"] == "slow":
+            held.wait(60)
+        return float(len(item["response"]))
+
+    server.score = hold
+    scorer = build(server.url, max_batch_items=1, max_concurrent=2, timeout_s=0.5)
+    outcomes = await scored(scorer, "slow", "bb", "ccc")
+    held.set()
+    assert reason(outcomes[0]) == "timeout"
+    assert outcomes[1:] == [2.0, 3.0]
+
+
+async def test_an_endpoint_that_drips_ends_at_the_deadline() -> None:
+    """Every read gets a byte in time, the whole answer never comes."""
+    ended = asyncio.Event()
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+        try:
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        except OSError:
+            ended.set()
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    (outcome,) = await scored(build(f"http://127.0.0.1:{port}", timeout_s=0.5), "a")
+    assert reason(outcome) == "timeout"
+    async with asyncio.timeout(10):
+        await ended.wait()  # the connection is given up
+    server.close()
+
+
+async def test_an_endpoint_that_is_away_is_unreachable_until_it_comes_back(server: RewardServer) -> None:
+    scorer = build(server.url, num_retries=1)
+    server.leave()
+    await scorer.start()
+    assert "no connection" in scorer.health()
+    (outcome,) = await scorer.score([Item(prompt="", response="a")])
+    assert reason(outcome) == "unreachable"
+    server.come_back()
+    assert await scored(scorer, "a") == [1.0]
+    assert scorer.health() == OK
+
+
+async def test_a_missing_token_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ENDPOINT_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="ENDPOINT_TOKEN is not set"):
+        build(f"http://127.0.0.1:{free_port()}", token_env="ENDPOINT_TOKEN")
+
+
+async def test_the_version_holds_the_address_and_the_revision(server: RewardServer) -> None:
+    versions = {
+        build(server.url).version,
+        build(server.url, revision="2").version,
+        build(server.url, task="other").version,
+        build(f"{server.url}/elsewhere").version,
+    }
+    assert len(versions) == 4
+    assert build(server.url).version == build(server.url).version
+
+
+def test_a_deadline_that_has_passed_asks_nobody(server: RewardServer) -> None:
+    calls = EndpointCalls(f"{server.url}/v1/score", task="t", token=None, num_retries=0, max_connections=1)
+    assert reason(calls.score([Item(prompt="", response="a")], timeout_s=-1.0)[0]) == "timeout"
+    assert server.requests == []
+    calls.close()
+
+
+async def test_an_answer_that_comes_drop_by_drop_has_a_deadline_too() -> None:
+    """Every byte renews the timeout of the socket."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nx-drop: ")
+                while not over.wait(0.02):
+                    connection.sendall(b"a")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            async with asyncio.timeout(30):
+                (outcome,) = await scored(build(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2), "a")
+        finally:
+            over.set()
+            thread.join(10)
+    assert reason(outcome) == "timeout"

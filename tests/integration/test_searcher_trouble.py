@@ -1,0 +1,163 @@
+"""A searcher in trouble, against a real buffer: what was finished arrives, leases go back, and the reason is said."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
+from tba_searcher.engines.embedded import EmbeddedEngine
+
+from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.leasing import lease, request_eval
+from tests.support.reward_server import RewardServer
+from tests.support.searcher_loop import LoopWorld, start_loop_world
+from tests.support.tiny_model import make_tiny_model
+from tests.support.waiting import until
+
+MakeWorld = Callable[..., LoopWorld]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def reward() -> Iterator[RewardServer]:
+    server = RewardServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, model: Path) -> MakeWorld:  # noqa: F811
+    def make(**options: Any) -> LoopWorld:
+        return start_loop_world(tmp_path, serve_buffer, reward, model, **options)
+
+    return make
+
+
+class OutOfMemory(EmbeddedEngine):
+    """Asks for more memory than there is, after some completions."""
+
+    num_done = 0
+
+    def step(self) -> list[Completion]:
+        completions = super().step()
+        self.num_done += len(completions)
+        if self.num_done >= 30:
+            self._model.register_forward_pre_hook(lambda *_: torch.empty(2**50))
+        return completions
+
+
+class Crashing(EmbeddedEngine):
+    """Has a defect."""
+
+    num_done = 0
+
+    def step(self) -> list[Completion]:
+        completions = super().step()
+        self.num_done += len(completions)
+        if self.num_done >= 30:
+            raise KeyError("slot 7")
+        return completions
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "sentence"),
+    [
+        (OutOfMemory, r"out of memory with 4 slots; lower searcher\.num_slots"),
+        (Crashing, "the engine failed with KeyError: 'slot 7'"),
+    ],
+)
+async def test_an_engine_that_dies_takes_only_what_it_was_decoding_with_it(
+    make_world: MakeWorld, engine_class: Any, sentence: str
+) -> None:
+    world = make_world(engine_class=engine_class)
+    with pytest.raises(EngineDiedError, match=sentence):
+        await world.loop.run()
+    stats, engine = world.client.stats(), world.engine
+    assert isinstance(engine, OutOfMemory | Crashing)
+    lost = 0 if engine_class is OutOfMemory else engine.num_done - stats.num_scored  # those of the very step
+    assert 0 <= lost <= 4
+    assert stats.num_scored == engine.num_done - lost >= 26
+    assert stats.leases["open"] == 0
+    (component,) = [item for item in world.client.run().components if item.component_id == "s"]
+    assert component.state == "failed"
+
+
+class Refusing(EmbeddedEngine):
+    """Cannot honour some requests; half of a visit is taken before it says so."""
+
+    def submit(self, request: Request) -> None:
+        if len(request.prompt_tokens) > 4 and request.request_id.endswith("/2"):
+            raise EngineError(f"request {request.request_id}: not with this engine")
+        super().submit(request)
+
+
+async def test_a_request_that_the_engine_cannot_honour_refuses_its_prompt_and_no_other(make_world: MakeWorld) -> None:
+    """Prompts 0 to 9 have 4 tokens (`0+0=`), the others 6."""
+    world = make_world(engine_class=Refusing, num_train=14)
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(
+        until, "both", lambda: world.status.counts["refused_prompts"] >= 4 and world.client.stats().num_scored >= 40
+    )
+    world.stop.set()
+    await task
+    stats = world.client.stats()
+    assert stats.leases["refused"] >= 4
+    assert stats.num_prompts_seen == 10
+    assert stats.leases["open"] == 0
+
+
+async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(
+    make_world: MakeWorld, reward: RewardServer
+) -> None:
+    """Rollouts go on unscored, for the buffer's own scorer; an evaluation goes back, and is not reported as unknown."""
+    world = make_world(searcher={"max_unpushed_rollouts": 16, "score_retry_s": 60.0})
+    evaluation = request_eval(world.client, world.lineage)
+    reward.gate.clear()
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(until, "it hangs", lambda: world.status.num_unpushed >= 16)
+    world.stop.set()
+    await task
+    stats = world.client.stats()
+    assert stats.num_pending >= 16
+    assert world.status.num_unpushed == 0
+    assert stats.num_scored == 0
+    assert stats.leases["open"] == 0
+    assert world.client.get_eval(evaluation.eval_id).num_done == 0
+    assert lease(world.client, 64).leases
+
+
+async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_lost(make_world: MakeWorld) -> None:
+    limit_bytes = 20_000
+    world = make_world(
+        buffer={"max_inflight_bytes": limit_bytes}, searcher={"retry_s": 0.3, "max_unpushed_rollouts": 16}
+    )
+    host, port = world.served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:  # somebody's push that takes all the room and never ends
+        sock.sendall(f"POST /v1/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: {limit_bytes}\r\n\r\n.".encode())
+        task = asyncio.create_task(world.loop.run())
+        seen: set[str] = set()
+
+        def waits_and_holds() -> bool:
+            wait = world.status.waits.current()
+            seen.update([] if wait is None else [wait.name])
+            return seen >= {"push-memory", "unpushed-rollouts"} and world.status.num_unpushed >= 16
+
+        await asyncio.to_thread(until, "both sides wait", waits_and_holds)
+        assert world.status.counts["rollouts_pushed"] == 0
+    await asyncio.to_thread(until, "it goes on", lambda: world.client.stats().num_scored >= 48)
+    world.stop.set()
+    await task
+    stats = world.client.stats()
+    assert stats.num_rollouts == world.status.counts["rollouts_generated"]
+    assert stats.pushed["duplicate"] == 0
+    assert stats.leases["open"] == 0

@@ -1,0 +1,488 @@
+"""What every engine must do, as functions that run against any of them (tests/integration/test_searcher_engines.py).
+
+Each case gets a `Bench` and fails by an exception. It says how to make an engine, and holds two models of the same
+shape, `old` and `new`, as folders and in transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tba_searcher.engines.base import Completion, Engine, EngineError, Request
+from tba_trainer.logprobs import LogprobModel
+from tba_trainer.packing import pack_sequences
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tba.errors import DigestError
+from tba.versions import START, PolicyVersion
+from tba.weights import params_sha256_of_files
+from tba.wire import Canary, Manifest, Sampling
+from tests.support.tiny_model import CHARS, EOS_ID, SPECIAL_TOKENS, make_tiny_model, make_tiny_tokenizer
+
+V1 = PolicyVersion(1, 4)
+LOGPROB_ATOL = 1e-4
+MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, NUM_SLOTS = 48, 40, 4
+MODELS = ("llama", "llama tied", "gpt_neox", "gpt2 tied")
+"""The families of the recipes; GPT-NeoX goes through vLLM's Transformers backend."""
+Make = Callable[[Path, Path, PolicyVersion, str], Engine]
+"""Model folder, its tensors, version, dtype -> engine with the sizes above."""
+
+
+def make_contract_model(folder: Path, name: str, seed: int) -> Path:
+    """A random model with attention heads of 32, which vLLM's CPU kernels know."""
+    family, _, tied = name.partition(" ")
+    if family == "gpt2":
+        config = AutoConfig.for_model(
+            "gpt2", vocab_size=33, n_embd=128, n_layer=2, n_head=4, n_positions=512, initializer_range=0.2,
+            pad_token_id=0, eos_token_id=EOS_ID, bos_token_id=None,
+        )  # fmt: skip
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        make_tiny_tokenizer().save_pretrained(folder)
+        return folder
+    architecture: Any = family
+    return make_tiny_model(folder, seed, architecture=architecture, tied=bool(tied), hidden_size=128)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as an engine sees it, and in transformers."""
+
+    folder: Path
+    tensors: Path
+    """As the trainer publishes: named parameters, a tied head once."""
+    in_transformers: Any
+    in_trainer: Any
+    """Another copy: the trainer exchanges the attention of the model that it computes log-probs with."""
+
+    @classmethod
+    def make(cls, folder: Path, name: str, seed: int) -> Model:
+        make_contract_model(folder, name, seed)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+        save_file(
+            {n: p.detach().contiguous() for n, p in model.named_parameters()}, folder / "model.safetensors",
+            {"format": "pt"},
+        )  # fmt: skip
+        copy = AutoModelForCausalLM.from_pretrained(folder).eval()
+        return cls(folder, folder / "model.safetensors", model, copy)
+
+    def greedy(self, request: Request, *, after: Sequence[int] = ()) -> list[int]:
+        """What transformers generates for a greedy request whose response begins with `after`."""
+        tokens, response = [*request.prompt_tokens, *after], list(after)
+        with torch.inference_mode():
+            while len(response) < request.max_response_tokens and (not response or response[-1] not in request.eos_ids):
+                response.append(int(self.in_transformers(torch.tensor([tokens])).logits[0, -1].argmax()))
+                tokens.append(response[-1])
+        return response
+
+    def trainer_logprobs(self, request: Request, tokens: np.ndarray) -> np.ndarray:
+        """The trainer's log-probs [R] at the request's temperature."""
+        model = LogprobModel(self.in_trainer, temperature=request.sampling.temperature or 1.0)
+        with torch.inference_mode():
+            prompt, response = np.array(request.prompt_tokens, np.int32), tokens.astype(np.int32)
+            return model.token_logprobs(pack_sequences([prompt], [response], "cpu")).numpy()
+
+    def logits(self, request: Request, tokens: np.ndarray) -> np.ndarray:
+        """[R, V] before each response token."""
+        ids = torch.tensor([[*request.prompt_tokens, *tokens.tolist()]])
+        with torch.inference_mode():
+            return self.in_transformers(ids).logits[0, len(request.prompt_tokens) - 1 : -1].double().numpy()
+
+
+@dataclass
+class Bench:
+    """What a case works with."""
+
+    make_engine: Make
+    old: Model
+    new: Model
+    folder: Path
+    spare: Engine | None = None
+    """Engine with the old weights that a case has left in good order; starting another takes vLLM seconds."""
+    _kept: list[Engine] = field(default_factory=list)
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """An engine with the old weights, perhaps one that earlier cases have used."""
+        engine, self.spare = self.spare or self.fresh(), None
+        yield engine
+        assert engine.num_active + engine.num_waiting == 0
+        if engine.version != START:
+            engine.load_weights([self.old.tensors], START)
+        self.spare = engine
+
+    def fresh(self, model: Model | None = None, version: PolicyVersion = START, dtype: str = "float32") -> Engine:
+        """A new engine; it is kept and not closed: the end of one ends what all vLLM engines of a process share."""
+        model = model or self.old
+        self._kept.append(self.make_engine(model.folder, model.tensors, version, dtype))
+        return self._kept[-1]
+
+    def manifest(self, model: Model, version: PolicyVersion, **changes: Any) -> Manifest:
+        """The manifest of a version; `changes` spoil it."""
+        request = Request(
+            request_id="",
+            prompt_tokens=(4, 5, 6),
+            sampling=Sampling(temperature=1.0),
+            max_response_tokens=9,
+            eos_ids=(),
+        )
+        response = [7, 8, 9, 10]
+        canary = Canary(
+            prompt_tokens=list(request.prompt_tokens),
+            response_tokens=response,
+            logprobs=model.trainer_logprobs(request, np.array(response)).tolist(),
+            tolerance=1e-3,
+        )
+        whole = Manifest(
+            run="contract", version=str(version), parent=None, dtype="float32", tensors=[], files=[],
+            model_config_sha256="0" * 64, tokenizer_sha256="0" * 64,
+            params_sha256=params_sha256_of_files([model.tensors]), canary=canary, torch_version="", created_at_s=0.0,
+            transformers_version="",
+        )  # fmt: skip
+        return whole.model_copy(update=changes)
+
+
+def make_requests(num: int, *, temperatures: Sequence[float] = (0.0, 1.0, 0.7), seed: int = 0, **fields: Any) -> list:
+    """Prompts of 1 to 40 tokens, each used about three times, and length limits of 1 to 24 tokens."""
+    rng = np.random.default_rng(seed)
+    prompts = [tuple(rng.integers(3, 33, rng.integers(1, 41)).tolist()) for _ in range(max(1, num // 3))]
+    return [
+        make_request(
+            str(i),
+            prompts[int(rng.integers(len(prompts)))],
+            Sampling(temperature=temperatures[i % len(temperatures)]),
+            **{"max_response_tokens": int(rng.integers(1, 25)), **fields},
+        )
+        for i in range(num)
+    ]
+
+
+def make_request(request_id: str, prompt: Sequence[int], sampling: Sampling, **fields: Any) -> Request:
+    """A request that ends at <eos>."""
+    return Request(
+        request_id=request_id, prompt_tokens=tuple(prompt), sampling=sampling,
+        **{"max_response_tokens": 24, "eos_ids": (EOS_ID,), **fields},
+    )  # fmt: skip
+
+
+def finish(engine: Engine) -> Iterator[Completion]:
+    """Step until nothing is left."""
+    for _ in range(5000):
+        if not engine.num_active + engine.num_waiting:
+            return
+        yield from engine.step()
+    raise AssertionError(f"{engine.num_active + engine.num_waiting} requests never finished")
+
+
+def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, Completion]:
+    """Submit, finish; completions by request id."""
+    for request in requests:
+        engine.submit(request)
+    done = list(finish(engine))
+    assert len({completion.request_id for completion in done}) == len(done) == len(requests)
+    return {completion.request_id: completion for completion in done}
+
+
+def tokens_of(done: dict[str, Completion]) -> dict[str, list[int]]:
+    """The response tokens by request id."""
+    return {name: completion.response_tokens.tolist() for name, completion in sorted(done.items())}
+
+
+def case_tokens_and_logprobs_are_the_trainers(bench: Bench) -> None:
+    requests = make_requests(15)
+    with bench.engine() as engine:
+        assert engine.default_eos_ids == (EOS_ID,)
+        done = run_all(engine, requests)
+    reasons = set()
+    for request in requests:
+        completion = done[request.request_id]
+        tokens = completion.response_tokens
+        reasons.add(completion.finish_reason)
+        assert (tokens.dtype, completion.sampler_logprobs.dtype) == (np.int32, np.float32)
+        np.testing.assert_allclose(
+            completion.sampler_logprobs, bench.old.trainer_logprobs(request, tokens), atol=LOGPROB_ATOL, rtol=0
+        )
+        assert EOS_ID not in tokens[:-1]
+        assert (tokens[-1] == EOS_ID) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(tokens) == request.max_response_tokens
+        assert [(s.version, s.start, s.end) for s in completion.version_spans] == [(START, 0, len(tokens))]
+        assert completion.sampling == request.sampling
+        assert completion.started_at_s <= completion.finished_at_s
+        if request.sampling.temperature == 0:
+            assert tokens.tolist() == bench.old.greedy(request)
+    assert reasons <= {"stop", "length"}
+
+
+def case_after_every_update_it_is_a_fresh_engine(bench: Bench) -> None:
+    """Idle, forward, back to an older version, and the same version twice."""
+    requests = make_requests(8, temperatures=(0.0,), seed=3)
+    of_new = tokens_of(run_all(bench.fresh(bench.new, V1), requests))
+    with bench.engine() as engine:
+        of_old = tokens_of(run_all(engine, requests))
+        assert of_old != of_new
+        for model, version, expected in (
+            (bench.new, V1, of_new),
+            (bench.old, START, of_old),
+            (bench.new, V1, of_new),
+            (bench.new, PolicyVersion(1, 5), of_new),
+        ):
+            engine.load_weights([model.tensors], version)
+            assert engine.version == version
+            engine.verify(bench.manifest(model, version))
+            assert tokens_of(run_all(engine, requests)) == expected
+
+
+def case_weights_in_flight_begin_a_span(bench: Bench) -> None:
+    requests = make_requests(9, temperatures=(0.0, 1.0), eos_ids=(), max_response_tokens=20)
+    models, by_id = {START: bench.old, V1: bench.new}, {request.request_id: request for request in requests}
+    with bench.engine() as engine:
+        for request in requests:
+            engine.submit(request)
+        done = [completion for _ in range(6) for completion in engine.step()]
+        engine.load_weights([bench.new.tensors], V1)
+        engine.verify(bench.manifest(bench.new, V1))
+        done += finish(engine)
+    assert {completion.request_id for completion in done} == set(by_id)
+    shapes = set()
+    for completion in done:
+        request, tokens, spans = by_id[completion.request_id], completion.response_tokens, completion.version_spans
+        shapes.add(tuple(span.version for span in spans))
+        assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+        assert spans[-1].end == len(tokens) == 20
+        for span in spans:
+            assert span.start < span.end
+            expected = models[span.version].trainer_logprobs(request, tokens)[span.start : span.end]
+            np.testing.assert_allclose(
+                completion.sampler_logprobs[span.start : span.end], expected, atol=LOGPROB_ATOL, rtol=0
+            )
+        if request.sampling.temperature == 0:
+            last = spans[-1]
+            assert tokens.tolist() == models[last.version].greedy(request, after=tokens[: last.start].tolist())
+    assert shapes == {(START, V1), (V1,)}
+
+
+def case_a_bad_version_is_refused_and_the_old_one_back(bench: Bench) -> None:
+    """Files that do not fit are refused untouched; failed checks are found while requests are under way."""
+    tensors = load_file(bench.new.tensors)
+    name = sorted(tensors)[0]
+    spoilt = {
+        "shape": {**tensors, name: tensors[name][:-1].clone()},
+        "dtype": {**tensors, name: tensors[name].to(torch.bfloat16)},
+        "missing": {key: value for key, value in tensors.items() if key != name},
+        "extra": {**tensors, "extra": tensors[name].clone()},
+    }
+    requests = make_requests(6, temperatures=(0.0,), eos_ids=(), max_response_tokens=20)
+    with bench.engine() as engine:
+        for request in requests:
+            engine.submit(request)
+        done = [completion for _ in range(4) for completion in engine.step()]
+        for what, damaged in spoilt.items():
+            save_file(damaged, bench.folder / f"{what}.safetensors")
+            assert name in raised(EngineError, engine.load_weights, [bench.folder / f"{what}.safetensors"], V1) or (
+                what == "extra"
+            )
+            assert engine.version == START
+        raised(EngineError, engine.load_weights, [bench.folder / "absent.safetensors"], V1)
+        good = bench.manifest(bench.new, V1)
+        engine.load_weights([bench.new.tensors], V1)
+        digest = raised(DigestError, engine.verify, good.model_copy(update={"params_sha256": "0" * 64}))
+        assert "this version is not used" in digest
+        canary = good.canary.model_copy(update={"logprobs": [value + 0.01 for value in good.canary.logprobs]})
+        assert "canary" in raised(DigestError, engine.verify, good.model_copy(update={"canary": canary}))
+        engine.load_weights([bench.old.tensors], START)
+        engine.verify(bench.manifest(bench.old, START))
+        done += finish(engine)
+    for completion in done:
+        request = requests[int(completion.request_id)]
+        assert completion.response_tokens.tolist() == bench.old.greedy(request)
+        assert {span.version for span in completion.version_spans} == {START}
+
+
+def case_sampling_options_are_in_the_logprobs(bench: Bench) -> None:
+    options = {
+        "top_k": Sampling(temperature=1.3, top_k=5),
+        "top_p": Sampling(temperature=1.0, top_p=0.6),
+        "both": Sampling(temperature=0.8, top_k=7, top_p=0.7),
+        "off": Sampling(temperature=1.0),
+    }
+    prompts = [request.prompt_tokens for request in make_requests(4, seed=7)]
+    requests = [
+        make_request(f"{name} {i}", prompt, sampling, min_response_tokens=9 * (i % 2))
+        for name, sampling in options.items()
+        for i, prompt in enumerate(prompts)
+    ]
+    with bench.engine() as engine:
+        done = run_all(engine, requests)
+    num_below_one = 0
+    for request in requests:
+        completion = done[request.request_id]
+        assert len(completion.response_tokens) >= request.min_response_tokens
+        expected = restricted_logprobs(bench.old, request, completion.response_tokens)
+        np.testing.assert_allclose(completion.sampler_logprobs, expected, atol=LOGPROB_ATOL, rtol=0)
+        num_below_one += (completion.sampler_logprobs < -1e-3).any()
+    assert num_below_one > len(requests) // 2
+
+
+def restricted_logprobs(model: Model, request: Request, tokens: np.ndarray) -> np.ndarray:
+    """Min tokens, then temperature, then top-k, then top-p, renormalised each time."""
+    logits, sampling = model.logits(request, tokens), request.sampling
+    found = []
+    for place, (row, token) in enumerate(zip(logits, tokens, strict=True)):
+        if place < request.min_response_tokens:
+            row[list(request.eos_ids)] = -np.inf
+        probs = np.exp((row - row.max()) / sampling.temperature)
+        order = np.argsort(-probs)
+        if sampling.top_k:
+            probs[order[sampling.top_k :]] = 0
+        probs /= probs.sum()
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= sampling.top_p]] = 0
+        found.append(np.log(probs[token] / probs.sum()))
+    return np.array(found)
+
+
+def case_stop_strings_end_a_response(bench: Bench) -> None:
+    request = make_request("", make_requests(1, seed=11)[0].prompt_tokens, Sampling(temperature=0.0))
+    whole = bench.old.greedy(request)
+    text = [(SPECIAL_TOKENS + tuple(CHARS))[token] for token in whole]
+    stop = "".join(text[4:6])
+    first = "".join(text).index(stop)
+    assert len(text) == 24, "this prompt is no use: its greedy response ends early"
+    again = "".join(text).find(stop, first + 1)
+    with bench.engine() as engine:
+        done = run_all(
+            engine,
+            [
+                dataclasses.replace(request, request_id="stop", sampling=Sampling(temperature=0.0, stop=(stop,))),
+                dataclasses.replace(request, request_id="never", sampling=Sampling(temperature=0.0, stop=("=?=?=",))),
+                dataclasses.replace(
+                    request,
+                    request_id="late",
+                    sampling=Sampling(temperature=0.0, stop=(stop,)),
+                    min_response_tokens=first + 3,
+                ),
+            ],
+        )
+    assert done["stop"].finish_reason == "stop_string"
+    assert done["stop"].response_tokens.tolist() == whole[: first + 2]
+    assert len(done["stop"].sampler_logprobs) == first + 2
+    assert (done["never"].finish_reason, done["never"].response_tokens.tolist()) == ("length", whole)
+    assert len(done["late"].response_tokens) == (24 if again < 0 else again + 2)
+
+
+def case_what_cannot_be_honoured_is_refused_and_the_rest_goes_on(bench: Bench) -> None:
+    good = make_request("good", (5, 6, 7), Sampling(temperature=0.0))
+    with bench.engine() as engine:
+        engine.submit(good)
+        for change, word in (
+            ({"prompt_tokens": ()}, "prompt tokens"),
+            ({"prompt_tokens": (5,) * (MAX_PROMPT_TOKENS + 1)}, "max_prompt_tokens"),
+            ({"max_response_tokens": 0}, "response tokens"),
+            ({"max_response_tokens": MAX_RESPONSE_TOKENS + 1}, "max_response_tokens"),
+            ({"min_response_tokens": 25}, "min_response_tokens"),
+            ({"request_id": "good"}, "already"),
+        ):
+            bad = dataclasses.replace(good, **{"request_id": "bad", **change})
+            assert word in raised(EngineError, engine.submit, bad), change
+        (completion,) = finish(engine)
+    assert completion.response_tokens.tolist() == bench.old.greedy(good)
+
+
+def case_slots_are_counted_and_aborted_requests_forgotten(bench: Bench) -> None:
+    requests = make_requests(NUM_SLOTS + 3, temperatures=(0.0,), eos_ids=(), max_response_tokens=20)
+    with bench.engine() as engine:
+        assert (engine.num_slots, engine.num_free_slots) == (NUM_SLOTS, NUM_SLOTS)
+        assert engine.step() == []
+        for request in requests:
+            engine.submit(request)
+        assert engine.step() == []
+        assert (engine.num_active, engine.num_waiting, engine.num_free_slots) == (NUM_SLOTS, 3, 0)
+        for name in ("0", "1", "6", "nobody"):
+            engine.abort(name)
+        assert engine.num_active + engine.num_waiting == 4
+        done = {completion.request_id: completion for completion in finish(engine)}
+        assert set(done) == {"2", "3", "4", "5"}
+        assert all(done[n].response_tokens.tolist() == bench.old.greedy(requests[int(n)]) for n in done)
+        assert tokens_of(run_all(engine, requests[:1]))["0"] == bench.old.greedy(requests[0])
+
+
+def case_closing_forgets_what_is_under_way_and_can_be_repeated(bench: Bench) -> None:
+    engine = bench.fresh()
+    engine.submit(make_requests(1)[0])
+    engine.close()
+    engine.close()
+    assert engine.num_active + engine.num_waiting == 0
+
+
+def case_a_seed_of_a_request_decides_its_response(bench: Bench) -> None:
+    prompt = (5, 9, 13)
+    seeds = {"a": 1, "b": 1, "c": 2, "d": None, "e": None}
+    requests = [make_request(n, prompt, Sampling(temperature=1.0, seed=s), eos_ids=()) for n, s in seeds.items()]
+    with bench.engine() as engine:
+        first = tokens_of(run_all(engine, requests))
+        second = tokens_of(run_all(engine, requests[::-1]))
+    assert first["a"] == first["b"] == second["a"]
+    assert len({tuple(first[name]) for name in "acde"}) == 4
+    assert second["d"] != first["d"]
+
+
+def case_half_precision_is_verified_too(bench: Bench) -> None:
+    path = bench.folder / "half.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(bench.new.tensors).items()}, path)
+    half_folder = bench.folder / "half"
+    half_folder.mkdir(exist_ok=True)
+    for file in bench.old.folder.iterdir():
+        if file.is_file():
+            (half_folder / file.name).write_bytes(file.read_bytes())
+    old_half = half_folder / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(bench.old.tensors).items()}, old_half)
+    engine = bench.fresh(Model(half_folder, old_half, None, None), dtype="bfloat16")
+    engine.load_weights([path], V1)
+    manifest = bench.manifest(bench.new, V1, params_sha256=params_sha256_of_files([path]))
+    wide = manifest.canary.model_copy(update={"tolerance": 0.5})
+    engine.verify(manifest.model_copy(update={"canary": wide}))
+    (completion,) = run_all(engine, [make_request("h", (4, 5), Sampling(temperature=1.0))]).values()
+    assert completion.sampler_logprobs.dtype == np.float32
+
+
+def raised(kind: type[Exception], call: Callable[..., object], *arguments: Any) -> str:
+    """The text of the exception that a call must raise."""
+    try:
+        call(*arguments)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{call} raised no {kind.__name__}")
+
+
+ON_EVERY_MODEL = (
+    case_tokens_and_logprobs_are_the_trainers,
+    case_after_every_update_it_is_a_fresh_engine,
+    case_weights_in_flight_begin_a_span,
+)
+ON_ONE_MODEL = (
+    case_a_bad_version_is_refused_and_the_old_one_back,
+    case_sampling_options_are_in_the_logprobs,
+    case_stop_strings_end_a_response,
+    case_what_cannot_be_honoured_is_refused_and_the_rest_goes_on,
+    case_slots_are_counted_and_aborted_requests_forgotten,
+    case_a_seed_of_a_request_decides_its_response,
+    case_half_precision_is_verified_too,
+    case_closing_forgets_what_is_under_way_and_can_be_repeated,
+)
+LAST = (case_closing_forgets_what_is_under_way_and_can_be_repeated,)
+"""It ends what all vLLM engines of a process share."""
+CASES: dict[str, tuple[str, Callable[[Bench], None]]] = {
+    f"{case.__name__.removeprefix('case_')}[{model}]": (model, case)
+    for cases, models in ((ON_EVERY_MODEL, MODELS), (ON_ONE_MODEL, ("llama tied",)))
+    for case in cases
+    for model in models
+}

@@ -1,0 +1,101 @@
+"""A Hugging Face hub on loopback: what `huggingface_hub` asks to download a snapshot, no more."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+KINDS = {"models": "", "datasets": "datasets/"}
+
+
+class HubServer:
+    """Serves folders.
+
+    Args:
+        repositories: `models/ORG/NAME` or `datasets/ORG/NAME` -> folder.
+        gated: repositories whose files need a licence.
+    """
+
+    def __init__(self, repositories: dict[str, Path], *, gated: frozenset[str] = frozenset()) -> None:
+        self.repositories, self.gated = repositories, gated
+        self.downloads: list[str] = []
+        """Path of every file that was sent."""
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        for name, folder in self.hub.repositories.items():
+            kind, _, repository = name.partition("/")
+            if path.startswith(f"/api/{name}"):
+                return self._describe(name, folder, path)
+            prefix = f"/{KINDS[kind]}{repository}/resolve/{commit_of(name)}/"
+            if path.startswith(prefix):
+                return self._file(name, folder / path.removeprefix(prefix))
+        return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def _describe(self, name: str, folder: Path, path: str) -> None:
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        names = [(str(file.relative_to(folder)), file.stat().st_size) for file in files]
+        commit, repository = commit_of(name), name.partition("/")[2]
+        if "/tree/" in path:
+            listed = [{"type": "file", "path": n, "size": size, "oid": _digest(n)} for n, size in names]
+            return self._send(200, json.dumps(listed).encode(), {})
+        revision = path.partition("/revision/")[2]
+        if revision not in ("", "main", commit):
+            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        siblings = [{"rfilename": n, "size": size, "blobId": _digest(n)} for n, size in names]
+        body = {"_id": "1", "id": repository, "sha": commit, "private": False, "tags": [], "siblings": siblings}
+        return self._send(200, json.dumps(body).encode(), {})
+
+    def _file(self, name: str, file: Path) -> None:
+        if name in self.hub.gated:
+            return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        body = file.read_bytes()
+        if self.command == "GET":
+            self.hub.downloads.append(file.name)
+        headers = {"ETag": f'"{_digest(file.name)}"', "X-Repo-Commit": commit_of(name), "Accept-Ranges": "bytes"}
+        return self._send(200, body, headers)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha1(text.encode()).hexdigest()
+
+
+def commit_of(name: str) -> str:
+    """The one commit of a repository, by its key in `HubServer.repositories`."""
+    return _digest(f"commit of {name}")

@@ -1,0 +1,109 @@
+"""Rules that misbehave in every way in which a scorer can; `response` says how."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tba_reward.scorers.base import AbstainedError, AmbiguousError, BadDataError, Item, Params
+
+LOADED: list[Params] = []
+
+
+class StubbornError(Exception):
+    """Cannot be pickled: its constructor wants two arguments, and it holds a lock."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+        self.lock = threading.Lock()
+
+
+def prepare(params: Params) -> None:
+    """Remember that this was called."""
+    LOADED.append(params)
+
+
+def prepare_badly(params: Params) -> None:
+    """Do what `params` say instead of loading."""
+    misbehave(Item(prompt="", response=params["how"], data=params), {})
+
+
+def num_loaded(item: Item, params: Params) -> float:
+    """How often `prepare` was called before."""
+    return float(len(LOADED))
+
+
+def misbehave(item: Item, params: Params) -> Any:
+    """Do what `response` says."""
+    if "pid_file" in item.data:
+        with Path(item.data["pid_file"]).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+    match item.response:
+        case "hang":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(item.data["for_s"])
+        case "crash":
+            os._exit(7)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "exit":
+            raise SystemExit(3)
+        case "raise":
+            raise StubbornError("broken scorer", "x")
+        case "timeout":
+            raise TimeoutError("the scorer's own timeout")
+        case "bad_data":
+            raise BadDataError("no such thing")
+        case "ambiguous":
+            raise AmbiguousError("this or that")
+        case "abstain":
+            raise AbstainedError("nothing to say")
+        case "surrogate":
+            raise ValueError("lone \ud800 surrogate")
+        case "eat":
+            held = [bytearray(50_000_000) for _ in range(10_000)]
+            return float(len(held))
+        case "fork":
+            os.fork()  # and both come back
+        case "child":
+            _start_child(item.data["child_file"], detached=False)
+            while True:
+                pass
+        case "daemon":
+            _start_child(item.data["child_file"], detached=True)
+            while True:
+                pass
+        case "print":
+            print("printed by a rule", flush=True)
+        case "nan":
+            return float("nan")
+        case "inf":
+            return -float("inf")
+        case "text":
+            return "1.0"
+        case "none":
+            return None
+        case "pid":
+            return os.getpid()
+    return 0.5
+
+
+def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[Any]:
+    """`misbehave` with the signature of TRL."""
+    data = {name: values[0] for name, values in columns.items()}
+    return [misbehave(Item(prompt=prompts[0], response=completions[0], data=data), {})]
+
+
+def _start_child(pid_file: str, *, detached: bool) -> None:
+    code = f"import os, pathlib, time; pathlib.Path({pid_file!r}).write_text(str(os.getpid())); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=detached)
+    while not (Path(pid_file).exists() and Path(pid_file).read_text()):
+        time.sleep(0.01)

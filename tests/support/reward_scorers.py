@@ -1,0 +1,70 @@
+"""Scorers for tests of what is around them: their answers are given, and whoever is asked is written down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from tba_reward.composition import Composition
+from tba_reward.metrics import Metrics
+from tba_reward.part import Part
+from tba_reward.scorers.base import Failure, Item, Outcome
+
+from tba.config.reward import ExactSpec, TaskReward
+
+Answer = Callable[[Item], Outcome]
+
+
+class ScriptedScorer:
+    """Answers by a function; `gate` holds every answer back, `problem` is its health."""
+
+    def __init__(self, answer: Answer | float | Failure, *, version: str = "v1") -> None:
+        self.answer: Answer = answer if callable(answer) else lambda item: answer
+        self.version = version
+        self.asked: list[Item] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.problem = "ok"
+        self.start_errors: list[Exception] = []
+        """What the next starts raise."""
+        self.num_starts = 0
+        self.is_closed = False
+
+    async def start(self) -> None:
+        self.num_starts += 1
+        if self.start_errors:
+            raise self.start_errors.pop(0)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def health(self) -> str:
+        return self.problem
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        self.asked += items
+        await self.gate.wait()
+        return [self.answer(item) for item in items]
+
+
+def composition(
+    scorers: dict[str, tuple[Any, dict[str, Any]]],
+    *,
+    metrics: Metrics | None = None,
+    task: str = "t",
+    gate_value: float = 0.0,
+    is_inline: bool = False,
+    is_required: bool = True,
+) -> Composition:
+    """A task of these parts: scorer and settings (weight, gate) by name."""
+    specs = {name: ExactSpec(kind="exact", name=name, **settings) for name, (_, settings) in scorers.items()}
+    config = TaskReward(scorers=list(specs.values()), gate_value=gate_value)
+    metrics = metrics or Metrics(CollectorRegistry())
+    parts = [Part(task, specs[name], scorer, metrics, is_inline=is_inline) for name, (scorer, _) in scorers.items()]
+    return Composition(task, config, parts, is_required=is_required)
+
+
+def item(response: str = "r", **data: Any) -> Item:
+    return Item(prompt="p", response=response, data=data)

@@ -1,0 +1,109 @@
+"""A searcher's loop in this process: real buffer, reward service over HTTP, embedded engine that a test may spoil."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tba_searcher.delivery import Delivery
+from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.evaluating import Measures
+from tba_searcher.loop import SearcherLoop
+from tba_searcher.pulling import PulledVersions
+from tba_searcher.status import Status
+from tba_searcher.text import TextCodec
+from tba_searcher.visits import Backlog
+from tba_searcher.waits import Waits
+
+from tba.api import LineageReply
+from tba.clients import BufferClient, RewardClient
+from tba.store import FileStore
+from tba.versions import START
+from tba.weights import WeightVersions
+from tests.support.buffer import make_prompts, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.reward_server import RewardServer
+from tests.support.searcher_world import publish_version
+from tests.support.tiny_model import EOS_ID
+
+SEARCHER = {
+    "num_slots": 4,
+    "max_prompt_tokens": 24,
+    "max_response_tokens": 12,
+    "retry_s": 20.0,
+    "drain_s": 3.0,
+}
+
+
+@dataclass
+class LoopWorld:
+    """What stands around the loop, and the loop."""
+
+    served: BufferThread
+    client: BufferClient
+    """Another one than the loop's."""
+    lineage: LineageReply
+    engine: EmbeddedEngine
+    status: Status
+    loop: SearcherLoop
+    stop: asyncio.Event
+
+
+def start_loop_world(
+    folder: Path,
+    serve_buffer: ServeBuffer,
+    reward: RewardServer,
+    model: Path,
+    *,
+    engine_class: Callable[..., EmbeddedEngine] = EmbeddedEngine,
+    num_train: int = 8,
+    **sections: Any,
+) -> LoopWorld:
+    """Version 0-0 published and announced, prompts uploaded; the caller runs `loop.run()`."""
+    searcher = {**SEARCHER, **sections.pop("searcher", {})}
+    served = serve_buffer(searcher=searcher, **sections)
+    recipe, client = served.recipe, served.client()
+    versions = WeightVersions(FileStore(folder / "store"), recipe.run.name)
+    publish_version(versions, model, START)
+    client.upload_prompts(make_prompts(num_train, 4))
+    lineage = start_lineage(client)
+    pulled = PulledVersions(versions, folder / "pulled")
+    current, engine_folder = pulled.fetch_all(START)
+    engine = engine_class(
+        engine_folder,
+        START,
+        EmbeddedSettings(
+            num_slots=recipe.searcher.num_slots,
+            max_prompt_tokens=recipe.searcher.max_prompt_tokens,
+            max_response_tokens=recipe.searcher.max_response_tokens,
+            seed=1,
+        ),
+    )
+    status, stop = Status(searcher_id="s", run=recipe.run.name, waits=Waits()), asyncio.Event()
+    codec = TextCodec(engine_folder)
+    delivery = Delivery(
+        recipe,
+        buffer=served.client(),
+        reward=RewardClient(reward.url, retry_s=0, timeout_s=60),
+        codec=codec,
+        measures=Measures(reference_sums=None, embedder=None),
+        reference=None,
+        status=status,
+    )
+    loop = SearcherLoop(
+        recipe,
+        engine=engine,
+        current=current,
+        pulled=pulled,
+        codec=codec,
+        backlog=Backlog(recipe.searcher, run_seed=0, eos_ids=(EOS_ID,)),
+        buffer=served.client(),
+        beats=served.client(),
+        delivery=delivery,
+        status=status,
+        stop=stop,
+    )
+    return LoopWorld(served, client, lineage, engine, status, loop, stop)

@@ -1,0 +1,164 @@
+"""What only the vLLM engine must do; the rest is in engine_contract.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from tba_searcher.engines import vllm_weights
+from tba_searcher.engines.base import EngineDiedError, EngineError
+from tba_searcher.engines.vllm_engine import VllmEngine, VllmSettings
+from tba_searcher.pulling import Pulled, swap
+from tba_searcher.reference import StartingModel
+
+from tba.errors import ConfigError
+from tba.versions import START
+from tba.wire import Sampling
+from tests.support.engine_contract import V1, Bench, finish, make_request, make_requests, raised, run_all, tokens_of
+from tests.support.tiny_model import make_tiny_model
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute, for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> None:
+    """Half of the tensors are in when reading fails: `swap` must leave no trace of them."""
+    requests = make_requests(6, temperatures=(0.0,), seed=5)
+    old = Pulled(START, (bench.old.tensors,), bench.manifest(bench.old, START))
+    new = Pulled(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
+    whole = vllm_weights.Feed.__iter__
+
+    def breaks_off(feed: Any) -> Iterator[Any]:
+        for number, item in enumerate(whole(feed)):
+            if number == 4:  # one of two packed tensors is in
+                vllm_weights.Feed.__iter__ = whole
+                raise OSError("the disk is gone")
+            yield item
+
+    with bench.engine() as engine:
+        before = tokens_of(run_all(engine, requests))
+        with replaced(vllm_weights.Feed, "__iter__", breaks_off):
+            error = swap(engine, new, old)
+        assert isinstance(error, EngineError)
+        assert not isinstance(error, EngineDiedError)
+        assert "the disk is gone" in str(error)
+        engine.verify(old.manifest)
+        assert tokens_of(run_all(engine, requests)) == before
+        assert swap(engine, new, old) is None
+        assert tokens_of(run_all(engine, requests)) != before
+
+
+def case_checking_a_version_advances_no_request(bench: Bench) -> None:
+    requests = make_requests(6, temperatures=(0.0,), eos_ids=(), max_response_tokens=12)
+    with bench.engine() as engine:
+        for request in requests:
+            engine.submit(request)
+        for _ in range(3):
+            assert engine.step() == []
+        for _ in range(20):
+            engine.verify(bench.manifest(bench.old, START))
+        done = {completion.request_id: completion for completion in finish(engine)}
+    for request in requests:
+        assert done[request.request_id].response_tokens.tolist() == bench.old.greedy(request)
+
+
+def case_temperatures_that_vllm_would_change_are_refused(bench: Bench) -> None:
+    good = make_request("t", (5, 6), Sampling(temperature=1.0))
+    with bench.engine() as engine:
+        for temperature in (0.001, 2.5):
+            bad = dataclasses.replace(good, sampling=Sampling(temperature=temperature))
+            assert f"temperature {temperature:g}" in raised(EngineError, engine.submit, bad)
+        bad = dataclasses.replace(good, eos_ids=(7,), min_response_tokens=3)
+        assert "eos_ids" in raised(EngineError, engine.submit, bad)
+        assert engine.num_free_slots == engine.num_slots
+
+
+def case_a_step_that_fails_kills_the_engine_by_name(bench: Bench) -> None:
+    import torch
+
+    requests = make_requests(2)
+    for error, word in ((RuntimeError("kernel"), "crashed"), (torch.OutOfMemoryError("too much"), "out of memory")):
+
+        def fail(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        engine = bench.fresh()
+        assert isinstance(engine, VllmEngine)
+        for request in requests:
+            engine.submit(request)
+        executor = engine._llm.engine_core.engine_core.model_executor
+        with replaced(executor, "execute_model", fail):
+            assert word in raised(EngineDiedError, engine.step)
+
+
+def case_weights_that_are_not_finite_are_found(bench: Bench) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = bench.folder / "nan.safetensors"
+    save_file({name: tensor * float("nan") for name, tensor in load_file(bench.new.tensors).items()}, path)
+    engine = bench.fresh()
+    engine.load_weights([path], V1)
+    engine.submit(make_request("n", (5, 6), Sampling(temperature=1.0)))
+    assert "not finite" in raised(EngineDiedError, lambda: list(finish(engine)))
+
+
+def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
+    """A prompt of more than one block: its keys and values are kept for the next response, not for other weights."""
+    prompt = tuple(int(token) for token in np.random.default_rng(0).integers(3, 33, 40))
+    request = make_request("p", prompt, Sampling(temperature=0.0), eos_ids=())
+    with bench.engine() as engine:
+        assert isinstance(engine, VllmEngine)
+        manager = engine._llm.engine_core.engine_core.scheduler.kv_cache_manager
+        assert run_all(engine, [request])["p"].response_tokens.tolist() == bench.old.greedy(request)
+        assert len(manager.block_pool.cached_block_hash_to_block) > 0
+        engine.load_weights([bench.new.tensors], V1)
+        assert len(manager.block_pool.cached_block_hash_to_block) == 0
+        assert run_all(engine, [request])["p"].response_tokens.tolist() == bench.new.greedy(request)
+
+
+def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
+    """vLLM runs GPT-NeoX through the class of transformers, which the reference of the searcher is too."""
+    with bench.engine() as engine:
+        request = make_request("s", (5, 6, 7), Sampling(temperature=0.0), eos_ids=(), max_response_tokens=5)
+        (completion,) = run_all(engine, [request]).values()
+    reference = StartingModel(bench.old.folder, temperature=1.0, dtype="float32", device="cpu")
+    (found,) = reference.sums([np.array(request.prompt_tokens, np.int32)], [completion.response_tokens])
+    assert abs(found - float(completion.sampler_logprobs.sum())) < 1e-3
+
+
+def case_a_model_that_the_kernels_do_not_know_is_a_config_error(bench: Bench) -> None:
+    folder = make_tiny_model(bench.folder / "small-heads", 0)
+    settings = VllmSettings(num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0)
+
+    def build(settings: VllmSettings) -> VllmEngine:
+        return VllmEngine(folder, [folder / "model.safetensors"], START, settings)
+
+    assert "heads of size 16" in raised(ConfigError, build, settings)
+    assert "CUDA" in raised(ConfigError, build, dataclasses.replace(settings, device="cuda:1"))
+    assert "runs on the CPU" in raised(ConfigError, build, dataclasses.replace(settings, device="cuda"))
+    long = dataclasses.replace(settings, max_prompt_tokens=4096)
+    assert "512" in raised(ConfigError, lambda: VllmEngine(bench.old.folder, [bench.old.tensors], START, long))
+
+
+_CASES: tuple[tuple[str, Callable[[Bench], None]], ...] = (
+    ("llama tied", case_a_load_that_breaks_off_is_undone_by_the_old_weights),
+    ("llama", case_checking_a_version_advances_no_request),
+    ("llama", case_temperatures_that_vllm_would_change_are_refused),
+    ("llama", case_weights_that_are_not_finite_are_found),
+    ("llama", case_prompts_are_shared_and_dropped_with_the_weights),
+    ("gpt_neox", case_the_starting_model_lives_beside_the_engine),
+    ("llama", case_a_model_that_the_kernels_do_not_know_is_a_config_error),
+    ("llama", case_a_step_that_fails_kills_the_engine_by_name),
+)
+VLLM_CASES = {f"{case.__name__.removeprefix('case_')}[{model}]": (model, case) for model, case in _CASES}

@@ -1,0 +1,191 @@
+"""Prompts of [data.train] and [data.heldout]: templates, gold answers, and rows that cannot become prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tba.config import Recipe, parse_recipe
+from tba.config.data import ColumnValue, DataSection, DatasetSection
+from tba.errors import ConfigError
+from tba.local.extraction import extracted
+from tba.local.prompt_columns import RowError
+from tba.local.prompt_datasets import dataset_prompts, split_prompts
+from tba.local.prompts import prompts_of
+from tba.local.resolve import with_absolute_paths
+
+ROWS = {"task": "t", "dataset": "d", "column": "c"}
+GOLD = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
+QUESTIONS = [
+    {"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>.\n#### {n + 1:,}"} for n in (1, 4999)
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_dataset(folder: Path, **splits: list[dict[str, Any]]) -> Path:
+    """A data set as the hub stores it: one Parquet file for each split."""
+    (folder / "data").mkdir(parents=True)
+    for split, rows in splits.items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / "data" / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def section(folder: Path | str, **changes: Any) -> DataSection:
+    part = {"task": "gsm8k", "dataset": str(folder), "template": "Q: {question}\nA:", "data": GOLD, **changes}
+    return DataSection.model_validate({"train": part, "heldout": {**part, "split": "test"}})
+
+
+def train_section(folder: Path, **changes: Any) -> DatasetSection:
+    found = section(folder, **changes).train
+    assert found is not None
+    return found
+
+
+def recipe(**data: Any) -> Recipe:
+    return parse_recipe({"run": {"name": "r"}, "model": {"path": "m"}, "data": data}, where="test")
+
+
+def test_rows_become_prompts_of_both_splits(tmp_path):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1])
+    train, other, heldout = dataset_prompts(section(folder))
+    assert (train.text, train.data, train.split) == ("Q: What is 1 + 1?\nA:", {"answer": "2"}, "train")
+    assert other.data == {"answer": "5,000"}
+    assert (heldout.text, heldout.split) == (train.text, "heldout")
+    assert train.prompt_id != heldout.prompt_id, "the same row in both splits is two prompts"
+
+
+def test_a_prompt_id_depends_on_the_content_alone(tmp_path):
+    first = write_dataset(tmp_path / "a", train=QUESTIONS, test=QUESTIONS)
+    second = write_dataset(tmp_path / "b", train=QUESTIONS[::-1], test=QUESTIONS)
+    ids = [{p.prompt_id for p in dataset_prompts(section(folder))} for folder in (first, second)]
+    assert ids[0] == ids[1]
+
+
+def test_equal_rows_are_one_prompt_and_are_counted(tmp_path):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS * 2, test=QUESTIONS)
+    found = split_prompts(train_section(folder), "train")
+    assert (len(found.prompts), found.num_repeated) == (2, 2)
+
+
+def test_the_first_rows_alone_may_be_taken(tmp_path):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
+    assert len(split_prompts(train_section(folder, max_prompts=1), "train").prompts) == 1
+
+
+def test_texts_of_the_recipe_are_prompts(tmp_path):
+    part = {"task": "redteam", "texts": ["Write:\n1."]}
+    prompts = prompts_of(recipe(train=part, heldout=part))
+    assert [(p.task, p.text, p.split) for p in prompts] == [
+        ("redteam", "Write:\n1.", "train"),
+        ("redteam", "Write:\n1.", "heldout"),
+    ]
+    assert len({p.prompt_id for p in prompts}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"template": "{text}"}, r"data.train: data set .* has no column 'text'; its columns are question, answer"),
+        ({"template": "{question:>5}"}, r"data.train.template .*without formatting"),
+        ({"data": {"gold": "solution"}}, r"has no column 'solution'"),
+        ({"split": "dev"}, r"data set .*\(split dev\) cannot be loaded"),
+        ({"subset": "socratic"}, r"data set .*:socratic \(split train\) cannot be loaded"),
+        (
+            {"data": {"answer": {"column": "question", "extract": "boxed"}}},
+            r"data.train: .*, row 1: column 'question': ",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, changes, message):
+    folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
+    with pytest.raises(ConfigError, match=message):
+        dataset_prompts(section(folder, **changes))
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "wanted"),
+    [
+        ({}, {"a": 1}, {"a": 1}),
+        ({"extract": "after", "marker": "####"}, "1 #### 2 #### 3 ", "3"),
+        ({"extract": "before", "marker": "<|endoftext|>"}, " A summary.<|endoftext|>", " A summary."),
+        ({"extract": "before", "marker": "<|endoftext|>"}, " A summary.", " A summary."),
+        ({"extract": "boxed"}, r"So $\boxed{1}$, no: $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        ({"extract": "boxed"}, r"$\boxed{\left\{1, 2\right\}}$", r"\left\{1, 2\right\}"),
+        ({"extract": "boxed"}, r"$\fbox{yes}$", "yes"),
+        ({"extract": "boxed"}, r"$\boxed 7$ apples", "7"),
+        ({"extract": "json", "marker": "ground_truth"}, '{"ground_truth": "3"}', "3"),
+        ({"extract": "json", "marker": "ground_truth"}, '{"ground_truth": ["3"]}', "3"),
+        ({"extract": "json", "marker": "ground_truth"}, '{"ground_truth": ["3", "4"]}', ["3", "4"]),
+    ],
+)
+def test_a_gold_answer_is_taken_out_of_its_column(rule, value, wanted):
+    assert extracted(ColumnValue(column="c", **rule), value) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "message"),
+    [
+        ({"extract": "after", "marker": "####"}, "no mark", "holds no answer after '####'"),
+        ({"extract": "after", "marker": "####"}, "#### ", "holds no answer after"),
+        ({"extract": "after", "marker": "####"}, 7, "7 is not text"),
+        ({"extract": "boxed"}, "no box", r"holds no \\boxed"),
+        ({"extract": "boxed"}, r"\boxed{1", "is never closed"),
+        ({"extract": "boxed"}, r"\boxed{ }", "is empty"),
+        ({"extract": "json", "marker": "k"}, "{", "is not JSON"),
+        ({"extract": "json", "marker": "k"}, '{"a": 1}', "has no key 'k'"),
+    ],
+)
+def test_a_gold_answer_that_is_not_there_is_an_error(rule, value, message):
+    with pytest.raises(RowError, match=message):
+        extracted(ColumnValue(column="c", **rule), value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "exactly one of `generator`"),
+        ({"generator": "addition", "path": "p.jsonl"}, "exactly one of `generator`"),
+        ({"train": {"task": "t", "texts": ["a"]}}, "data.train and data.heldout go together"),
+        ({"train": {"task": "t"}}, "exactly one of `dataset` and `texts`"),
+        ({"train": {"task": "t", "dataset": "d"}}, "exactly one of `column` and `template`"),
+        ({"train": {"task": "t", "texts": ["a"], "subset": "main"}}, "subset belongs to a data set"),
+        ({"train": {**ROWS, "data": {"a": {"column": "x", "extract": "after"}}}}, "needs a marker"),
+        ({"train": {**ROWS, "data": {"a": {"column": "x", "marker": "k"}}}}, "takes no marker"),
+    ],
+)
+def test_a_section_that_says_too_much_or_too_little_is_refused(data, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe(**data)
+
+
+def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
+    """A resume may begin in another folder: paths of [[prepare]] become absolute wherever the recipe names them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    part = {"task": "t", "dataset": "data/x", "column": "c"}
+    document = {
+        "run": {"name": "r"},
+        "model": {"path": "models/x"},
+        "data": {"train": part, "heldout": {**part, "dataset": "here"}},
+        "reward": {"tasks": {"t": {"scorers": [{"kind": "reward_model", "model": "models/rm"}]}}},
+        "prepare": [
+            {"path": "data/x", "kind": "dataset", "maker": "gsm8k_data"},
+            {"path": "models/rm", "kind": "model", "hub": "some/model"},
+        ],
+    }
+    found = with_absolute_paths(parse_recipe(document, where="test")).model_dump(mode="json")
+    assert found["data"]["train"]["dataset"] == str(tmp_path / "data/x")
+    assert found["data"]["heldout"]["dataset"] == str(tmp_path / "here")
+    assert found["reward"]["tasks"]["t"]["scorers"][0]["model"] == str(tmp_path / "models/rm")
+    assert found["prepare"][1]["path"] == str(tmp_path / "models/rm")
+    assert json.dumps(found["prepare"]).count("some/model") == 1
+    assert recipe(train={**part, "dataset": "org/name"}, heldout=part).data.source_name == "name"

@@ -1,0 +1,130 @@
+"""The body of a score request: what is wrong with one item is that item's error, whatever it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_reward.requests import read_items
+
+from tba.api import ScoreItem, ScoreResult
+from tba.errors import LimitError, MalformedError, WireError
+
+GOOD = {"item_id": "good", "task": "addition", "prompt": "6+6=", "response": "12", "data": {"answer": "12"}}
+
+
+def read(body: bytes, **limits: int) -> list[ScoreItem | ScoreResult]:
+    return read_items(body, **{"max_items": 10, "max_text_chars": 1000, **limits})
+
+
+def body_of(*items: Any) -> bytes:
+    return json.dumps({"items": items}).encode()
+
+
+@pytest.mark.parametrize(
+    ("bad", "item_id", "reason", "detail"),
+    [
+        ({**GOOD, "response": None}, "good", "malformed", "response: Input should be a valid string"),
+        ({**GOOD, "surprise": 1}, "good", "malformed", "surprise: Extra inputs are not permitted"),
+        ({"item_id": "x"}, "x", "malformed", "task: Field required"),
+        ({**GOOD, "item_id": ""}, "item 1", "malformed", "item_id: "),
+        ({**GOOD, "item_id": 7}, "item 1", "malformed", "item_id: "),
+        ({**GOOD, "data": [1]}, "good", "malformed", "data: "),
+        ({**GOOD, "response": "lone \ud800"}, "good", "malformed", "not valid Unicode"),
+        ({**GOOD, "data": {"answer": ["\udfff"]}}, "good", "malformed", "not valid Unicode"),
+        ({**GOOD, "item_id": "\ud800"}, "item 1", "malformed", ""),
+        (7, "item 1", "malformed", ""),
+        (None, "item 1", "malformed", ""),
+        ([], "item 1", "malformed", ""),
+        ({**GOOD, "response": "x" * 1001}, "good", "too_long", "the response has 1001 characters, the limit is 1000"),
+        ({**GOOD, "prompt": "x" * 1001}, "good", "too_long", "the prompt has 1001 characters"),
+    ],
+)
+def test_a_bad_item_has_an_error_of_its_own_and_spoils_no_other(
+    bad: Any, item_id: str, reason: str, detail: str
+) -> None:
+    first, found, last = read(body_of(GOOD, bad, GOOD))
+    assert isinstance(first, ScoreItem)
+    assert first == last
+    assert isinstance(found, ScoreResult)
+    assert found.error is not None
+    assert (found.item_id, found.error.reason) == (item_id, reason)
+    assert detail in found.error.detail
+
+
+def test_bytes_that_are_no_text_spoil_only_the_item_that_has_them() -> None:
+    body = body_of(GOOD, {**GOOD, "response": "HERE"}, GOOD).replace(b"HERE", b"\xff\xfe\x80")
+    first, found, last = read(body)
+    assert isinstance(first, ScoreItem)
+    assert isinstance(last, ScoreItem)
+    assert isinstance(found, ScoreResult)
+    assert found.error is not None
+    assert found.error.reason == "malformed"
+
+
+@pytest.mark.parametrize("response", ["", "\u0000", "\U0001f600", "é" * 1000, "\\ud800", '"}]}'])
+def test_every_text_is_taken_as_it_is(response: str) -> None:
+    for ensure_ascii in (True, False):
+        body = json.dumps({"items": [{**GOOD, "response": response}]}, ensure_ascii=ensure_ascii).encode()
+        (found,) = read(body)
+        assert isinstance(found, ScoreItem)
+        assert found.response == response
+
+
+def test_numbers_of_any_size_are_taken() -> None:
+    body = body_of({**GOOD, "data": {"answer": 10**500}}).replace(b"1" + b"0" * 500, b"9" * 5000)
+    (huge,) = read(body)
+    assert isinstance(huge, ScoreItem)
+    assert huge.data["answer"] == float("inf")
+    (large,) = read(body_of({**GOOD, "data": {"answer": 10**500}}))
+    assert isinstance(large, ScoreItem)
+    assert large.data["answer"] == 10**500
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", "the body is not JSON"),
+        (b"{", "the body is not JSON"),
+        (b"\xff\xfe", "the body is not JSON"),
+        (b"[]", "the body must be an object"),
+        (b'{"items": {}}', "the body must be an object"),
+        (b'{"items": []}', "items is empty"),
+        (b'{"items": [1], "extra": 1}', "unknown key 'extra'"),
+        (b'{"items": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "the body is not JSON"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused_as_a_whole(body: bytes, sentence: str) -> None:
+    with pytest.raises(MalformedError, match=sentence):
+        read(body)
+
+
+def test_too_many_items_are_refused() -> None:
+    with pytest.raises(LimitError, match="11 items, the limit is 10"):
+        read(body_of(*[GOOD] * 11))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.lists(JSON | st.fixed_dictionaries(dict.fromkeys(GOOD, JSON)), min_size=1, max_size=4), st.binary(max_size=3))
+def test_whatever_comes_there_is_one_answer_per_item_or_one_refusal(items: list[Any], noise: bytes) -> None:
+    body = body_of(*items)
+    for sent in (body, body.replace(b"0", noise)):
+        try:
+            found = read(sent)
+        except WireError:
+            assert sent != body
+            continue
+        assert all(isinstance(each, ScoreItem) or each.error is not None for each in found)
+        for each in found:
+            each.model_dump_json().encode()
+        if sent == body:
+            assert len(found) == len(items)

@@ -1,0 +1,47 @@
+"""A searcher ends when it is told to: no wait swallows a cancellation, and no call hides that it takes long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tba_searcher.loop import SearcherLoop
+from tba_searcher.waits import Waits, patiently
+
+from tests.support.waiting import until
+
+
+async def test_a_task_that_is_cancelled_in_the_moment_its_pause_ends_is_cancelled() -> None:
+    """asyncio.wait_for of Python 3.11 forgets such a cancellation (github.com/python/cpython/issues/86296)."""
+    num_cancelled = 0
+    for num_ticks in range(4):  # between the end of the inner wait and that of the task
+        loop = SearcherLoop.__new__(SearcherLoop)
+        loop._work = asyncio.Event()
+        task = asyncio.create_task(loop._pause(60.0))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        loop._work.set()
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        if not task.done():
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            num_cancelled += 1
+    assert num_cancelled
+
+
+async def test_a_call_that_takes_long_is_a_wait_with_a_name(monkeypatch) -> None:
+    monkeypatch.setattr("tba_searcher.waits.SLOW_CALL_S", 0.01)
+    waits, answer = Waits(), threading.Event()
+    call = asyncio.create_task(
+        patiently(lambda: answer.wait(60), waits=waits, owner="leasing", service="buffer", deadline_s=30.0)
+    )
+    wait = await asyncio.to_thread(until, "the wait", waits.current)
+    assert wait is not None
+    assert wait.name == "buffer-unreachable"
+    assert 0 < wait.deadline_in_s <= 30.0
+    answer.set()
+    assert await call is True
+    assert waits.current() is None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from tba.api.base import Name
 from tba.config.base import StrictModel
+from tba.wire.document import FinishReason
 
 ScoreReason = Literal[
     "abstained",
@@ -36,7 +37,7 @@ class ScoreItem(StrictModel):
     prompt: str
     response: str
     data: dict[str, Any] = Field(default_factory=dict)
-    finish_reason: str = "stop"
+    finish_reason: str = Field(default="stop", pattern=f"^({'|'.join(get_args(FinishReason))})$")
 
 
 class ScoreRequest(StrictModel):

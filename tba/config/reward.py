@@ -21,6 +21,8 @@ from pydantic import Field, field_validator, model_validator
 
 from tba.config.base import StrictModel
 
+_REQUEST_SLACK_S = 30.0
+"""Beyond the deadline of its slowest scorer: other items of the request may come before."""
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
@@ -354,9 +356,9 @@ class RewardSection(StrictModel):
     """Longest prompt or response that is scored; a longer one is an error of that item."""
     item_timeout_s: float = Field(default=5.0, gt=0)
     """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
-    request_timeout_s: float = Field(default=60.0, gt=0)
+    request_timeout_s: float | None = Field(default=None, gt=0)
     """A request that is not through after this is refused (503), to come again in smaller parts; what was done by
-    then is in the cache."""
+    then is in the cache. Default: 60, and more where a scorer's own deadline is longer."""
     num_workers: int = Field(default=2, ge=1)
     """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
     worker_memory_bytes: int | None = Field(default=4 * 1024**3, ge=256 * 1024**2)
@@ -365,3 +367,11 @@ class RewardSection(StrictModel):
     """Deadline for what a worker imports before its first item."""
     cache_items: int = Field(default=65_536, ge=0)
     """Most scores kept to be given again for the same content; 0: none."""
+
+    @property
+    def request_deadline_s(self) -> float:
+        """`request_timeout_s`, or its default: no scorer's own deadline is cut short by it."""
+        if self.request_timeout_s is not None:
+            return self.request_timeout_s
+        deadlines_s = [spec.timeout_s or self.item_timeout_s for task in self.tasks.values() for spec in task.scorers]
+        return max([60.0, *(deadline_s + _REQUEST_SLACK_S for deadline_s in deadlines_s)])

@@ -20,7 +20,7 @@ from tba.config.prepare import PrepareItem
 from tba.errors import ConfigError
 from tba.local.console import Console
 from tba.local.hub import download
-from tba.local.prepared import HALF_DONE, is_there, read_record, write_record
+from tba.local.prepared import begin_record, is_there, read_record, write_record
 from tba.local.prompts import prompts_of
 from tba.local.resolve import child_environ
 
@@ -63,16 +63,24 @@ def _make(items: Sequence[PrepareItem]) -> None:
     for item in items:
         Path(item.path).parent.mkdir(parents=True, exist_ok=True)
         if Path(item.path).is_dir():
-            Path(item.path).rmdir()  # an empty one: `is_there` says so of no other
+            _remove_empty(Path(item.path))
     run_program("tba_trainer.tiny", words)
     for item in items:
         write_record(item, commit=None)
 
 
+def _remove_empty(folder: Path) -> None:
+    """Makers make folders that are not there."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        raise ConfigError(f"{folder} holds a part of something else ({error.strerror}); remove that folder") from None
+
+
 def _fetch(item: PrepareItem) -> None:
     folder = Path(item.path)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / HALF_DONE).touch()
+    begin_record(item)
     commit = download(item)
     if item.kind == "model" and any(folder.glob("pytorch_model*.bin")):
         run_program("tba_trainer.model_files", ["convert", item.path])

@@ -15,7 +15,7 @@ from tba.errors import ConfigError
 
 RECORD = ".tba-prepare"
 HALF_DONE = ".tba-prepare.partial"
-"""In a folder while it is being fetched."""
+"""In a folder while it is being fetched, JSON: what is fetched."""
 
 
 def is_there(item: PrepareItem) -> bool:
@@ -25,7 +25,17 @@ def is_there(item: PrepareItem) -> bool:
         ConfigError: it holds something else than the recipe asks for; nothing that exists is overwritten.
     """
     folder = Path(item.path)
-    if not folder.is_dir() or not any(folder.iterdir()) or (folder / HALF_DONE).exists():
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{item.path} is a file, and must be a folder; remove it")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    if (folder / HALF_DONE).exists():
+        half_of = _read_half(folder)
+        if half_of is not None and half_of != item.origin:  # one folder would hold files of two things
+            raise ConfigError(
+                f"{item.path} holds a part of {_told(half_of)}, and the recipe asks for {_told(item.origin)}; remove "
+                "that folder"
+            )
         return False
     record = read_record(folder)
     if item.by_hand is None and record is not None and record["origin"] != item.origin:
@@ -66,11 +76,25 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is damaged ({error}); remove the folder and prepare it again") from None
 
 
+def begin_record(item: PrepareItem) -> None:
+    """Say that the item's folder is being filled, and with what."""
+    (Path(item.path) / HALF_DONE).write_text(json.dumps(item.origin) + "\n")
+
+
 def write_record(item: PrepareItem, *, commit: str | None) -> None:
     """Say where the content of the item's folder came from; from then on the folder is whole."""
     folder = Path(item.path)
     (folder / RECORD).write_text(json.dumps({"origin": item.origin, "commit": commit}, indent=1) + "\n")
     (folder / HALF_DONE).unlink(missing_ok=True)
+
+
+def _read_half(folder: Path) -> dict[str, Any] | None:
+    """What the folder was being filled with; None: that cannot be read."""
+    try:
+        origin = json.loads((folder / HALF_DONE).read_text())
+    except (OSError, ValueError):
+        return None
+    return origin if isinstance(origin, dict) else None
 
 
 def _told(origin: dict[str, Any]) -> str:

@@ -5,7 +5,9 @@ Sources stream: they hold a few thousand rows in memory, however large the file 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from tba.errors import ConfigError
 ROWS_PER_READ = 1024
 HF_PREFIX = "hf:"
 UTF8_MARK = b"\xef\xbb\xbf"
+FOLDER_DIGITS = 20
 SAVED_FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
 """What `datasets.save_to_disk` leaves in a folder."""
 
@@ -204,7 +207,13 @@ class HubSource(_DatasetSource):
         self.name = f"data set {name if subset is None else f'{name}:{subset}'} (split {split})"
         datasets = _library("datasets", "a Hugging Face data set")
         datasets.disable_progress_bars()
-        self._dataset = _loaded(self.name, lambda: datasets.load_dataset(name, subset, split=split, revision=revision))
+        # the library takes its own copy of any folder of that name for the copy of this one, whatever is in it now
+        root = Path(datasets.config.HF_DATASETS_CACHE)
+        cache = root / "tba-folders" / _folder_digest(Path(name)) if Path(name).is_dir() else None
+        self._dataset = _loaded(
+            self.name,
+            lambda: datasets.load_dataset(name, subset, split=split, revision=revision, cache_dir=cache and str(cache)),
+        )
 
 
 class SavedSource(_DatasetSource):
@@ -232,6 +241,13 @@ class SavedSource(_DatasetSource):
                 raise ConfigError(f"{self.name} has no split {split!r}, but {', '.join(found)}; choose by --hf-split")
             found, self.name = found[split], f"{self.name} (split {split})"
         self._dataset = found
+
+
+def _folder_digest(folder: Path) -> str:
+    """Digest of where a folder is and of its files: their names, sizes and times of change."""
+    files = [(path.relative_to(folder).as_posix(), path.stat()) for path in folder.rglob("*") if path.is_file()]
+    content = [str(folder.resolve()), sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:FOLDER_DIGITS]
 
 
 def _loaded(name: str, load: Any) -> Any:

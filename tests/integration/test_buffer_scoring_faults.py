@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tba_buffer import refusals, reward_link
 from tba_buffer.buffer import Buffer
+from tba_buffer.components import Components
 
 from tba.api import RescoreInfo, RescoreRequest
+from tba.clients import RewardClient
 from tba.errors import UnavailableError
 from tba.wire import decode_rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
@@ -234,3 +237,18 @@ async def test_the_task_ends_although_the_reward_service_does_not_answer(
     await buffer.scorer.stop()
     assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "scorer"] == []
     assert not reward.gate.is_set()
+
+
+async def test_a_slow_answer_is_waited_for_as_long_as_the_reward_service_may_take(buffer: Buffer) -> None:
+    def away(client: RewardClient) -> None:
+        raise UnavailableError("away")
+
+    recipe = make_recipe(reward={"item_timeout_s": 1.0, "request_timeout_s": 300.0})
+    context = dataclasses.replace(buffer.context, recipe=recipe)
+    link = reward_link.RewardLink(context, Components(context))
+    with pytest.raises(reward_link.RewardAwayError):
+        await link.ask(away)
+    assert link.wait is not None
+    assert link.wait.deadline_in_s > 300
+    link.end_wait()
+    link.close()

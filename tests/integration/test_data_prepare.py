@@ -148,6 +148,9 @@ def test_weights_that_were_cut_short_are_found(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="is cut short or no safetensors file"):
         check(tmp_path / "m", [])
+    (tmp_path / "m" / "model.safetensors.index.json").write_text('{"weight')
+    with pytest.raises(ConfigError, match=r"model.safetensors.index.json is damaged"):
+        check(tmp_path / "m", [])
 
 
 def test_a_maker_that_does_not_exist_is_named(tmp_path):

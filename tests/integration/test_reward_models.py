@@ -167,10 +167,10 @@ async def test_empty_text_and_half_a_surrogate_pair_have_no_score(scorers):
 
 async def test_a_response_without_an_end_gets_the_penalty(scorers):
     finished, cut = items()[3], items(finish_reason="length")[3]
-    stopped = items(finish_reason="stop_string")[3]
-    with_penalty = await scorers["penalty"].score([finished, cut, stopped])
+    stopped, aborted = (items(finish_reason=reason)[3] for reason in ("stop_string", "abort"))
+    with_penalty = await scorers["penalty"].score([finished, cut, stopped, aborted])
     plain = await scorers["plain"].score([finished, cut])
-    assert with_penalty == pytest.approx([plain[0], -1.0, plain[0]], abs=TOLERANCE)
+    assert with_penalty == pytest.approx([plain[0], -1.0, plain[0], -1.0], abs=TOLERANCE)
     assert plain[1] != -1.0
 
 

@@ -212,7 +212,7 @@ def test_a_scorer_that_cannot_be_loaded_keeps_the_service_unready_and_is_named(t
             except httpx2.TransportError:
                 time.sleep(0.05)
         assert detail.startswith("broken: python: ")
-        assert detail.endswith("could not be loaded: RuntimeError: no GPU")
+        assert "could not be loaded: RuntimeError: no GPU" in detail  # another task may be starting still
         assert httpx2.get(f"{service.url}/livez").status_code == 200
         results = post(service, {"items": [item(0), item(1, task="broken")]}).json()["results"]
         assert results[0]["reward"] == 1.0, "the others are scored"

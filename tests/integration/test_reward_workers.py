@@ -263,6 +263,6 @@ async def test_a_pool_that_is_closed_leaves_no_process_and_no_item_without_an_an
     task = asyncio.create_task(pool.score(RULE, [item("hang", pid_file=str(pid_file))] * 3, LONG_S))
     await until("it hangs", lambda: pid_file.exists() and bool(pid_file.read_text()))
     await pool.close()
-    assert reasons(await task) == ["exception"] * 3
+    assert reasons(await task) == ["unreachable"] * 3, "nothing is wrong with the items: they may be asked again"
     assert not is_running(int(pid_file.read_text()))
-    assert reasons(await pool.score(RULE, [item("fine")], LONG_S)) == ["exception"]
+    assert reasons(await pool.score(RULE, [item("fine")], LONG_S)) == ["unreachable"]

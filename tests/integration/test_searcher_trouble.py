@@ -13,10 +13,15 @@ import torch
 from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
 from tba_searcher.engines.embedded import EmbeddedEngine
 
+from tba.api import MarkRequest
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.leasing import lease, request_eval
 from tests.support.reward_server import RewardServer
 from tests.support.searcher_loop import LoopWorld, start_loop_world
+from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import make_tiny_model
 from tests.support.waiting import until
 
@@ -161,3 +166,25 @@ async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_
     assert stats.num_rollouts == world.status.counts["rollouts_generated"]
     assert stats.pushed["duplicate"] == 0
     assert stats.leases["open"] == 0
+
+
+async def test_an_announced_version_that_is_not_in_the_store_is_a_wait_with_a_name(
+    make_world: MakeWorld, tmp_path: Path, model: Path
+) -> None:
+    world, version = make_world(), PolicyVersion(1, 4)
+    task = asyncio.create_task(world.loop.run())
+
+    def waits_for_the_store() -> bool:
+        wait = world.status.waits.current()
+        return wait is not None and wait.name == "object-store"
+
+    world.client.mark(MarkRequest(version=str(version), token=world.lineage.token))
+    await asyncio.to_thread(until, "the wait", waits_for_the_store)
+    num_scored = world.client.stats().num_scored
+    await asyncio.to_thread(until, "the old version is used", lambda: world.client.stats().num_scored > num_scored + 8)
+    publish_version(WeightVersions(FileStore(tmp_path / "store"), world.status.run), model, version)
+    await asyncio.to_thread(until, "the new version", lambda: world.status.counts["weight_loads"] >= 1)
+    await asyncio.to_thread(until, "the end of the wait", lambda: not waits_for_the_store())
+    world.stop.set()
+    await task
+    assert world.status.version == version

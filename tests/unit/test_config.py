@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tba.config import Recipe, Schedule, load_recipe, parse_recipe
+from tba.config.reward import RewardSection
 from tba.errors import ConfigError
 
 MINIMAL = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
@@ -305,3 +306,10 @@ def test_an_adapter_without_layers_or_with_dropout_is_refused() -> None:
     for key, value in (("dropout", 0.1), ("target_modules", []), ("rank", 0)):
         with pytest.raises(ConfigError, match=rf"key 'model\.lora\.{key}' has the value"):
             parse_recipe(MINIMAL | {"model": {"path": "m", "lora": {key: value}}}, where="test")
+
+
+def test_a_request_for_scores_lasts_as_long_as_its_slowest_scorer_may() -> None:
+    slow = {"tasks": {"a": {"scorers": [{"kind": "exact", "timeout_s": 90.0}]}}}
+    assert RewardSection().request_deadline_s == 60.0
+    assert RewardSection.model_validate(slow).request_deadline_s == 120.0
+    assert RewardSection.model_validate({**slow, "request_timeout_s": 7.0}).request_deadline_s == 7.0

@@ -54,6 +54,18 @@ def recipe(**data: Any) -> Recipe:
     return parse_recipe({"run": {"name": "r"}, "model": {"path": "m"}, "data": data}, where="test")
 
 
+def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_path):
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n---\n"
+    one, two = (write_dataset(tmp_path / name / "d", train=[row]) for name, row in zip("ab", QUESTIONS, strict=True))
+    for folder in (one, two):
+        (folder / "README.md").write_text(card)
+        assert split_prompts(train_section(folder), "train").num_repeated == 0
+    texts = [split_prompts(train_section(folder), "train").prompts[0].text for folder in (one, two)]
+    assert texts == ["Q: What is 1 + 1?\nA:", "Q: What is 4999 + 1?\nA:"]
+    pq.write_table(pa.Table.from_pylist(QUESTIONS), one / "data" / "train-00000-of-00001.parquet")
+    assert len(split_prompts(train_section(one), "train").prompts) == 2
+
+
 def test_rows_become_prompts_of_both_splits(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1])
     train, other, heldout = dataset_prompts(section(folder))

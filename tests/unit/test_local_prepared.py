@@ -11,7 +11,15 @@ import pytest
 from tba.config import Recipe, parse_recipe
 from tba.config.prepare import PrepareItem
 from tba.errors import ConfigError
-from tba.local.prepared import HALF_DONE, RECORD, check_prepared, is_there, read_record, write_record
+from tba.local.prepared import (
+    HALF_DONE,
+    RECORD,
+    begin_record,
+    check_prepared,
+    is_there,
+    read_record,
+    write_record,
+)
 
 
 def item(folder: Path, **changes: object) -> PrepareItem:
@@ -53,6 +61,20 @@ def test_a_folder_with_something_else_is_not_overwritten(tmp_path):
     for other in (item(tmp_path / "m", hub="org/other"), item(tmp_path / "m", revision="v2")):
         with pytest.raises(ConfigError, match=r"holds hub org/name, and the recipe asks for hub org/.*; remove that"):
             is_there(other)
+
+
+def test_half_of_one_thing_is_not_completed_with_another(tmp_path):
+    filled(tmp_path / "m")
+    begin_record(item(tmp_path / "m"))
+    assert not is_there(item(tmp_path / "m")), "it goes on where it stopped"
+    with pytest.raises(ConfigError, match=r"holds a part of hub org/name, and the recipe asks for hub org/other"):
+        is_there(item(tmp_path / "m", hub="org/other"))
+
+
+def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
+    (tmp_path / "m").touch()
+    with pytest.raises(ConfigError, match=r"m is a file, and must be a folder"):
+        is_there(item(tmp_path / "m"))
 
 
 def test_a_damaged_record_is_an_error(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tba_reward.models.channel import DeathError
 from tba_reward.models.child import inputs
 from tba_reward.models.child.batches import cut_batches
 from tba_reward.models.child.judge import Job, Refusal
+from tba_reward.models.child.judges import RedteamJudge
 from tba_reward.models.child.victim import SeededSampling, reply_seed
 from tba_reward.models.child.work import Work
 from tba_reward.models.messages import Answer, Ask, Drop
@@ -205,3 +207,13 @@ async def test_only_so_many_suspects_are_remembered():
 def test_settings_that_cannot_work_are_refused(spec, complaint):
     with pytest.raises(ValidationError, match=complaint):
         spec()
+
+
+def test_replies_of_another_kind_of_device_are_another_version():
+    def digest(device_type):
+        judge = object.__new__(RedteamJudge)
+        judge._victim = SimpleNamespace(digest="v", device_type=device_type)
+        judge._classifier = SimpleNamespace(digest="c")
+        return judge.digest
+
+    assert digest("cpu") == digest("cpu") != digest("cuda")

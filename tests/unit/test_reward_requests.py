@@ -29,6 +29,7 @@ def body_of(*items: Any) -> bytes:
     [
         ({**GOOD, "response": None}, "good", "malformed", "response: Input should be a valid string"),
         ({**GOOD, "surprise": 1}, "good", "malformed", "surprise: Extra inputs are not permitted"),
+        ({**GOOD, "finish_reason": "LENGTH"}, "good", "malformed", "finish_reason: String should match pattern"),
         ({"item_id": "x"}, "x", "malformed", "task: Field required"),
         ({**GOOD, "item_id": ""}, "item 1", "malformed", "item_id: "),
         ({**GOOD, "item_id": 7}, "item 1", "malformed", "item_id: "),

@@ -212,8 +212,8 @@ class Rescoring:
         if missing:
             raise ConflictError(
                 f"the reward service has no reward for {', '.join(sorted(missing))}, so the stored rewards would be "
-                f"lost (it knows {', '.join(sorted(known))}); give the task an entry in reward.tasks, or choose another "
-                "one"
+                f"lost (it knows {', '.join(sorted(known))}); give the task an entry in reward.tasks, or choose "
+                "another one"
             )
 
     def _ended(self, job: RescoreInfo, state: str) -> RescoreInfo:

@@ -27,6 +27,8 @@ from tba_buffer.context import Context
 MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 ATTEMPT_S = 30.0
 """Deadline of one attempt, beside the time that the slowest items may take."""
+SLACK_S = 10.0
+"""What an attempt waits for the answer beyond the deadline that the reward service itself keeps."""
 QUICK_S = 5.0
 T = TypeVar("T")
 log = get_logger("reward-link")
@@ -61,7 +63,9 @@ class RewardLink:
         recipe = context.recipe
         token = (load_tokens(recipe.auth.tokens_file) or {}).get("searcher")
         self._components = components
-        self._attempt_s = ATTEMPT_S + 2 * recipe.reward.item_timeout_s
+        items_s = ATTEMPT_S + 2 * recipe.reward.item_timeout_s
+        # a scorer may have a longer deadline of its own; the service answers by this one
+        self._attempt_s = max(items_s, recipe.reward.request_deadline_s + SLACK_S)
         self._client = RewardClient(recipe.reward_url, token=token, retry_s=0.0, timeout_s=self._attempt_s)
         self._quick = RewardClient(recipe.reward_url, token=token, retry_s=0.0, timeout_s=QUICK_S)
         self._max_items = self._num_items = min(recipe.buffer.score_max_rollouts, recipe.reward.max_items)

@@ -48,7 +48,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | None) -> FastAPI:
         build_tasks(section, tools, ScoreCache(section.cache_items), metrics),
         metrics,
         max_pending_items=section.max_pending_items,
-        request_timeout_s=section.request_timeout_s,
+        request_timeout_s=section.request_deadline_s,
     )
 
     @asynccontextmanager

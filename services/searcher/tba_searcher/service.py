@@ -119,7 +119,7 @@ class Links:
                 recipe.reward_url,
                 token=token,
                 retry_s=CLIENT_RETRY_S,
-                timeout_s=recipe.reward.request_timeout_s + REWARD_SLACK_S,
+                timeout_s=recipe.reward.request_deadline_s + REWARD_SLACK_S,
             ),
         )
 

@@ -90,7 +90,10 @@ def _num_parameters(folder: Path) -> int:
         raise ConfigError(f"{folder}: there is no .safetensors file")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is damaged: {type(error).__name__}: {error}") from None
         if missing := sorted(named - {file.name for file in files}):
             raise ConfigError(f"{folder}: {missing[0]} of {index.name} is missing")
     count = 0

@@ -45,7 +45,12 @@ class Item:
     data: Mapping[str, Any] = field(default_factory=dict)
     """What the prompt carries for its reward."""
     finish_reason: str = "stop"
-    """`stop`, `stop_string` or `length`."""
+    """`stop`, `stop_string`, `length` or `abort`."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the response ended by itself, and was not cut off."""
+        return self.finish_reason not in ("length", "abort")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,9 @@ class RewardModelScorer(ModelScorer):
         return TIE if own == others else WIN if own > others else LOSS
 
     async def _own_score(self, item: Item) -> Outcome:
-        finished = item.finish_reason != "length"
-        if not finished and self._missing_eos_penalty is not None:
+        if not item.is_finished and self._missing_eos_penalty is not None:
             return self._missing_eos_penalty
-        return await self._ask(item.prompt, item.response, finished=finished)
+        return await self._ask(item.prompt, item.response, finished=item.is_finished)
 
     async def _ask(self, prompt: str, response: str, *, finished: bool) -> Outcome:
         return await self._process.ask(prompt, response, finished=finished, timeout_s=self._timeout_s)

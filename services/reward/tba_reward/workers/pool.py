@@ -99,7 +99,7 @@ class WorkerPool:
             task.cancel()
         held = [job for worker in self._workers.values() for job in worker.drop()]
         for job in [*held, *self._queue]:
-            job.settle(Failure("exception", self._problem))
+            job.settle(Failure("unreachable", self._problem))
         self._workers.clear()
         self._queue.clear()
         if self._link is not None:
@@ -128,7 +128,7 @@ class WorkerPool:
             timeout_s: deadline of one item, from when a worker takes it up.
         """
         if self._is_closed:
-            return [Failure("exception", self._problem)] * len(items)
+            return [Failure("unreachable", self._problem)] * len(items)
         number, loop = self._number(rule), asyncio.get_running_loop()
         futures: list[asyncio.Future[Outcome]] = []
         for item in items:

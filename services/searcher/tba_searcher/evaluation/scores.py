@@ -48,7 +48,7 @@ def score_all(recipe: Recipe, answers: Answers, *, say: Say) -> dict[tuple[str, 
         recipe.reward_url,
         token=role_token(recipe.auth.tokens_file, "searcher"),
         retry_s=1.0,
-        timeout_s=recipe.reward.request_timeout_s + 15.0,
+        timeout_s=recipe.reward.request_deadline_s + 15.0,
     )
     try:
         return asyncio.run(_score_all(recipe, answers, client, say))

@@ -57,8 +57,9 @@ class RedteamJudge:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the files of both models."""
-        return hashlib.sha256(f"{self._victim.digest} {self._classifier.digest}".encode()).hexdigest()
+        """SHA-256 of the files of both models, and of the kind of device, which draws replies of its own."""
+        parts = (self._victim.digest, self._classifier.digest, self._victim.device_type)
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def prepare(self, ask: Ask) -> Job | Refusal:
         """Tokenize the attack."""

@@ -58,6 +58,11 @@ class Victim:
         return self._settings.num_replies
 
     @property
+    def device_type(self) -> str:
+        """`cpu`, `cuda`, ...: with the same seed each has draws of its own."""
+        return self._model.device.type
+
+    @property
     def max_reply_tokens(self) -> int:
         """Longest reply."""
         return self._settings.max_reply_tokens

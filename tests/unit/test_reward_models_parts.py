@@ -212,8 +212,8 @@ def test_settings_that_cannot_work_are_refused(spec, complaint):
 def test_replies_of_another_kind_of_device_are_another_version():
     def digest(device_type):
         judge = object.__new__(RedteamJudge)
-        judge._victim = SimpleNamespace(digest="v", device_type=device_type)
-        judge._classifier = SimpleNamespace(digest="c")
+        judge._victim = SimpleNamespace(digest="v", device_type=device_type)  # pyright: ignore[reportAttributeAccessIssue]
+        judge._classifier = SimpleNamespace(digest="c")  # pyright: ignore[reportAttributeAccessIssue]
         return judge.digest
 
     assert digest("cpu") == digest("cpu") != digest("cuda")

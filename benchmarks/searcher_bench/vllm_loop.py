@@ -7,6 +7,8 @@ weights pulled from a store, loaded and verified. An update's pause is how long 
 canary. The step after it is longer too, because it computes keys and values anew; that is told apart.
 """
 
+# pyright: reportMissingImports=false
+# (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
 import asyncio

@@ -357,8 +357,8 @@ class RewardSection(StrictModel):
     item_timeout_s: float = Field(default=5.0, gt=0)
     """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """A request that is not through after this is refused (503), to come again in smaller parts; what was done by
-    then is in the cache. Default: 60, and more where a scorer's own deadline is longer."""
+    """A request that is not through after this is refused (503), to come again in smaller parts; parts of it
+    that were done by then are in the cache. Default: 60, and more where a scorer's own deadline is longer."""
     num_workers: int = Field(default=2, ge=1)
     """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
     worker_memory_bytes: int | None = Field(default=4 * 1024**3, ge=256 * 1024**2)

@@ -3,7 +3,7 @@
     POST /v1/score -> Scoring.score -> per task: Composition -> parts: inline, in workers, in model processes, over HTTP
 
 Who waits for what: a request waits for its slowest item; every item has a deadline in each of its scorers; a request
-that is not through after `request_timeout_s` is refused (503; what was done by then is in the cache).
+that is not through after `request_timeout_s` is refused (503; parts of it that were done by then are in the cache).
 When more than `max_pending_items` are in work, new ones are refused ("reward-workers", 429). Nothing here turns a
 failure into a number.
 """

@@ -14,6 +14,8 @@ vLLM has a public interface for all of this but one thing, setting requests asid
 the scheduler's queue of waiting requests. tests/integration/test_searcher_engines.py runs it against the pinned one.
 """
 
+# pyright: reportMissingImports=false
+# (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
 import gc

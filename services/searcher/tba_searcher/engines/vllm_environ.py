@@ -1,5 +1,7 @@
 """What has to be so in the process before vLLM is imported, and what may differ from one platform to the other."""
 
+# pyright: reportMissingImports=false
+# (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
 import importlib.util

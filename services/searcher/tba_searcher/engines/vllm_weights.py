@@ -8,6 +8,8 @@ the work: it knows how names map onto its packed layers. Two things are added.
   loaded, but a head that is tied to the input embedding has none, and would go on with the old ones, silently.
 """
 
+# pyright: reportMissingImports=false
+# (vLLM is an extra: types are checked without it too)
 from __future__ import annotations
 
 import hashlib

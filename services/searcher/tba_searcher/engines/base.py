@@ -74,6 +74,50 @@ class Completion:
     finished_at_s: float
 
 
+class RequestLimits(Protocol):
+    """The settings of an engine that bound a request."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt."""
+        ...
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response."""
+        ...
+
+
+def check_request(request: Request, limits: RequestLimits, *, is_known: bool) -> None:
+    """What every engine refuses.
+
+    Args:
+        is_known: whether a request of this id is being worked on.
+
+    Raises:
+        EngineError: prompt or response do not fit, or the request id is in use.
+    """
+    what = f"request {request.request_id}"
+    num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
+    if not 1 <= num_prompt <= limits.max_prompt_tokens:
+        raise EngineError(
+            f"{what}: {num_prompt} prompt tokens; allowed are 1 to {limits.max_prompt_tokens} "
+            "(searcher.max_prompt_tokens)"
+        )
+    if not 1 <= num_response <= limits.max_response_tokens:
+        raise EngineError(
+            f"{what}: {num_response} response tokens; allowed are 1 to {limits.max_response_tokens} "
+            "(searcher.max_response_tokens)"
+        )
+    if not 0 <= request.min_response_tokens <= num_response:
+        raise EngineError(
+            f"{what}: at least {request.min_response_tokens} of at most {num_response} response tokens; lower "
+            "min_response_tokens"
+        )
+    if is_known:
+        raise EngineError(f"{what} is already being worked on")
+
+
 class Engine(Protocol):
     """Continuous generation with weights that can be replaced in flight."""
 

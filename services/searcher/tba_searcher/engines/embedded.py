@@ -25,7 +25,7 @@ from torch import Tensor
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
+from tba_searcher.engines.base import Completion, EngineDiedError, Request, check_request
 from tba_searcher.engines.loading import load_model
 from tba_searcher.engines.params import params_sha256, replace_params
 from tba_searcher.engines.prompt_rows import PromptRows
@@ -130,24 +130,7 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
-        num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
-        if not 1 <= num_prompt <= self._settings.max_prompt_tokens:
-            raise EngineError(
-                f"request {request.request_id}: {num_prompt} prompt tokens; allowed are 1 to "
-                f"{self._settings.max_prompt_tokens} (searcher.max_prompt_tokens)"
-            )
-        if not 1 <= num_response <= self._settings.max_response_tokens:
-            raise EngineError(
-                f"request {request.request_id}: {num_response} response tokens; allowed are 1 to "
-                f"{self._settings.max_response_tokens} (searcher.max_response_tokens)"
-            )
-        if not 0 <= request.min_response_tokens <= num_response:
-            raise EngineError(
-                f"request {request.request_id}: at least {request.min_response_tokens} of at most {num_response} "
-                "response tokens; lower min_response_tokens"
-            )
-        if request.request_id in self._ids:
-            raise EngineError(f"request {request.request_id} is already being worked on")
+        check_request(request, self._settings, is_known=request.request_id in self._ids)
         self._ids.add(request.request_id)
         self._waiting.append(request)
 

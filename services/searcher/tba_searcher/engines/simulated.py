@@ -28,7 +28,7 @@ from tba.errors import DigestError
 from tba.versions import PolicyVersion
 from tba.weights.digest import params_sha256_of_files
 from tba.wire import Manifest, VersionSpan
-from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
+from tba_searcher.engines.base import Completion, EngineDiedError, Request, check_request
 from tba_searcher.simulated_text import Vocabulary
 
 MEAN_NATS = 1.0
@@ -120,19 +120,7 @@ class SimulatedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
-        num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
-        if not 1 <= num_prompt <= self._settings.max_prompt_tokens:
-            raise EngineError(
-                f"request {request.request_id}: {num_prompt} prompt tokens; allowed are 1 to "
-                f"{self._settings.max_prompt_tokens} (searcher.max_prompt_tokens)"
-            )
-        if not 1 <= num_response <= self._settings.max_response_tokens:
-            raise EngineError(
-                f"request {request.request_id}: {num_response} response tokens; allowed are 1 to "
-                f"{self._settings.max_response_tokens} (searcher.max_response_tokens)"
-            )
-        if request.request_id in self._ids:
-            raise EngineError(f"request {request.request_id} is already being worked on")
+        check_request(request, self._settings, is_known=request.request_id in self._ids)
         self._ids.add(request.request_id)
         self._waiting.append(request)
 

@@ -33,7 +33,7 @@ from tba.config.vllm import VLLM_MAX_TEMPERATURE, VllmSection
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, VersionSpan
-from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
+from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request, check_request
 from tba_searcher.engines.params import check_tensors, read_headers
 from tba_searcher.engines.vllm_environ import leave_transformers_alone, prepare_vllm
 from tba_searcher.engines.vllm_weights import WORKER_EXTENSION
@@ -119,31 +119,15 @@ class VllmEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
-        num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
-        what, settings = f"request {request.request_id}", self._settings
-        if not 1 <= num_prompt <= settings.max_prompt_tokens:
-            raise EngineError(
-                f"{what}: {num_prompt} prompt tokens; allowed are 1 to {settings.max_prompt_tokens} "
-                "(searcher.max_prompt_tokens)"
-            )
-        if not 1 <= num_response <= settings.max_response_tokens:
-            raise EngineError(
-                f"{what}: {num_response} response tokens; allowed are 1 to {settings.max_response_tokens} "
-                "(searcher.max_response_tokens)"
-            )
-        if not 0 <= request.min_response_tokens <= num_response:
-            raise EngineError(
-                f"{what}: at least {request.min_response_tokens} of at most {num_response} response tokens; lower "
-                "min_response_tokens"
-            )
+        what = f"request {request.request_id}"
+        is_known = request.request_id in self._requests or request.request_id == _CANARY_ID
+        check_request(request, self._settings, is_known=is_known)
         others = self._masked_ids - set(request.eos_ids)
         if request.min_response_tokens and others:
             raise EngineError(
                 f"{what}: with min_response_tokens vLLM also bans {sorted(others)}, which its files call end of "
                 "sequence and the request does not; add them to eos_ids"
             )
-        if request.request_id in self._requests or request.request_id == _CANARY_ID:
-            raise EngineError(f"{what} is already being worked on")
         try:
             self._add(request.request_id, request.prompt_tokens, _sampling_params(request))
         except (ValueError, TypeError) as error:

@@ -20,7 +20,7 @@ from tba.store import FileStore, open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_process import TrainerProcesses, workers_of
+from tests.support.trainer_process import DEADLINE_S, TrainerProcesses, workers_of
 from tests.support.trainer_values import RecordedBuffer
 from tests.support.waiting import until
 
@@ -71,6 +71,7 @@ def is_gone(pid: int) -> bool:
 def test_processes_that_torchrun_started_stop_die_and_are_continued_by_one(
     run: TrainerProcesses, tmp_path: Path
 ) -> None:
+    run.pace_s = 0.3
     # SIGTERM: the step is finished and saved, nothing is lost
     first = run.start(num_processes=2)
     run.at_call(at_step(run, 3), first.terminate)
@@ -86,14 +87,17 @@ def test_processes_that_torchrun_started_stop_die_and_are_continued_by_one(
     def kill_launcher() -> None:
         workers.update(workers_of(second))
         second.kill()
+        # the leader waits for the answer to this call meanwhile, so it makes no step before it is gone
+        until("both workers are gone", lambda: all(map(is_gone, workers.values())))
 
-    run.at_call(at_step(run, stopped + 2), kill_launcher)
+    assert run.at_call(at_step(run, stopped + 2), kill_launcher).wait(DEADLINE_S)
     run.end_of(second)
+    until("the workers were found and are gone", lambda: workers and all(map(is_gone, workers.values())))
     assert workers.keys() == {0, 1}
-    until("both workers are gone", lambda: all(map(is_gone, workers.values())))
 
     # a follower is killed: the leader says so in one sentence, and writes nothing that is half
     third = run.start(num_processes=2)
+    assert run.buffer.step < NUM_STEPS - 3, "too few steps are left to lose a process in"
     run.at_call(at_step(run, run.buffer.step + 2), lambda: os.kill(workers_of(third)[1], signal.SIGKILL))
     assert run.end_of(third) == 1
     assert "error: trainer: process 0 of 2 has lost another process of this trainer" in run.log(2)

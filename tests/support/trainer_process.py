@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ class TrainerProcesses:
         self.recipe_path.write_text(json.dumps(recipe.model_dump(mode="json")))
         self.versions = WeightVersions(FileStore(folder / "store"), "demo")
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.pace_s = 0.0
+        """How long every ack takes from the next `at_call` on: a signal that takes its time must not find the run
+        done."""
 
     def start(self, *, num_processes: int = 1) -> subprocess.Popen[bytes]:
         """Start the trainer, in several processes by torchrun."""
@@ -55,6 +59,8 @@ class TrainerProcesses:
         done = threading.Event()
 
         def before(method: str) -> None:
+            if method == "ack":
+                time.sleep(self.pace_s)
             if not done.is_set() and wanted(method):
                 done.set()
                 then()

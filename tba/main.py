@@ -12,17 +12,21 @@ from tba.logs import configure_logging
 
 EXIT_ERROR = 2
 EXIT_FENCED = 3
+EXIT_STOPPED = 143
+"""A trainer that SIGTERM stopped before the run was over, as a shell says it: 128 + 15. A Job must not count it as
+success."""
 
 
-def service_main(name: str, run: Callable[[Recipe], None], argv: Sequence[str] | None = None) -> int:
+def service_main(name: str, run: Callable[[Recipe], int | None], argv: Sequence[str] | None = None) -> int:
     """Run one service.
 
     Args:
         name: `buffer`, `reward`, `searcher` or `trainer`.
-        run: blocks until the service ends.
+        run: blocks until the service ends; may return an exit code of its own.
 
     Returns:
-        The exit code: 0, 2 for an error that is explained on stderr, 3 when a newer lineage took over, 130 for Ctrl-C.
+        The exit code: 0, or the service's own; 2 for an error that is explained on stderr, 3 when a newer lineage took
+        over, 130 for Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tba_{name}", description=f"The {name} service of tba.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
@@ -34,7 +38,7 @@ def service_main(name: str, run: Callable[[Recipe], None], argv: Sequence[str] |
     try:
         recipe = load_recipe(args.config, sets=args.set)
         configure_logging(recipe.log_format, service=name, run=recipe.run.name)
-        run(recipe)
+        return run(recipe) or 0
     except TbaError as error:
         if args.debug:
             raise
@@ -42,4 +46,3 @@ def service_main(name: str, run: Callable[[Recipe], None], argv: Sequence[str] |
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR
     except KeyboardInterrupt:
         return 130
-    return 0

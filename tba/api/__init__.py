@@ -21,6 +21,7 @@ from tba.api.evals import (
     EvalResult,
     EvalResults,
 )
+from tba.api.events import EVENT_NAMES, EventName, RunEvent, WaitChange
 from tba.api.leases import (
     MAX_LEASE_IDS,
     MAX_REFUSED_VERSIONS,
@@ -53,9 +54,17 @@ from tba.api.rollouts import (
 )
 from tba.api.run import (
     ComponentInfo,
+    ComponentWait,
     RunCommand,
     RunInfo,
     WaitInfo,
+)
+from tba.api.scaling import (
+    ScaleAudit,
+    ScaleReached,
+    ScaleRequest,
+    ScalingInfo,
+    SearchersInfo,
 )
 from tba.api.scores import (
     RewardInfo,
@@ -102,6 +111,7 @@ from tba.api.training import (
 )
 
 __all__ = [
+    "EVENT_NAMES",
     "MAX_CHANGES_PER_PAGE",
     "MAX_LEASE_IDS",
     "MAX_REFUSED_VERSIONS",
@@ -110,11 +120,13 @@ __all__ = [
     "BestVersion",
     "CheckpointRequest",
     "ComponentInfo",
+    "ComponentWait",
     "EvalInfo",
     "EvalNumbers",
     "EvalRequest",
     "EvalResult",
     "EvalResults",
+    "EventName",
     "Lease",
     "LeaseRenewal",
     "LeaseRenewalReply",
@@ -149,15 +161,21 @@ __all__ = [
     "RolloutOrder",
     "RolloutPage",
     "RunCommand",
+    "RunEvent",
     "RunInfo",
     "RunState",
     "SampleRequest",
     "SamplingInfo",
+    "ScaleAudit",
+    "ScaleReached",
+    "ScaleRequest",
+    "ScalingInfo",
     "ScoreError",
     "ScoreItem",
     "ScoreReply",
     "ScoreRequest",
     "ScoreResult",
+    "SearchersInfo",
     "SettingChange",
     "SettingEffect",
     "SettingsAudit",
@@ -171,5 +189,6 @@ __all__ = [
     "Stats",
     "StoredStats",
     "VersionText",
+    "WaitChange",
     "WaitInfo",
 ]

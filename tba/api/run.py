@@ -6,6 +6,7 @@ from pydantic import Field
 
 from tba.api.base import Name, RunState, VersionText
 from tba.api.evals import BestVersion, EvalInfo
+from tba.api.scaling import SearchersInfo
 from tba.api.snapshots import OriginInfo
 from tba.config.base import StrictModel
 
@@ -17,18 +18,35 @@ class WaitInfo(StrictModel):
     name: str
     for_s: float
     deadline_in_s: float
+    kind: str | None = None
+    """Of the owner."""
+
+
+class ComponentWait(StrictModel):
+    """What a component waits for: since when, until when at most."""
+
+    name: str
+    for_s: float
+    deadline_in_s: float
 
 
 class ComponentInfo(StrictModel):
-    """One component as its last heartbeat showed it."""
+    """One component: searcher, trainer or launcher as its last heartbeat showed it, the buffer itself, and the reward
+    service as the buffer's probe of its /readyz found it."""
 
     component_id: str
     kind: str
     state: str
     version: VersionText | None
+    """Of the weights that it holds."""
     alive: bool
     heartbeat_age_s: float
+    """Since its last sign of life."""
     gauges: dict[str, float]
+    wait: ComponentWait | None = None
+    """What it waits for now, as far as it is alive."""
+    note: str | None = None
+    """Why it is in this state, where that is known."""
 
 
 class RunInfo(StrictModel):
@@ -52,6 +70,8 @@ class RunInfo(StrictModel):
     """None: no finished evaluation knows `eval.best_metric`."""
     origin: OriginInfo | None = None
     """The snapshot that the run began with; None: with nothing stored."""
+    searchers: SearchersInfo | None = None
+    """How many searchers are wanted and alive; the services always tell."""
 
 
 class RunCommand(StrictModel):

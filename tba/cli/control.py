@@ -6,17 +6,24 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from tba.api import EvalInfo, RunCommand, RunInfo, SettingsInfo, Stats
+from tba.api import ComponentInfo, EvalInfo, RunCommand, RunInfo, SettingsInfo, Stats
+from tba.cli.scale import searchers_line
 from tba.cli.target import open_client
 from tba.clients.buffer import Command
 from tba.local.eval_table import best_text
 from tba.local.setting_changes import changed_text
 
+WITH_WEIGHTS = ("searcher", "trainer")
+
 
 def status_command(args: argparse.Namespace) -> int:
-    """Print state, components, waits and evaluations."""
+    """Print state, components, waits and evaluations; with --follow also what happens from then on."""
     client = open_client(args)
     try:
+        if args.follow:
+            from tba.cli.follow import follow
+
+            return follow(client, as_json=args.json)
         info, stats, settings = client.run(), client.stats(), client.settings()
     finally:
         client.close()
@@ -49,7 +56,7 @@ def _change(args: argparse.Namespace, name: Command) -> int:
         info = client.command(name, RunCommand(reason=args.reason))
     finally:
         client.close()
-    print(info.model_dump_json(indent=2) if args.json else _state_line(info))
+    print(info.model_dump_json(indent=2) if args.json else state_line(info))
     return 0
 
 
@@ -57,12 +64,14 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
     """The run as people read it, one fact per line."""
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
     lines = [
-        _state_line(info),
+        state_line(info),
         f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
         f"{stats.num_failed} failed), {stats.rollouts_trained} trained; samples per insert {ratio}",
         f"  prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out",
     ]
+    if info.searchers is not None:
+        lines.append(f"  {searchers_line(info.searchers)}")
     if changed := changed_text(settings):
         lines.append(f"  changed settings (revision {settings.revision}): {changed}")
     for what, counts in (
@@ -73,22 +82,35 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
         if counts:
             lines.append(f"  {what}: " + ", ".join(f"{reason} {number}" for reason, number in sorted(counts.items())))
     for item in info.components:
-        alive = "" if item.alive else f"  SILENT for {item.heartbeat_age_s:.0f} s"
-        lines.append(f"  {item.component_id}: {item.state}, version {item.version or 'none'}{alive}")
+        lines.append(f"  {component_line(item)}")
         if alarms := _alarms_text(item.gauges):
             lines.append(f"    alarms so far: {alarms}")
     for wait in info.waits:
         deadline = f"at most {max(0.0, wait.deadline_in_s):.0f} s more"
         lines.append(f"  {wait.owner} waits for {wait.name!r}: {wait.for_s:.0f} s so far, {deadline}")
-    lines.extend(f"  evaluation of {item.version}: {_eval_text(item)}" for item in info.evals)
+    lines.extend(f"  {eval_line(item)}" for item in info.evals)
     if info.best is not None:
         lines.append(f"  {best_text(info.best)}")
     return lines
 
 
-def _state_line(info: RunInfo) -> str:
+def state_line(info: RunInfo) -> str:
+    """State, reason, step and lineage."""
     reason = f" ({info.state_reason})" if info.state_reason else ""
     return f"run {info.run!r}: {info.state}{reason}, step {info.step}, lineage {info.lineage}"
+
+
+def component_line(item: ComponentInfo) -> str:
+    """What a component does; of searchers and trainers also with which weights."""
+    version = f", version {item.version or 'none'}" if item.kind in WITH_WEIGHTS else ""
+    note = f" ({item.note})" if item.note else ""
+    silent = "" if item.alive else f"  SILENT for {item.heartbeat_age_s:.0f} s"
+    return f"{item.component_id}: {item.state}{version}{note}{silent}"
+
+
+def eval_line(item: EvalInfo) -> str:
+    """How far an evaluation is, or what it measured."""
+    return f"evaluation of {item.version}: {_eval_text(item)}"
 
 
 def _alarms_text(gauges: Mapping[str, float]) -> str:

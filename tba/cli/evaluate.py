@@ -123,7 +123,9 @@ def _of_recipe(args: argparse.Namespace) -> Subject:
 
 def _of_run(args: argparse.Namespace) -> Subject:
     """A version of a run, or another model folder under its settings."""
-    target = argparse.Namespace(url=None, run_dir=None, run=args.source, token_file=args.token_file, recipe=None)
+    target = argparse.Namespace(
+        url=None, run_dir=None, run=args.source, token_file=args.token_file, ca_file=None, recipe=None
+    )
     path = run_folder(target).config_path
     if not path.exists():
         raise ConfigError(

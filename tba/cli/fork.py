@@ -20,7 +20,7 @@ from tba.local.launch import run_folder_of, run_local
 from tba.local.origin import store_of_run
 from tba.local.run_folder import RunFolder
 from tba.local.saving import save
-from tba.tokens import operator_token
+from tba.tokens import operator_client_token
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire.snapshot import SnapshotSource
@@ -102,8 +102,8 @@ def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVers
     if not folder.endpoints_path.exists():
         return save_folder(folder, source.name)
     endpoints = json.loads(folder.endpoints_path.read_text())
-    tokens_file = endpoints["tokens_file"]
-    client = BufferClient(endpoints["buffer_url"], token=operator_token(tokens_file) if tokens_file else None)
+    token = operator_client_token(endpoints["tokens_file"])
+    client = BufferClient(endpoints["buffer_url"], token=token, ca_file=endpoints.get("ca_file"))
     try:
         return save(client, source.name, show=show_save())
     finally:

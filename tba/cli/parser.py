@@ -24,8 +24,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fork(commands, common)
     _add_control(commands, common)
     _add_set(commands, common)
+    _add_scale(commands, common)
     _add_config(commands, common)
     _add_data(commands, common)
+    _add_setup(commands, common)
+    _add_model(commands, common)
+    _add_doctor(commands, common)
     _add_prompts(commands, common)
     _add_ledger(commands, common)
     _add_rescore(commands, common)
@@ -33,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_export(commands, common)
     _add_evaluate(commands, common)
     _add_reports(commands, common)
+    _add_sizing(commands, common)
     return parser
 
 
@@ -78,7 +83,11 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, parents=[common], help=text)
         _add_target(command)
         command.add_argument("--json", action="store_true", help="print JSON")
-        if name != "status":
+        if name == "status":
+            command.add_argument(
+                "--follow", action="store_true", help="show what happens, line by line, until the run is over or Ctrl-C"
+            )
+        else:
             command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
         command.set_defaults(command=f"tba.cli.control:{name}_command")
 
@@ -101,6 +110,26 @@ def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command="tba.cli.settings:set_command")
 
 
+def _add_scale(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "scale", parents=[common], help="start or stop searchers while a run goes on, or show how many there are"
+    )
+    command.add_argument(
+        "number",
+        metavar="N|recipe",
+        nargs="?",
+        help="how many; recipe: as recipe or chart say. None: show them",
+    )
+    _add_target(command)
+    command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
+    command.add_argument("--wait", action="store_true", help="stay until as many searchers are alive")
+    command.add_argument(
+        "--timeout-s", type=float, default=600.0, metavar="S", help="--wait gives up after so many seconds (600)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(command="tba.cli.scale:scale_command")
+
+
 def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     config = commands.add_parser("config", help="check, show or describe recipes")
     kinds = config.add_subparsers(metavar="WHAT", required=True)
@@ -112,6 +141,19 @@ def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     schema.set_defaults(command="tba.cli.config:schema_command")
 
 
+def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    sizing = commands.add_parser(
+        "sizing", parents=[common], help="estimate the memory, disk and network that a recipe needs"
+    )
+    _add_recipe(sizing)
+    sizing.add_argument("--model", metavar="SIZE", help="1b, 7b or 32b, where the model is not at hand")
+    sizing.add_argument("--step-s", type=float, default=10.0, metavar="S", help="seconds of an optimizer step (10)")
+    sizing.add_argument("--prompt-tokens", type=int, metavar="N", help="default: half of searcher.max_prompt_tokens")
+    sizing.add_argument("--response-tokens", type=int, metavar="N", help="default: half of max_response_tokens")
+    sizing.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    sizing.set_defaults(command="tba.cli.sizing:sizing_command")
+
+
 def _add_data(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     data = commands.add_parser("data", help="fetch or make the models and data sets that a recipe needs")
     kinds = data.add_subparsers(metavar="WHAT", required=True)
@@ -120,6 +162,78 @@ def _add_data(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     )
     _add_recipe(prepare)
     prepare.set_defaults(command="tba.cli.data:prepare_command")
+
+
+def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    setup = commands.add_parser(
+        "setup",
+        parents=[common],
+        help="once before a deployed run: bucket, starting model, model folders, prompts; again: no change",
+    )
+    _add_config_file(setup)
+    setup.add_argument("--create-bucket", action="store_true", help="make the bucket where there is none")
+    setup.add_argument(
+        "--prepare", action="store_true", help="fetch or make what [[prepare]] names and neither disk nor store has"
+    )
+    setup.add_argument("--pull", action="store_true", help="also fetch what the store has and the disk has not")
+    setup.add_argument("--only", choices=["models", "prompts"], help="one part alone (models asks no service)")
+    setup.add_argument(
+        "--wait-s", type=float, default=900.0, metavar="S", help="deadline of each wait: store, services (default: 900)"
+    )
+    setup.set_defaults(command="tba.cli.setup:setup_command")
+
+
+def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    model = commands.add_parser("model", help="keep folders of models and data sets in the object store")
+    kinds = model.add_subparsers(metavar="WHAT", required=True)
+    push = kinds.add_parser("push", parents=[common], help="store one folder, or all of the recipe that are here")
+    push.add_argument("folder", metavar="FOLDER", nargs="?", help="default: every folder that the recipe names")
+    _add_config_file(push)
+    push.add_argument("--name", metavar="NAME", help="name in the store; default: what follows models/ in the path")
+    push.add_argument(
+        "--kind", choices=["model", "dataset"], default="model", help="of a folder that the recipe does not name"
+    )
+    push.add_argument("--replace", action="store_true", help="write it again in the place of what is stored")
+    push.set_defaults(command="tba.cli.model:push_command")
+    pull = kinds.add_parser("pull", parents=[common], help="fetch what a service needs to where the recipe wants it")
+    _add_config_file(pull)
+    pull.add_argument(
+        "--for",
+        dest="service",
+        required=True,
+        choices=["buffer", "reward", "searcher", "setup", "trainer"],
+        help="whose folders; setup reads the data sets",
+    )
+    pull.add_argument(
+        "--wait-s", type=float, default=900.0, metavar="S", help="how long they may take to come (default: 900)"
+    )
+    pull.set_defaults(command="tba.cli.model:pull_command")
+    show = kinds.add_parser("list", parents=[common], help="what the store has")
+    _add_config_file(show)
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.set_defaults(command="tba.cli.model:list_command")
+
+
+def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    doctor = commands.add_parser(
+        "doctor", parents=[common], help="look at everything a run stands on, and say how to mend what is wrong"
+    )
+    _add_config_file(doctor)
+    doctor.add_argument(
+        "--for",
+        dest="service",
+        choices=["buffer", "reward", "searcher", "trainer"],
+        help="what this machine is for (default: every service that is installed here)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(command="tba.cli.doctor:doctor_command")
+
+
+def _add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe, as the services read it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as store.url=s3://bucket/prefix"
+    )
 
 
 def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -255,3 +369,4 @@ def _add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> No
     if with_run:
         where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
     parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or the tokens file itself")
+    parser.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba.errors import ConfigError
-from tba.tokens import operator_token
+from tba.tokens import operator_client_token
 
 if TYPE_CHECKING:
     from tba.clients import BufferClient
@@ -26,9 +26,9 @@ def open_client(args: argparse.Namespace) -> BufferClient:
     """
     from tba.clients import BufferClient
 
-    url, tokens_file = (args.url, None) if args.url else _endpoints(args)
-    token_file = args.token_file or tokens_file
-    return BufferClient(url, token=operator_token(token_file) if token_file else None, retry_s=RETRY_S)
+    url, tokens_file, ca_file = (args.url, None, None) if args.url else _endpoints(args)
+    token = operator_client_token(args.token_file or tokens_file)
+    return BufferClient(url, token=token, retry_s=RETRY_S, ca_file=args.ca_file or ca_file)
 
 
 def ended_run(args: argparse.Namespace) -> RunFolder | None:
@@ -54,13 +54,13 @@ def run_folder(args: argparse.Namespace) -> RunFolder:
     return RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
 
 
-def _endpoints(args: argparse.Namespace) -> tuple[str, str | None]:
-    """(buffer URL, tokens file) from the endpoints.json of the chosen run folder."""
+def _endpoints(args: argparse.Namespace) -> tuple[str, str | None, str | None]:
+    """(buffer URL, tokens file, file of trusted authorities) from the endpoints.json of the chosen run folder."""
     folder = run_folder(args).path
     path = folder / "endpoints.json"
     try:
         endpoints = json.loads(path.read_text())
-        return endpoints["buffer_url"], endpoints["tokens_file"]
+        return endpoints["buffer_url"], endpoints["tokens_file"], endpoints.get("ca_file")
     except FileNotFoundError:
         raise ConfigError(f"run {folder.name!r} is not going: {path} does not exist; give --url, or start it") from None
     except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:

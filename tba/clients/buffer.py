@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -36,8 +36,11 @@ from tba.api import (
     RolloutOrder,
     RolloutPage,
     RunCommand,
+    RunEvent,
     RunInfo,
     SampleRequest,
+    ScaleRequest,
+    ScalingInfo,
     SettingsInfo,
     SettingsRequest,
     SnapshotInfo,
@@ -48,6 +51,7 @@ from tba.api import (
 from tba.api.rollouts import RewardStatus
 from tba.api.settings import SETTINGS_HEADER
 from tba.clients.http import Reply, ServiceClient, parse_reply
+from tba.clients.sse import read_events, run_event
 from tba.config.base import StrictModel
 from tba.wire import (
     Batch,
@@ -61,6 +65,7 @@ from tba.wire import (
 )
 
 MAX_SAMPLE_BYTES = 1 << 30
+EVENT_CHUNK_BYTES = 1 << 16
 M = TypeVar("M", bound=StrictModel)
 Command = Literal["pause", "resume", "stop", "done", "fail"]
 
@@ -185,6 +190,24 @@ class BufferClient(ServiceClient):
         """State of the run, components, waits, evaluations."""
         return parse_reply(self._call("GET", "/v1/run"), RunInfo)
 
+    def events(self, *, last_event_id: str | None = None, silence_s: float = 30.0) -> Generator[RunEvent]:
+        """What happens in the run, as it happens: first the event `run`, or what came after `last_event_id`.
+
+        Ends when the service ends the stream. Another one, with the last id that was got, goes on there.
+
+        Args:
+            silence_s: a connection on which not even a comment comes for so long is given up.
+
+        Raises:
+            BusyError: as many streams are open as may be.
+            UnavailableError: no connection, or it was cut.
+            BadReplyError: what came is no stream of events.
+        """
+        headers = {} if last_event_id is None else {"last-event-id": last_event_id}
+        with self._stream("/v1/events", headers=headers, silence_s=silence_s) as answer:
+            for sent in read_events(answer.stream(EVENT_CHUNK_BYTES)):
+                yield run_event(sent)
+
     def settings(self, *, after: int = 0) -> SettingsInfo:
         """The live settings, and the changes after revision `after`."""
         return parse_reply(self._call("GET", "/v1/run/settings", params={"after": after}), SettingsInfo)
@@ -204,6 +227,23 @@ class BufferClient(ServiceClient):
         response = self._call("PATCH", "/v1/run/settings", json=json.dumps(body).encode())
         self._hear(response)
         return parse_reply(response, SettingsInfo)
+
+    def scaling(self, *, after: int = 0) -> ScalingInfo:
+        """How many searchers are wanted and alive, and the changes after revision `after`."""
+        return parse_reply(self._call("GET", "/v1/run/searchers", params={"after": after}), ScalingInfo)
+
+    def scale(self, request: ScaleRequest) -> ScalingInfo:
+        """Change the number of searchers.
+
+        Returns:
+            The searchers as they are now; of the changes, this one.
+
+        Raises:
+            BadRequestError: more than `scaling.max_searchers`.
+            ConflictError: nothing of tba starts searchers here, or the run is offline.
+        """
+        reply = self._call("PATCH", "/v1/run/searchers", json=request.model_dump_json().encode())
+        return parse_reply(reply, ScalingInfo)
 
     def stats(self) -> Stats:
         """Counts of the buffer."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Mapping
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -27,6 +29,8 @@ from tba.errors import (
     UnavailableError,
     VoidBatchError,
 )
+from tba.tokens import ClientToken
+from tba.trust import check_ca_file
 
 M = TypeVar("M", bound=StrictModel)
 _BY_SLUG: dict[str, type[ServiceError]] = {kind.slug: kind for kind in (FencedError, RunOverError, VoidBatchError)}
@@ -35,6 +39,11 @@ _BY_SLUG: dict[str, type[ServiceError]] = {kind.slug: kind for kind in (FencedEr
 MAX_CONNECTIONS = 64
 """Kept open for later calls; more at once are opened and closed again."""
 CONNECT_TIMEOUT_S = 5.0
+
+
+class _TokenRefusedError(UnavailableError):
+    """A service that let this client in before refuses its tokens: they are being changed, and one side has the newer
+    file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +61,48 @@ class ServiceClient:
 
     Args:
         base_url: for example http://127.0.0.1:8700.
-        token: bearer token of this client's role, if the service wants one.
+        token: bearer token of this client's role, if the service wants one; a `ClientToken` follows its file.
         retry_s: no connection and 5xx are retried with jitter for this long. Every call is safe to repeat: pushes,
             leases, lineages, acks, marks and uploads are idempotent by ids that all attempts of a call share.
         timeout_s: deadline of one attempt.
+        ca_file: PEM file of the authorities that are trusted for an https URL (`tls.ca_file`); none: the system's.
+
+    Raises:
+        ConfigError: the URL is https and `ca_file` cannot be used.
     """
 
-    def __init__(self, base_url: str, *, token: str | None = None, retry_s: float = 30.0, timeout_s: float = 30.0):
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | ClientToken | None = None,
+        retry_s: float = 30.0,
+        timeout_s: float = 30.0,
+        ca_file: str | None = None,
+    ):
         self.base_url = base_url.rstrip("/")
         self._retry_s = retry_s
-        self._token_header = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._token = token
+        self._accepted: str | None = None
+        """The token that a service let in last."""
         self._timeout_s = timeout_s
         self._path = parse_url(self.base_url).path or ""
-        self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False)
+        trust = tls_trust(self.base_url, ca_file)
+        self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False, **trust)
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
+
+    def not_ready(self) -> str | None:
+        """Why the service says that it cannot do its work now (GET /readyz); None: it can.
+
+        Raises:
+            UnavailableError: it does not answer.
+        """
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self._timeout_s)
+        reply = self._attempt("GET", f"{self._path}/readyz", "/readyz", body=None, headers={}, timeout=timeout)
+        return None if reply.status == 200 else str(_error_of(reply))
 
     def _call(
         self,
@@ -85,36 +119,120 @@ class ServiceClient:
         Raises:
             ServiceError: one of its subclasses; UnavailableError once `retry_s` is over.
         """
-        kind = "application/msgpack" if msgpack is not None else "application/json"
-        headers = {"content-type": kind, **self._token_header}
+        headers = {"content-type": "application/msgpack" if msgpack is not None else "application/json"}
+        body = msgpack if msgpack is not None else json
         target = self._path + path + (f"?{urlencode(params)}" if params else "")
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s or self._timeout_s)
-        for attempt in stamina.retry_context(
+        attempts = stamina.retry_context(
             on=UnavailableError,
             attempts=None if self._retry_s > 0 else 1,
             timeout=max(self._retry_s, 0.001),
             wait_initial=0.1,
             wait_max=3.0,
-        ):
-            with attempt:
-                try:
-                    response = self._http.urlopen(
-                        method,
-                        target,
-                        body=msgpack if msgpack is not None else json,
-                        headers=headers,
-                        redirect=False,
-                        timeout=timeout,
-                    )
-                except urllib3.exceptions.HTTPError as error:
-                    raise UnavailableError(
-                        f"{self.base_url} does not answer ({type(error).__name__}); is the service running there?"
-                    ) from None
-                reply = Reply(self.base_url + path, response.status, response.headers, response.data)
-                if 200 <= reply.status < 300:
-                    return reply
-                raise _error_of(reply)
+        )
+        try:
+            for attempt in attempts:
+                with attempt:
+                    reply = self._attempt(method, target, path, body=body, headers=headers, timeout=timeout)
+                    if 200 <= reply.status < 300:
+                        return reply
+                    raise _error_of(reply)
+        except _TokenRefusedError as error:
+            raise UnauthorizedError(str(error)) from None
         raise AssertionError("retry_context either returns or raises")
+
+    def _attempt(
+        self,
+        method: str,
+        target: str,
+        path: str,
+        *,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout: urllib3.Timeout,
+    ) -> Reply:
+        """One answer: with each token that may be known there, until one is."""
+        for token in self._tokens_to_try():
+            sent = headers if token is None else {**headers, "authorization": f"Bearer {token}"}
+            try:
+                answer = self._http.urlopen(method, target, body=body, headers=sent, redirect=False, timeout=timeout)
+            except urllib3.exceptions.HTTPError as error:
+                raise UnavailableError(_unreachable(self.base_url, error)) from None
+            reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
+            if reply.status != 401:
+                self._accepted = token
+                return reply
+        if isinstance(self._token, ClientToken) and self._accepted is not None:
+            raise _TokenRefusedError(f"{_error_of(reply)}; it knew this client's token before, so tokens are changing")
+        return reply
+
+    @contextmanager
+    def _stream(
+        self, path: str, *, headers: dict[str, str], silence_s: float
+    ) -> Iterator[urllib3.response.BaseHTTPResponse]:
+        """The answer to a GET whose body is read as it comes.
+
+        Args:
+            silence_s: after so long without a byte it is given up.
+
+        Raises:
+            ServiceError: one of its subclasses; in the block too, when the connection is cut.
+        """
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
+        answer: urllib3.response.BaseHTTPResponse | None = None
+        try:
+            for token in self._tokens_to_try():
+                sent = headers if token is None else {**headers, "authorization": f"Bearer {token}"}
+                if answer is not None:
+                    answer.close()
+                answer = self._http.urlopen(
+                    "GET", self._path + path, headers=sent, redirect=False, timeout=timeout, preload_content=False
+                )
+                if answer.status != 401:
+                    self._accepted = token
+                    break
+            assert answer is not None
+            if answer.status != 200:
+                raise _error_of(Reply(self.base_url + path, answer.status, answer.headers, answer.read()))
+            yield answer
+        except urllib3.exceptions.HTTPError as error:
+            raise UnavailableError(_unreachable(self.base_url, error)) from None
+        finally:
+            if answer is not None:
+                answer.close()
+
+    def _tokens_to_try(self) -> tuple[str | None, ...]:
+        """The one that worked first: of two services one may have read the changed file later."""
+        if not isinstance(self._token, ClientToken):
+            return (self._token,)
+        tokens = self._token.tokens
+        return tuple(sorted(tokens, key=lambda token: token != self._accepted))
+
+
+def tls_trust(url: str, ca_file: str | None) -> dict[str, Any]:
+    """What urllib3 needs to check the certificate behind an https URL; nothing for others.
+
+    Raises:
+        ConfigError: `ca_file` cannot be used.
+    """
+    if not url.startswith("https://"):
+        return {}
+    check_ca_file(ca_file)
+    return {"cert_reqs": "CERT_REQUIRED", **({} if ca_file is None else {"ca_certs": ca_file})}
+
+
+def _unreachable(base_url: str, error: urllib3.exceptions.HTTPError) -> str:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = next((arg for arg in cause.args if isinstance(arg, BaseException)), None)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {base_url} is not trusted ({cause.verify_message}); tls.ca_file must hold the "
+            "authority that signed it, and it must name this host"
+        )
+    if isinstance(cause, ssl.SSLError):
+        return f"{base_url} does not speak TLS as this client does ({cause.reason or cause}); is it an http service?"
+    return f"{base_url} does not answer ({type(error).__name__}); is the service running there?"
 
 
 def parse_reply(response: Reply, reply: type[M]) -> M:

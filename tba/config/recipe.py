@@ -22,6 +22,7 @@ from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
 from tba.config.prepare import PrepareItem
 from tba.config.reward import RewardSection
+from tba.config.scaling import ScalingSection
 from tba.config.schedules import Schedule
 from tba.config.searcher import SearcherSection
 from tba.config.sections import (
@@ -33,6 +34,7 @@ from tba.config.sections import (
     SamplingSection,
     StoreSection,
 )
+from tba.config.tls import TlsSection
 from tba.config.tracking import TrackingSection
 from tba.config.training import TrainerSection
 from tba.config.vllm import VLLM_MAX_TEMPERATURE
@@ -59,6 +61,8 @@ class Recipe(StrictModel):
     """Models and data sets that must lie on the disk before a run: `tba data prepare` fetches or makes them."""
     store: StoreSection = StoreSection()
     auth: AuthSection = AuthSection()
+    tls: TlsSection = TlsSection()
+    scaling: ScalingSection = ScalingSection()
     local: LocalSection = LocalSection()
     log_format: Literal["auto", "console", "json"] = "auto"
     """Log lines: JSON, console, or console on a terminal and JSON otherwise."""
@@ -199,12 +203,12 @@ class Recipe(StrictModel):
     @property
     def buffer_url(self) -> str:
         """Base URL of the buffer service."""
-        return (self.buffer.url or f"http://{self.buffer.host}:{self.buffer.port}").rstrip("/")
+        return (self.buffer.url or f"{self.tls.scheme}://{self.buffer.host}:{self.buffer.port}").rstrip("/")
 
     @property
     def reward_url(self) -> str:
         """Base URL of the reward service."""
-        return (self.reward.url or f"http://{self.reward.host}:{self.reward.port}").rstrip("/")
+        return (self.reward.url or f"{self.tls.scheme}://{self.reward.host}:{self.reward.port}").rstrip("/")
 
 
 def load_recipe(path: str | Path, *, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Recipe:

@@ -89,6 +89,9 @@ class SearcherSection(StrictModel):
     """How long a call to another service is retried before the searcher gives up."""
     score_retry_s: float = Field(default=10.0, gt=0)
     """How long scoring is retried before rollouts are pushed unscored (pending)."""
+    when_over: Literal["exit", "wait"] = "exit"
+    """When the run is done or has failed: `exit` with code 0, or `wait`, without the model, until a trainer goes on
+    with it. `wait` is for Deployments and Compose, which start again whatever ends; `tba run` sets `exit`."""
 
     @model_validator(mode="after")
     def _check(self) -> SearcherSection:

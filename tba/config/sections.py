@@ -81,7 +81,11 @@ class BufferSection(StrictModel):
     url: str | None = None
     """Where the other services find the buffer; default: http://host:port."""
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """The Redis that holds the truth. `tba run` starts its own and overrides this."""
+    """The Redis that holds the truth; `rediss://` is encrypted (`tls.ca_file`). `tba run` starts its own and overrides
+    this."""
+    redis_password_file: str | None = None
+    """File with the password of Redis, read again for every new connection; the URL then holds none. `tba run`, whose
+    Redis listens on loopback, ignores it."""
     appendfsync: Literal["always", "everysec"] = "always"
     """What Redis must promise. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may lose
     some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""
@@ -159,7 +163,8 @@ class AuthSection(StrictModel):
     """Bearer tokens by role."""
 
     tokens_file: str | None = None
-    """JSON file {"searcher": "...", "trainer": "...", "operator": "...", "viewer": "..."}."""
+    """JSON file {"searcher": "...", "trainer": "...", "operator": "...", "viewer": "..."}, read again when it changes;
+    a list of two tokens instead of one while a token is changed (docs/operations.md, Tokens)."""
 
 
 class StoreSection(StrictModel):
@@ -171,6 +176,9 @@ class StoreSection(StrictModel):
     """S3 endpoint; none: AWS. Credentials come from the environment, as boto3 reads them."""
     region: str = "us-east-1"
     """S3 region."""
+    ca_file: str | None = None
+    """PEM file of the authorities that are trusted for an https endpoint; none: those that boto3 knows, or
+    AWS_CA_BUNDLE."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one store operation, retries included."""
     shard_bytes: int = Field(default=2 * 1024**3, ge=1)

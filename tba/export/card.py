@@ -20,11 +20,12 @@ from tba.wire.manifest import Manifest
 PAPER = "https://arxiv.org/abs/2503.18929"
 _PRIVATE: dict[str, Any] = {
     "auth": True,
+    "tls": True,
     "local": True,
     "store": True,
     "log_format": True,
     "tracking": True,
-    "buffer": {"host", "port", "url", "redis_url"},
+    "buffer": {"host", "port", "url", "redis_url", "redis_password_file"},
     "reward": {"host", "port", "url"},
 }
 """Addresses and secrets of the machines: no part of what was trained."""

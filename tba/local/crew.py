@@ -12,6 +12,7 @@ from tba.local.children import Child, ChildSpec, describe_exit
 from tba.local.console import Console
 from tba.local.guard import Guard
 from tba.local.run_folder import RunFolder
+from tba.main import EXIT_STOPPED
 
 RESTART_DELAY_S = 1.0
 STOP_ORDER = ("warm-start", "evaluator", "trainer", "searcher", "reward", "buffer", "redis")
@@ -49,6 +50,9 @@ class Crew:
         self._ended: asyncio.Queue[Child] = asyncio.Queue()
         self._num_searcher_restarts = 0
         self._run_is_over = False
+        self._retired: set[Child] = set()
+        """Searchers that were told to end, or not to be started again, because fewer are wanted."""
+        self._given_up: set[Child] = set()
 
     async def start(self, spec: ChildSpec) -> Child:
         """Start a child and watch it from now on.
@@ -78,6 +82,33 @@ class Crew:
     def run_is_over(self) -> None:
         """From now on trainer and searchers end on their own, and that is right."""
         self._run_is_over = True
+
+    def searchers(self) -> list[str]:
+        """The names of all searchers that were ever started."""
+        return [child.name for child in self._of("searcher")]
+
+    def retire(self, name: str) -> bool:
+        """Fewer searchers are wanted: the end of this one is no loss. Whether it has to be stopped."""
+        child = self._children[name]
+        is_news = child not in self._retired
+        self._retired.add(child)
+        return is_news and child.is_running
+
+    async def stop_one(self, name: str, timeout_s: float) -> int:
+        """SIGTERM for one child, SIGKILL after the timeout; its exit code."""
+        child = self._children[name]
+        code = await child.stop(timeout_s)
+        self._console.say(f"{name} was stopped ({describe_exit(code)})")
+        return code
+
+    def may_start(self, name: str, *, though_given_up: bool) -> bool:
+        """Whether nobody has this name: it never started, it was retired and has ended, or it was given up."""
+        child = self._children.get(name)
+        if child is None:
+            return True
+        if child.is_running or self._run_is_over:
+            return False
+        return child in self._retired or (though_given_up and child in self._given_up)
 
     async def wait_for(self, name: str) -> int:
         """The exit code of a child that is to end by itself, killed after the stop timeout."""
@@ -110,7 +141,7 @@ class Crew:
 
     async def _judge(self, child: Child, code: int) -> None:
         is_searcher = child.name.startswith("searcher-")
-        if self._run_is_over and (is_searcher or child.name == "trainer"):
+        if child in self._retired or (self._run_is_over and (is_searcher or child.name == "trainer")):
             return
         if code == 0 and child.name in WORKERS:
             return
@@ -123,9 +154,11 @@ class Crew:
             count = f"{self._num_searcher_restarts} of {self._max_searcher_restarts}"
             self._console.result(f"warning: {self._obituary(child, code)}; starting it again ({count} restarts)")
             await asyncio.sleep(RESTART_DELAY_S)
-            await self.start(child.spec)
+            if child not in self._retired:
+                await self.start(child.spec)
             return
-        num_left = sum(other.is_running for other in self._of("searcher"))
+        self._given_up.add(child)
+        num_left = sum(other.is_running and other not in self._retired for other in self._of("searcher"))
         if not num_left:
             raise ChildError(f"{self._obituary(child, code)}, and no searcher is left")
         self._console.result(f"warning: {self._obituary(child, code)}; the run goes on with {num_left}")
@@ -133,7 +166,7 @@ class Crew:
     def _obituary(self, child: Child, code: int) -> str:
         """Who ended how; prints the last log lines, or takes the one that explains the end."""
         log_path = self._folder.log_path(child.name)
-        if child.name == "trainer" and code == 0:  # it ends so before the run is over only when it is told to
+        if child.name == "trainer" and code == EXIT_STOPPED:
             return f"trainer was stopped (SIGTERM) before the run was over [{log_path}]"
         reason = next((line for line in reversed(child.tail) if line.startswith("error: ")), None)
         if reason is not None:

@@ -86,7 +86,7 @@ def evaluate_here(
             await crew.start(_reward_child(config, folder))
             try:
                 async with asyncio.timeout(start_timeout_s):
-                    await wait_until_ready(config.reward_url)
+                    await wait_until_ready(config.reward_url, config.tls.ca_file)
             except TimeoutError:
                 raise WaitTimeoutError(
                     f"wait 'reward-start': the reward service was not ready within {start_timeout_s:.0f} s "
@@ -140,7 +140,9 @@ def _url_that_answers(recipe: Recipe, tasks: Sequence[str], console: Console) ->
 def _check_tasks(config: Recipe, tasks: Sequence[str]) -> None:
     """Raises ConfigError where the reward service cannot score one of these tasks, ServiceError where none answers."""
     token = role_token(config.auth.tokens_file, "searcher")
-    client = RewardClient(config.reward_url, token=token, retry_s=0, timeout_s=ASK_TIMEOUT_S)
+    client = RewardClient(
+        config.reward_url, token=token, retry_s=0, timeout_s=ASK_TIMEOUT_S, ca_file=config.tls.ca_file
+    )
     try:
         known = {info.task for info in client.rewards()}
     finally:
@@ -159,7 +161,7 @@ def _with_reward(recipe: Recipe, url: str | None) -> Recipe:
     if url is None:
         (port,) = choose_ports([PortRequest("reward.port", LOOPBACK, 0)])
         document["reward"] |= {"host": LOOPBACK, "port": port}
-        url = f"http://{LOOPBACK}:{port}"
+        url = f"{recipe.tls.scheme}://{LOOPBACK}:{port}"
     document["reward"]["url"] = url
     if document["log_format"] == "auto":
         document["log_format"] = "console"

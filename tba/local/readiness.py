@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import urllib.error
 import urllib.request
+
+from tba.trust import check_ca_file
 
 READY_POLL_S = 0.1
 
 
-async def wait_until_ready(url: str) -> None:
-    """Return when GET /readyz answers 200. The caller bounds the wait."""
-    while not await asyncio.to_thread(_is_ready, url):
+async def wait_until_ready(url: str, ca_file: str | None = None) -> None:
+    """Return when GET /readyz answers 200. The caller bounds the wait.
+
+    Args:
+        ca_file: the authorities that are trusted for an https URL; none: the system's.
+
+    Raises:
+        ConfigError: the URL is https and `ca_file` cannot be used.
+    """
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if url.startswith("https://"):
+        check_ca_file(ca_file)
+        handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file)))
+    opener = urllib.request.build_opener(*handlers)
+    while not await asyncio.to_thread(_is_ready, opener, url):
         await asyncio.sleep(READY_POLL_S)
 
 
-def _is_ready(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _is_ready(opener: urllib.request.OpenerDirector, url: str) -> bool:
     try:
         with opener.open(f"{url}/readyz", timeout=2.0):
             return True

@@ -30,6 +30,9 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     _make_absolute(document, "model", "path")
     _make_absolute(document, "data", "path")
     _make_absolute(document, "auth", "tokens_file")
+    for name in ("cert_file", "key_file", "ca_file"):
+        _make_absolute(document, "tls", name)
+    _make_absolute(document, "store", "ca_file")
     _make_absolute(document, "eval", "embedding_model")
     return parse_recipe(document, where="recipe")
 
@@ -52,9 +55,11 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]
     for name, port in (("buffer", buffer_port), ("reward", reward_port)):
         section = document[name]
         section["port"] = port
-        section["url"] = f"http://{_reachable(section['host'])}:{port}"
-    document["buffer"]["redis_url"] = redis_url(redis_port)
+        section["url"] = f"{recipe.tls.scheme}://{_reachable(section['host'])}:{port}"
+    document["buffer"].update(redis_url=redis_url(redis_port), redis_password_file=None)
     document["store"]["url"] = absolute_store_url(recipe.store.url, folder)
+    document["scaling"]["backend"] = "local"
+    document["searcher"]["when_over"] = "exit"  # nothing starts them again here, and the end waits for theirs
     tracking = document["tracking"]
     for section, key in ((tracking, "metrics_path"), (tracking, "tensorboard_dir"), (tracking["wandb"], "folder")):
         if section is not None and section[key] is not None:
@@ -99,16 +104,22 @@ def _check_made_so(report_path: Path, recipe: Recipe) -> None:
     """A cached model must have been made with the recipe's settings; a folder without a report is somebody's model."""
     if not report_path.is_file() or recipe.model.warm_start is None:
         return
-    report = json.loads(report_path.read_text())
+    differs = made_with_other(json.loads(report_path.read_text()), recipe)
+    if differs is not None:
+        raise ConfigError(
+            f"model.path {recipe.model.path} was made by a warm start with {differs}; remove that folder to make it "
+            "anew, or give another model.path"
+        )
+
+
+def made_with_other(report: Mapping[str, Any], recipe: Recipe) -> str | None:
+    """The first setting of [model.warm_start] in which the recipe differs from the report of a model that was made:
+    "NAME = FOUND, not WANTED"; None: there is none."""
+    assert recipe.model.warm_start is not None, "only a recipe with a warm start is compared"
     wanted = {"seed": recipe.warm_start_seed, **recipe.model.warm_start.model_dump(mode="json", exclude={"seed"})}
     found = {**report["settings"], "seed": report["seed"]}
     differs = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    if differs:
-        name = differs[0]
-        raise ConfigError(
-            f"model.path {recipe.model.path} was made by a warm start with {name} = {found.get(name)}, not "
-            f"{wanted.get(name)}; remove that folder to make it anew, or give another model.path"
-        )
+    return f"{differs[0]} = {found.get(differs[0])}, not {wanted.get(differs[0])}" if differs else None
 
 
 def child_environ(

@@ -19,7 +19,7 @@ from tba.local.redis_server import find_redis_server, wait_for_redis
 from tba.local.resolve import with_real_addresses
 from tba.local.run_folder import RunFolder
 from tba.local.services import Services
-from tba.tokens import operator_token
+from tba.tokens import operator_client_token
 
 POLL_S = 0.3
 SILENCE_S = 300.0
@@ -65,16 +65,15 @@ def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable
         folder.make_folders()
         folder.write_json(folder.config_path, config.model_dump(mode="json"))
         services = Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port)
-        tokens_file = config.auth.tokens_file
-        token = None if tokens_file is None else operator_token(tokens_file)
-        client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S)
+        token = operator_client_token(config.auth.tokens_file)
+        client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
 
         async def work(crew: Crew) -> SnapshotInfo:
             async with asyncio.timeout(config.local.start_timeout_s):
                 await crew.start(services.redis())
                 await wait_for_redis(redis_port)
                 await crew.start(services.buffer())
-                await wait_until_ready(config.buffer_url)
+                await wait_until_ready(config.buffer_url, config.tls.ca_file)
             return await asyncio.to_thread(save, client, name, show=show)
 
         try:

@@ -4,7 +4,7 @@
     Ctrl-C, SIGTERM ->  _stop_requested      _work: start ... poll ... collect          crew.watch: ends of children |
                      +----+------------------------------+-----------------------------------------+----------------+
                           | the first of the three that ends decides how the run ends              | exit codes
-                          v                              | HTTP, once a second                     |
+                          v                              | HTTP, once a second; fleet: searchers   |
        guard (pipe; kills all                            v                                         |
        if the supervisor dies)   redis <--- buffer <--- trainer, searchers ---> reward   ----------+
 
@@ -33,9 +33,10 @@ from typing import Any
 from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
-from tba.errors import ChildError, ConfigError, ServiceError, WaitTimeoutError
+from tba.errors import ChildError, ServiceError, WaitTimeoutError
 from tba.local.console import Console
 from tba.local.crew import Crew
+from tba.local.fleet import Fleet
 from tba.local.guard import Guard
 from tba.local.history import Start, load_timing, make_history
 from tba.local.ledger import ledger_lines
@@ -46,11 +47,12 @@ from tba.local.prompts import upload_prompts
 from tba.local.readiness import wait_until_ready
 from tba.local.redis_server import wait_for_redis
 from tba.local.run_folder import RunFolder
+from tba.local.scored_tasks import check_tasks
 from tba.local.services import Services
 from tba.local.setting_changes import whole_settings
 from tba.local.watch import RunWatcher
 from tba.store.base import ObjectStore
-from tba.tokens import operator_token
+from tba.tokens import operator_client_token
 
 CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 10.0
@@ -94,12 +96,13 @@ class Supervisor:
         self._console = console
         self._redis_port = redis_port
         self._needs_warm_start = needs_warm_start
-        tokens_file = recipe.auth.tokens_file
+        self._token = operator_client_token(recipe.auth.tokens_file)
         self._client = BufferClient(
             recipe.buffer_url,
-            token=None if tokens_file is None else operator_token(tokens_file),
+            token=self._token,
             retry_s=CALL_RETRY_S,
             timeout_s=CALL_TIMEOUT_S,
+            ca_file=recipe.tls.ca_file,
         )
         self._stop_requested = asyncio.Event()
         self._guard = Guard(lock_fd)
@@ -111,6 +114,7 @@ class Supervisor:
             max_searcher_restarts=recipe.local.max_searcher_restarts,
             stop_timeout_s=recipe.local.stop_timeout_s,
         )
+        self._fleet = Fleet(recipe, crew=self._crew, services=services, console=console)
 
     async def run(self) -> dict[str, Any]:
         """Run to the end and return the summary; whatever happens, no child is left when this returns.
@@ -183,7 +187,8 @@ class Supervisor:
         # a supervisor that died between the run's end and its summary leaves a run that only has to be written up
         is_done = info.state == "done"
         if not is_done:
-            await self._start_training()
+            await self._crew.start(self._services.trainer())
+            await self._fleet.keep(info.searchers)
             await self._watch_run(failed_lineage=info.lineage if info.state == "failed" else None)
         return await self._finish(trainer_ran=not is_done)
 
@@ -207,9 +212,9 @@ class Supervisor:
         await self._crew.start(self._services.redis())
         await self._within("redis", wait_for_redis(self._redis_port))
         await self._crew.start(self._services.buffer())
-        await self._within("buffer", wait_until_ready(self._recipe.buffer_url))
+        await self._within("buffer", wait_until_ready(self._recipe.buffer_url, self._recipe.tls.ca_file))
         await self._crew.start(self._services.reward())
-        await self._within("reward", wait_until_ready(self._recipe.reward_url))
+        await self._within("reward", wait_until_ready(self._recipe.reward_url, self._recipe.tls.ca_file))
 
     async def _prepare_run(self) -> RunInfo:
         """Wait for what the run begins with, check and upload prompts, say where things are, wake a run that was
@@ -227,6 +232,7 @@ class Supervisor:
             "redis_url": self._recipe.buffer.redis_url,
             "store_url": self._recipe.store.url,
             "tokens_file": self._recipe.auth.tokens_file,
+            "ca_file": self._recipe.tls.ca_file,
         }
         self._folder.write_json(self._folder.endpoints_path, endpoints)
         self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
@@ -238,27 +244,25 @@ class Supervisor:
 
     def _check_tasks(self) -> None:
         """A prompt that nothing can score would be generated for and never trained on."""
-        tokens_file = self._recipe.auth.tokens_file
-        token = None if tokens_file is None else operator_token(tokens_file)
-        rewards = RewardClient(self._recipe.reward_url, token=token, retry_s=CALL_RETRY_S, timeout_s=CALL_TIMEOUT_S)
-        known = [reward.task for reward in rewards.rewards()]
-        for prompt in self._prompts:
-            if prompt.task not in known:
-                raise ConfigError(
-                    f"prompt {prompt.prompt_id!r} has the task {prompt.task!r}, which no reward scores; the reward "
-                    f"service knows {', '.join(known)}: correct the prompt, or give the task an entry in reward.tasks"
-                )
-
-    async def _start_training(self) -> None:
-        await self._crew.start(self._services.trainer())
-        for index in range(self._recipe.searcher.num_searchers):
-            await self._crew.start(self._services.searcher(index))
+        rewards = RewardClient(
+            self._recipe.reward_url,
+            token=self._token,
+            retry_s=CALL_RETRY_S,
+            timeout_s=CALL_TIMEOUT_S,
+            ca_file=self._recipe.tls.ca_file,
+        )
+        check_tasks(self._prompts, rewards.rewards())
 
     async def _watch_run(self, *, failed_lineage: int | None) -> None:
         num_steps = self._recipe.trainer.num_steps
         with progress_view(self._console, num_steps) as view:
             watcher = RunWatcher(
-                self._client, self._folder, view, num_steps=num_steps, silence_s=self._recipe.local.start_timeout_s
+                self._client,
+                self._folder,
+                view,
+                num_steps=num_steps,
+                silence_s=self._recipe.local.start_timeout_s,
+                on_run=lambda info: self._fleet.keep(info.searchers),
             )
             await watcher.until_over(failed_lineage=failed_lineage)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import TextIO
 
 from tba.api import LedgerEntry, RunInfo
@@ -22,16 +23,27 @@ class RunWatcher:
 
     Waits: for the state of the run to become `done` or `failed`; the deadline of the whole wait is the run itself, the
     deadline of silence is `silence_s` (wait `buffer-poll`).
+
+    Args:
+        on_run: is told of every look at the run, until it is over.
     """
 
     def __init__(
-        self, client: BufferClient, folder: RunFolder, view: ProgressView, *, num_steps: int, silence_s: float
+        self,
+        client: BufferClient,
+        folder: RunFolder,
+        view: ProgressView,
+        *,
+        num_steps: int,
+        silence_s: float,
+        on_run: Callable[[RunInfo], Awaitable[None]],
     ) -> None:
         self._client = client
         self._folder = folder
         self._view = view
         self._maker = SnapshotMaker(num_steps)
         self._silence_s = silence_s
+        self._on_run = on_run
         self._num_lines = 0
         self._last_entry: LedgerEntry | None = None
 
@@ -63,6 +75,7 @@ class RunWatcher:
                     return info
                 if info.state == "failed" and info.lineage != failed_lineage:
                     raise ChildError(f"the run failed: {info.state_reason or 'no reason was given'}")
+                await self._on_run(info)
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     def _poll(self, polls: TextIO) -> tuple[RunInfo, Snapshot]:

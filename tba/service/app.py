@@ -22,6 +22,8 @@ from tba.errors import BadRequestError, LimitError, UnavailableError
 from tba.service.auth import Authenticator, TokenGate
 from tba.service.openapi import install_openapi, problems
 from tba.service.problems import error_response, install_problem_handlers, problem_response
+from tba.service.strangers import Strangers
+from tba.service.waiting_room import ClosedConnections
 
 MAX_DISCARDED_BYTES = 64 * 2**20
 BODY_IDLE_S = 10.0
@@ -162,9 +164,10 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,  # the redirect would lead to whatever Host the client named
     )
-    app.add_middleware(TokenGate, auth=auth)
+    app.add_middleware(TokenGate, auth=auth, strangers=Strangers(registry))
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     app.state.auth = auth
+    registry.register(ClosedConnections())
     install_problem_handlers(app)
     install_openapi(app)
     build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "service"], registry=registry)

@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tba.errors import UnauthorizedError
 from tba.service.problems import error_response
+from tba.service.strangers import Strangers
+from tba.tokens import RoleTokens, TokensFile
 
 
 class ForbiddenError(UnauthorizedError):
@@ -24,16 +26,23 @@ class Authenticator:
     """Checks `Authorization: Bearer TOKEN` against the tokens of the allowed roles, in constant time.
 
     Args:
-        tokens: role -> token, or None to let everyone in (loopback only; `serve` checks).
+        tokens: role -> token, or the tokens file, which is followed; None lets everyone in (loopback only; `serve`
+            checks).
     """
 
-    def __init__(self, tokens: Mapping[str, str] | None) -> None:
-        self._tokens = None if tokens is None else dict(tokens)
+    def __init__(self, tokens: Mapping[str, str] | TokensFile | None) -> None:
+        self._file = tokens if isinstance(tokens, TokensFile) else None
+        self._fixed: RoleTokens | None = None
+        if tokens is not None and not isinstance(tokens, TokensFile):
+            self._fixed = {role: (token,) for role, token in tokens.items()}
 
     @property
     def enabled(self) -> bool:
         """Whether tokens are checked."""
-        return self._tokens is not None
+        return self._tokens() is not None
+
+    def _tokens(self) -> RoleTokens | None:
+        return self._fixed if self._file is None else self._file.tokens
 
     def role_of(self, authorization: str) -> str | None:
         """The role whose token an Authorization header carries; None where tokens are not checked.
@@ -41,15 +50,17 @@ class Authenticator:
         Raises:
             UnauthorizedError: no token or an unknown one.
         """
-        if self._tokens is None:
+        known = self._tokens()
+        if known is None:
             return None
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer" or not given:
             raise UnauthorizedError("no bearer token; send `Authorization: Bearer TOKEN`")
-        role = next((r for r, t in self._tokens.items() if hmac.compare_digest(t.encode(), given.encode())), None)
-        if role is None:
-            raise UnauthorizedError("the bearer token is not known here; check the tokens file of both sides")
-        return role
+        sent = given.encode()
+        for role, tokens in known.items():
+            if any(hmac.compare_digest(token.encode(), sent) for token in tokens):
+                return role
+        raise UnauthorizedError("the bearer token is not known here; check the tokens file of both sides")
 
     def require(self, *roles: str) -> Callable[[Request], Awaitable[None]]:
         """A FastAPI dependency that lets these roles pass; the operator may do whatever a viewer may.
@@ -70,15 +81,17 @@ class Authenticator:
 
 
 class TokenGate:
-    """Answers 401 under /v1 where no known token came, before anything of the body is read.
+    """Answers 401 under /v1 where no known token came, before anything of the body is read; slower to an address from
+    which many came.
 
     FastAPI reads a JSON body before it asks the dependencies; which role may do what stays with
     `Authenticator.require`.
     """
 
-    def __init__(self, app: ASGIApp, auth: Authenticator) -> None:
+    def __init__(self, app: ASGIApp, auth: Authenticator, strangers: Strangers) -> None:
         self.app = app
         self.auth = auth
+        self.strangers = strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -86,6 +99,10 @@ class TokenGate:
             try:
                 self.auth.role_of(Headers(scope=scope).get("authorization", ""))
             except UnauthorizedError as error:
-                await error_response(error)(scope, receive, send)
+                response = error_response(error)
+                await self.strangers.hold_up((scope.get("client") or ("unknown", 0))[0])
+                if self.strangers.is_flooded:
+                    response.headers["connection"] = "close"
+                await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)

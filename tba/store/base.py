@@ -37,6 +37,14 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def create_bucket(self) -> None:
+        """Make the place that the objects are in, where there is none.
+
+        Raises:
+            StoreUnavailableError: that is not allowed.
+        """
+        ...
+
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write an object.
 

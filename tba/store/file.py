@@ -43,6 +43,11 @@ class FileStore:
             self.put(key, b"tba", create_only=True)
             self.delete(key)
 
+    def create_bucket(self) -> None:
+        """Make the folder."""
+        with self._errors("make the folder of", ""):
+            self._make_folder(self._root)
+
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write an object."""
         self._write(key, lambda out: out.write(data), create_only=create_only)

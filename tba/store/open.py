@@ -11,8 +11,11 @@ from tba.store.base import ObjectStore, check_prefix
 from tba.store.file import FileStore
 
 
-def open_store(section: StoreSection) -> ObjectStore:
+def open_store(section: StoreSection, *, part_bytes: int | None = None) -> ObjectStore:
     """Open the store that `section.url` names; nothing is contacted yet (see `ObjectStore.check`).
+
+    Args:
+        part_bytes: size of the parts in which S3 is sent large files; default: as the store thinks best.
 
     Raises:
         ConfigError: the URL is neither `file://folder` nor `s3://bucket/prefix`, or the endpoint is not a URL.
@@ -35,5 +38,11 @@ def open_store(section: StoreSection) -> ObjectStore:
     from tba.store.s3 import S3Store  # boto3 takes 0.3 s to import
 
     return S3Store(
-        bucket=bucket, prefix=prefix, endpoint_url=endpoint, region=section.region, timeout_s=section.timeout_s
+        bucket=bucket,
+        prefix=prefix,
+        endpoint_url=endpoint,
+        region=section.region,
+        timeout_s=section.timeout_s,
+        ca_file=section.ca_file,
+        **({} if part_bytes is None else {"part_bytes": part_bytes}),
     )

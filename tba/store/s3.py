@@ -50,6 +50,7 @@ class S3Store:
         endpoint_url: str | None,
         region: str,
         timeout_s: float,
+        ca_file: str | None = None,
         part_bytes: int = _PART_BYTES,
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
@@ -65,7 +66,9 @@ class S3Store:
             max_pool_connections=2 * _NUM_CONNECTIONS,
         )
         try:
-            self._client = Session().client("s3", endpoint_url=endpoint_url, region_name=region, config=config)
+            self._client = Session().client(
+                "s3", endpoint_url=endpoint_url, region_name=region, config=config, verify=ca_file
+            )
         except (ValueError, *S3_ERRORS) as error:
             raise ConfigError(f"store {self.url} cannot be opened: {error}; check the [store] section") from error
         self._endpoint = self._client.meta.endpoint_url
@@ -94,6 +97,21 @@ class S3Store:
             f"the server at {self._endpoint} ignores `If-None-Match: *`, so that two trainers could overwrite each "
             "other's weight versions; use a server that honours it (docs/operations.md lists some)"
         )
+
+    def create_bucket(self) -> None:
+        """Make the bucket; one that is there already, and ours, is left as it is.
+
+        Raises:
+            StoreUnavailableError: the server does not allow it, or the name belongs to somebody else.
+        """
+        region = self._client.meta.region_name
+        place = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+
+        def create() -> None:
+            with contextlib.suppress(self._client.exceptions.BucketAlreadyOwnedByYou):
+                self._client.create_bucket(Bucket=self._bucket, **place)
+
+        self._call("create the bucket of", "", create)
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write an object."""

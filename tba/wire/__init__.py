@@ -2,7 +2,7 @@
 
 from tba.wire.batch import Batch, DrawnGroup, Group, RefusedRollout, decode_batch, encode_batch
 from tba.wire.document import RolloutDocument
-from tba.wire.heartbeat import Heartbeat, Wait, decode_heartbeat, encode_heartbeat
+from tba.wire.heartbeat import STARTED_AT_S, WAITED_S, Heartbeat, Wait, decode_heartbeat, encode_heartbeat
 from tba.wire.ids import new_id, new_rollout_id
 from tba.wire.manifest import Canary, Manifest, StoredObject, decode_manifest, encode_manifest
 from tba.wire.push import MAX_ROLLOUTS_PER_PUSH, check_push, decode_push, encode_push
@@ -17,6 +17,8 @@ from tba.wire.rollout import (
 
 __all__ = [
     "MAX_ROLLOUTS_PER_PUSH",
+    "STARTED_AT_S",
+    "WAITED_S",
     "Batch",
     "Canary",
     "DrawnGroup",

@@ -18,6 +18,11 @@ SCHEMA = 1
 MAX_HEARTBEAT_BYTES = 64 * 1024
 MAX_GAUGES = 256
 
+STARTED_AT_S = "started_at_s"
+"""Gauge of a trainer: when its process started, Unix seconds."""
+WAITED_S = "waited_s:"
+"""Gauges of a trainer: this and the name of a wait -> seconds that its process has waited so, since it started."""
+
 Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 

@@ -1,4 +1,4 @@
-"""Every chaos test runs CHAOS_TRIALS times (default 1; `make chaos` runs more) and prints what it counted."""
+"""Every chaos test runs CHAOS_TRIALS times (default 1; `make chaos-buffer` runs more) and prints what it counted."""
 
 from __future__ import annotations
 

@@ -165,3 +165,10 @@ def test_a_usable_store_passes_its_check_and_keeps_nothing_of_it(store: ObjectSt
     store.check()
     store.check(write=True)
     assert store.list("") == []
+
+
+def test_making_the_place_of_the_objects_again_changes_nothing(store: ObjectStore) -> None:
+    store.put("a", b"1")
+    store.create_bucket()
+    assert store.get("a") == b"1"
+    store.check(write=True)

@@ -20,7 +20,7 @@ from tba.errors import NotFoundError
 from tba.wire import encode_heartbeat, encode_push, encode_rollout
 from tba.wire.heartbeat import Heartbeat
 from tests.e2e.conftest import MakePlace
-from tests.support.buffer import make_rollout, start_lineage
+from tests.support.buffer import make_rollout, start_lineage, stored_run
 from tests.support.e2e import Services, start_services, until
 
 MAX_BODY_BYTES = 64 * 1024
@@ -110,7 +110,7 @@ def everything(services: Services) -> tuple[object, ...]:
     """Counts, run and ledger of the buffer; not the rates, which change by themselves."""
     client = BufferClient(services.recipe.buffer_url)
     try:
-        return client.stats().model_copy(update={"rates": None}), client.run(), client.ledger()
+        return client.stats().model_copy(update={"rates": None}), stored_run(client), client.ledger()
     finally:
         client.close()
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from tba.api import Stats
 from tba.service.problems import install_problem_handlers
 from tba.wire import encode_push
-from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tests.support.buffer import make_payloads, make_prompts, start_lineage, stored_run
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 
 JSON = {"content-type": "application/json"}
@@ -61,7 +61,7 @@ def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer
     client = buffer.client()
     client.upload_prompts(make_prompts(2, 2))
     token = start_lineage(client).token
-    before = client.run(), counts(client.stats())
+    before = stored_run(client), counts(client.stats())
     wrong = []
     for path, body in BODIES:
         content = json.dumps(body).replace("TOKEN", token)
@@ -69,7 +69,7 @@ def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer
         if reply.status_code != 422 or reply.json()["type"] != "urn:tba:problem:invalid-body":
             wrong.append((path, body, reply.status_code, reply.text))
     assert wrong == []
-    assert (client.run(), counts(client.stats())) == before
+    assert (stored_run(client), counts(client.stats())) == before
 
 
 def test_a_prompt_that_could_not_be_read_back_is_not_stored(serve_buffer: ServeBuffer) -> None:  # noqa: F811

@@ -18,6 +18,7 @@ from tba_buffer.promise import Promise
 from tba.api import LeaseRequest, MarkRequest
 from tba.clients import BufferClient
 from tba.errors import ConfigError, UnavailableError
+from tba.redis_access import RedisAccess
 from tests.support import redis_process
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import BufferThread
@@ -197,7 +198,7 @@ async def test_the_service_does_not_start_over_a_redis_that_promises_less(
     tmp_path: Path, options: tuple[str, ...], says: str
 ) -> None:
     redis = start_redis(tmp_path, options=options)
-    promise = Promise(redis.url, "always")
+    promise = Promise(RedisAccess(redis.url), "always")
     try:
         with pytest.raises(ConfigError, match=says):
             await promise.check_at_start()
@@ -209,7 +210,7 @@ async def test_the_service_does_not_start_over_a_redis_that_promises_less(
 async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_path: Path) -> None:
     """Redis says `appendonly yes` at once, but until the first rewrite has ended nothing is in the file."""
     redis = start_redis(tmp_path, options=("--appendonly", "no", "--appendfsync", "always", "--save", ""))
-    promise = Promise(redis.url, "always")
+    promise = Promise(RedisAccess(redis.url), "always")
     try:
         with Client.from_url(redis.url) as admin:
             for i in range(200):
@@ -227,7 +228,7 @@ async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_p
 async def test_the_first_rewrite_of_a_file_that_is_whole_refuses_nothing(tmp_path: Path) -> None:
     """It begins by itself once the file is large; neither a start nor a push waits for its end."""
     redis = start_redis(tmp_path)
-    promise = Promise(redis.url, "always")
+    promise = Promise(RedisAccess(redis.url), "always")
     try:
         with Client.from_url(redis.url) as admin:
             if int(str(admin.info("server")["redis_version"]).split(".")[0]) >= 7:
@@ -269,7 +270,7 @@ def test_pushes_go_on_while_the_file_is_rewritten(world: World, by_hand: bool) -
 
 async def test_a_file_that_was_turned_on_again_is_waited_for_although_there_was_one(tmp_path: Path) -> None:
     redis = start_redis(tmp_path)
-    promise = Promise(redis.url, "always")
+    promise = Promise(RedisAccess(redis.url), "always")
     try:
         with Client.from_url(redis.url) as admin:
             for i in range(200):

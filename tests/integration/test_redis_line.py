@@ -15,6 +15,7 @@ from tba_buffer import redis_line
 from tba_buffer.redis_line import RedisLine
 from tba_buffer.redis_link import connect
 
+from tba.redis_access import RedisAccess
 from tests.support.redis_process import RedisProcess, start_redis
 
 
@@ -40,7 +41,7 @@ async def redis(tmp_path: Path) -> AsyncIterator[RedisProcess]:
 
 @pytest.fixture
 async def client(redis: RedisProcess) -> AsyncIterator[Redis]:
-    connected = connect(redis.url, nothing_more)
+    connected = connect(RedisAccess(redis.url), nothing_more)
     yield connected
     await connected.aclose()
 
@@ -173,7 +174,7 @@ async def test_a_connection_that_ends_in_the_middle_of_the_replies_is_replaced_a
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    bare = connect(f"redis://127.0.0.1:{port}/0", no_handshake)
+    bare = connect(RedisAccess(f"redis://127.0.0.1:{port}/0"), no_handshake)
     line = RedisLine(bare)
     assert await line.run(("ECHO", "a"), ("ECHO", "b")) == [b"a", b"b"]
     assert num_connections == 2

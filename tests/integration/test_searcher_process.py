@@ -17,6 +17,7 @@ from tba.api import BatchRequest, EvalRequest, LeaseReply, LeaseRequest, Prompt,
 from tba.clients import BufferClient
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
+from tests.support.listening import listening_ports
 from tests.support.searcher_world import TIMEOUT_S, World, publish_version, sigterm, start_world
 from tests.support.tiny_model import make_tiny_model
 
@@ -81,9 +82,11 @@ def assert_trainer_agrees(rollouts: list[Rollout], folder: Path) -> None:
 
 def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_nothing_behind(make_world, models):
     world: World = make_world(searcher={"sampling_temperature": 0.8})
-    world.start_reward()
+    reward = world.start_reward()
     process = world.start_searcher()
     world.until(lambda: world.client.stats().num_scored >= 64, "64 scored rollouts")
+    assert listening_ports(reward.pid) == [world.recipe.reward.port]
+    assert listening_ports(process.pid) == [], "a searcher listens on nothing"
     rollouts = draw(world)
     assert len(rollouts) == 16
     assert {rollout.searcher_id for rollout in rollouts} == {"searcher-1"}

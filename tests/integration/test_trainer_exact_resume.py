@@ -86,7 +86,7 @@ def kill_at_a_random_call(run: TrainerProcesses, chance: random.Random, number: 
     code = run.end_of(process)
     killer[0].join()
     assert done.is_set()
-    assert code == (0 if number == signal.SIGTERM else -number), run.log(len(run.processes) - 1)
+    assert code == (128 + number if number == signal.SIGTERM else -number), run.log(len(run.processes) - 1)
 
 
 def test_kills_at_random_moments_change_no_bit_of_any_version(start_run: Callable[[str], TrainerProcesses]) -> None:

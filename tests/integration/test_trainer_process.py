@@ -26,6 +26,7 @@ from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Batch, encode_rollout
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack, write_recipe
+from tests.support.listening import listening_ports
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
 
@@ -131,6 +132,7 @@ def step_of(client: BufferClient) -> int:
 def test_a_run_that_is_killed_and_stopped_has_every_step_once_along_the_living_lineage(run: Run) -> None:
     first = run.start()
     run.until(lambda: run.client.run().checkpoint is not None and step_of(run.client) % 5 == 2)
+    assert listening_ports(first.pid) == [], "a trainer of one process listens on nothing"
     first.kill()
     first.wait()
     killed_at = run.client.run()
@@ -139,7 +141,7 @@ def test_a_run_that_is_killed_and_stopped_has_every_step_once_along_the_living_l
     second = run.start()
     run.until(lambda: run.client.run().lineage == 2 and step_of(run.client) >= resumed_from + 2)
     second.terminate()
-    assert second.wait(timeout=30) == 0, run.log(1)
+    assert second.wait(timeout=30) == 143, run.log(1)  # a Job must not count it as done
     stopped = run.client.run()
     assert stopped.state == "running"
     assert stopped.checkpoint == f"2-{stopped.step}"  # SIGTERM lost no step
@@ -208,7 +210,7 @@ def test_a_trainer_that_is_stopped_in_its_final_evaluation_can_be_resumed_to_the
     first = run.start("eval.timeout_s=600", "trainer.num_steps=6")
     run.until(lambda: any(wait.name == "final-evaluation" for wait in run.client.run().waits))
     first.terminate()
-    assert first.wait(timeout=30) == 0, run.log(0)
+    assert first.wait(timeout=30) == 143, run.log(0)
     stopped = run.client.run()
     assert (stopped.state, stopped.checkpoint) == ("running", "1-6")
     second = run.start("trainer.num_steps=6")

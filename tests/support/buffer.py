@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.api import LineageReply, LineageRequest, MarkRequest, Prompt, Split
+from tba.api import LineageReply, LineageRequest, MarkRequest, Prompt, RunInfo, Split
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
@@ -200,6 +200,13 @@ def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: 
     if mark:
         client.mark(MarkRequest(version=str(parent), token=lineage.token))
     return lineage
+
+
+def stored_run(client: BufferClient) -> RunInfo:
+    """The run without what changes by itself: the services, whose signs of life grow old."""
+    info = client.run()
+    components = [item for item in info.components if item.kind not in ("buffer", "reward")]
+    return info.model_copy(update={"components": components})
 
 
 def _is_ready(url: str) -> bool:

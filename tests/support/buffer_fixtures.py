@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,10 @@ class BufferThread:
         """A client that, by default, does not retry."""
         self._clients.append(BufferClient(self.url, token=token, retry_s=retry_s))
         return self._clients[-1]
+
+    def hold_little(self) -> None:
+        """From now on the system holds little of what a client has not read."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
 
     @property
     def is_alive(self) -> bool:

@@ -47,6 +47,18 @@ def test_evictions_are_shown_by_reason_and_waits_by_name() -> None:
     assert "  trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more" in lines
 
 
+def test_services_are_shown_with_their_reason_and_without_weights() -> None:
+    reward = {"component_id": "reward", "kind": "reward", "state": "not-ready", "version": None, "alive": True}
+    reward |= {"heartbeat_age_s": 1.0, "gauges": {}, "note": "the model is loading"}
+    gone = {**reward, "state": "unreachable", "alive": False, "heartbeat_age_s": 60.0, "note": None}
+    for component, line in (
+        (reward, "  reward: not-ready (the model is loading)"),
+        (gone, "  reward: unreachable  SILENT for 60 s"),
+    ):
+        info = RunInfo.model_validate({**INFO, "components": [component]})
+        assert line in status_lines(info, stats(), make_settings())
+
+
 def test_nothing_is_said_about_evictions_while_there_are_none() -> None:
     assert not any("evicted" in line for line in status_lines(RunInfo.model_validate(INFO), stats(), make_settings()))
 

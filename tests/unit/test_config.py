@@ -169,6 +169,14 @@ def load_recipe_of(text: str) -> Recipe:
             r"trainer\.compile = true is for one process, and trainer\.num_processes is 2;",
         ),
         ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
+        (
+            {**MINIMAL, "scaling": {"backend": "kubernetes"}},
+            r'backend = "kubernetes" needs the name of the Deployment .*; give scaling\.deployment',
+        ),
+        (
+            {**MINIMAL, "scaling": {"deployment": "Demo_Searcher"}},
+            r"'scaling\.deployment' has the value 'Demo_Searcher'",
+        ),
     ],
 )
 def test_a_wrong_recipe_names_key_value_and_remedy(document: dict, message: str) -> None:

@@ -49,7 +49,7 @@ def test_every_error_of_every_endpoint_is_a_problem_document() -> None:
 def test_the_table_of_problems_has_the_slugs_and_statuses_of_the_code() -> None:
     in_code = {kind.slug: kind.status for kind in vars(tba.errors).values() if _is_error(kind)}
     in_code |= {ForbiddenError.slug: ForbiddenError.status, "invalid-body": 422, "not-ready": 503, "internal": 500}
-    in_code |= {"method-not-allowed": 405}
+    in_code |= {"method-not-allowed": 405, "request-timeout": 408, "headers-too-large": 431}
     table = PAGE.read_text().partition("| slug | status | meaning |\n")[2].partition("\n\n")[0]
     in_docs: dict[str, int] = {}
     for line in table.splitlines()[1:]:

@@ -25,10 +25,11 @@ PATTERNS = (
 
 
 def waits_in_code() -> set[str]:
-    """Names of waits in the services and local mode."""
+    """Names of waits in the services, local mode, and what prepares a deployment."""
     names = set(WAIT_SENTENCES)
     names.update(f"run-{state}" for state in get_args(RunState) if state != "running")  # leases.py
-    for path in (*(ROOT / "services").glob("*/tba_*/**/*.py"), *(ROOT / "tba" / "local").glob("*.py")):
+    own = (path for part in ("cli", "folders", "local", "setup", "store") for path in (ROOT / "tba" / part).glob("*.py"))
+    for path in (*(ROOT / "services").glob("*/tba_*/**/*.py"), *own):
         text = path.read_text()
         for pattern in PATTERNS:
             names.update(re.findall(pattern, text))

@@ -13,13 +13,17 @@ from tba.errors import ChildError
 from tba.local.crew import Crew
 
 
+class FakeChild(SimpleNamespace):
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+
 async def not_over() -> bool:
     return False
 
 
 @pytest.mark.parametrize(
     ("code", "sentence"),
-    [(0, r"^trainer was stopped \(SIGTERM\) before the run was over"), (-9, r"^trainer died \(killed by SIGKILL\)")],
+    [(143, r"^trainer was stopped \(SIGTERM\) before the run was over"), (-9, r"^trainer died \(killed by SIGKILL\)")],
 )
 def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str) -> None:
     folder = cast("Any", SimpleNamespace(log_path=lambda name: Path(f"{name}.log")))
@@ -35,7 +39,7 @@ def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str) -
     async def watch() -> None:
         exit_code = asyncio.get_running_loop().create_future()
         exit_code.set_result(code)
-        child = cast("Any", SimpleNamespace(name="trainer", tail=[], exit_code=exit_code))
+        child = cast("Any", FakeChild(name="trainer", tail=[], exit_code=exit_code))
         crew._ended.put_nowait(child)
         await crew.watch()
 

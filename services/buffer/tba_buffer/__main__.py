@@ -12,17 +12,18 @@ def run(recipe: Recipe) -> None:
     """Check Redis, then serve until SIGTERM.
 
     Raises:
-        ConfigError: Redis cannot be reached or could lose data, or the address cannot be used.
+        ConfigError: Redis cannot be reached or could lose data, or the address or the Kubernetes API cannot be
+            used.
     """
     from tba.service import serve
-    from tba.tokens import load_tokens
+    from tba.tokens import server_tokens
     from tba_buffer.app import build_app
     from tba_buffer.buffer import check_redis
 
-    tokens = load_tokens(recipe.auth.tokens_file)
+    tokens = server_tokens(recipe.auth.tokens_file)
     app = build_app(recipe, tokens)
     check_redis(recipe)
-    serve(app, host=recipe.buffer.host, port=recipe.buffer.port, tokens=tokens)
+    serve(app, host=recipe.buffer.host, port=recipe.buffer.port, tokens=tokens, tls=recipe.tls)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,26 @@ from prometheus_client import CollectorRegistry
 
 from tba.config import Recipe
 from tba.service import Authenticator, create_app
+from tba.tokens import TokensFile
 from tba_buffer.buffer import Buffer
 from tba_buffer.request_times import RequestTimes
 from tba_buffer.routes import (
     batches,
     evals,
+    events,
     lineages,
     prompts,
     rollout_views,
     rollouts,
     run,
     scores,
+    searchers,
     settings,
     snapshots,
 )
 
 
-def build_app(recipe: Recipe, tokens: Mapping[str, str] | None) -> FastAPI:
+def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
     """The application; Redis is first read when it starts.
 
     Args:
@@ -56,6 +59,7 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | None) -> FastAPI:
     )
     app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
     # requests try the routes in this order: what is asked most comes first
-    for routes in (rollouts, batches, run, prompts, evals, lineages, rollout_views, scores, settings, snapshots):
+    seldom = (rollout_views, scores, settings, searchers, snapshots, events)
+    for routes in (rollouts, batches, run, prompts, evals, lineages, *seldom):
         app.include_router(routes.router(buffer, auth))
     return app

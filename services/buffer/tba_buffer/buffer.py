@@ -17,10 +17,11 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
 
-from tba.api import RunInfo, Stats
+from tba.api import ComponentInfo, RunInfo, Stats
 from tba.config import Recipe
 from tba.errors import UnavailableError
 from tba.logs import get_logger
+from tba.redis_access import redis_access
 from tba_buffer import replica
 from tba_buffer.acks import Acks
 from tba_buffer.admission import Admission
@@ -29,6 +30,8 @@ from tba_buffer.components import Components
 from tba_buffer.context import Context
 from tba_buffer.draws import Draws
 from tba_buffer.evals import Evals
+from tba_buffer.event_changes import Look
+from tba_buffer.events import Events
 from tba_buffer.evictor import Evictor
 from tba_buffer.glance import Glances
 from tba_buffer.keys import Keys
@@ -40,10 +43,12 @@ from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import refused_writes
 from tba_buffer.rescore import Rescoring
 from tba_buffer.reward_link import RewardLink
+from tba_buffer.reward_probe import RewardProbe
 from tba_buffer.rollout_views import RolloutViews
 from tba_buffer.rollouts import Rollouts
 from tba_buffer.run_state import RunControl
 from tba_buffer.samples import Samples
+from tba_buffer.scaling import Scaling
 from tba_buffer.scorer import Scorer
 from tba_buffer.scoring import Scoring
 from tba_buffer.scripts import Scripts
@@ -54,6 +59,8 @@ from tba_buffer.view import IndexView
 
 UPKEEP_S = 1.0
 STOP_TIMEOUT_S = 5.0
+SETTINGS_FOLLOWED = 20
+"""So many of the newest changes of live settings are looked at for where they take effect."""
 log = get_logger("buffer")
 
 
@@ -67,7 +74,7 @@ class Buffer:
     """
 
     def __init__(self, recipe: Recipe, registry: CollectorRegistry, *, clock: Callable[[], float] = time.time) -> None:
-        promise = Promise(recipe.buffer.redis_url, recipe.buffer.appendfsync)
+        promise = Promise(redis_access(recipe), recipe.buffer.appendfsync)
         self.context = Context(
             recipe=recipe,
             redis=promise.redis,
@@ -82,6 +89,7 @@ class Buffer:
         self.view.on_rebuilt = self._reread
         self.run = RunControl(self.context)
         self.components = Components(self.context)
+        self.scaling = Scaling(self.context, run=self.run, components=self.components)
         self.evals = Evals(self.context, self.catalog)
         self.evictor = Evictor(self.context, self.view, self.lineages, self.run)
         self.base = BaseWriter(self.context, min_tail=recipe.buffer.max_tail_events)
@@ -109,13 +117,18 @@ class Buffer:
             evictor=self.evictor,
             components=self.components,
         )
+        self.reward_probe = RewardProbe(recipe)
+        self.components.services += [self._component, self.reward_probe.info]
         self.metrics = Metrics(
             registry,
             stats=self.stats_reader,
             components=self.components,
             catalog=self.catalog,
+            run=self.run,
+            searchers_wanted=self.scaling.wanted,
             promise_problem=lambda: self.context.promise.problem,
         )
+        self.events = Events(self._look, registry)
         self._upkeep: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._not_ready: str | None = "starting: reading the log from Redis"
@@ -138,11 +151,16 @@ class Buffer:
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
         await self.snapshots.start()
         self.scorer.start()
+        self.scaling.start()
+        self.reward_probe.start()
 
     async def stop(self) -> None:
         """End the upkeep and close the connections."""
         self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
+        await self.events.stop()
+        await self.reward_probe.stop()
         await self.scorer.stop()
+        await self.scaling.stop()
         await self.snapshots.stop()
         if self._upkeep is not None:
             await asyncio.wait([self._upkeep], timeout=STOP_TIMEOUT_S)
@@ -193,6 +211,30 @@ class Buffer:
             evals=evals,
             best=best,
             origin=await self.snapshots.origin(),
+            searchers=await self.scaling.searchers(fields.state, components),
+        )
+
+    async def _look(self) -> Look:
+        info = await self.run_info()
+        newest = await self.settings.info(after=max(0, self.settings.revision - SETTINGS_FOLLOWED))
+        return Look(info, newest.changes)
+
+    def _component(self) -> ComponentInfo:
+        """This service itself."""
+        problem = self._not_ready or self.rollouts.refuse_reason or self.view.problem
+        state = "starting" if self._not_ready else "refusing" if problem else "serving"
+        if self.snapshots.is_saving and problem is None:
+            state = "saving"
+        return ComponentInfo(
+            component_id="buffer",
+            kind="buffer",
+            state=state,
+            version=None,
+            alive=True,
+            heartbeat_age_s=0.0,
+            gauges={},
+            wait=self.components.held_wait(),
+            note=problem,
         )
 
     async def _reread(self) -> None:
@@ -233,7 +275,7 @@ def check_redis(recipe: Recipe) -> None:
     """
 
     async def check() -> None:
-        promise = Promise(recipe.buffer.redis_url, recipe.buffer.appendfsync)
+        promise = Promise(redis_access(recipe), recipe.buffer.appendfsync)
         try:
             await promise.check_at_start()
             await read_live(promise.redis, Keys(recipe.run.name), recipe)

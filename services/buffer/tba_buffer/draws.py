@@ -100,7 +100,9 @@ class Draws:
                         raise
                     if held is None or held.name != busy.wait:
                         held_waits.close()
-                        held = held_waits.enter_context(self._components.waiting(owner, busy.wait, deadline_s))
+                        held = held_waits.enter_context(
+                            self._components.waiting(owner, busy.wait, deadline_s, kind="trainer")
+                        )
                     await context.changed.wait(changed, min(left_s, POLL_S))
 
     async def _attempt(self, request: BatchRequest) -> Drawn:

@@ -43,6 +43,8 @@ the pieces of a base that was never completed expire by themselves.
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
 |                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
+| trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | waited                |
+|                 |        | JSON of what that trainer had waited when it was last counted     |                       |
 | announced       | hash   | every version that a mark announced -> log position of that mark  | mark                  |
 | open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw, ack, glance,    |
 |                 |        |                                                                   | lineage               |
@@ -62,14 +64,20 @@ the pieces of a base that was never completed expire by themselves.
 | effects         |        |                                                                   |                       |
 | settings_       | hash   | request id -> revision that it made                               | settings              |
 | requests        |        |                                                                   |                       |
+| scaling         | hash   | revision of the wish for searchers; wanted, how many (absent: as  | scale,                |
+|                 |        | the recipe or chart says); own, asserted, asserting (keeper.py)   | scaling/              |
+| scaling_changes | list   | JSON lines, one per revision, oldest first: who wanted how many   | scale                 |
+| scaling_reached | hash   | revision -> JSON of when so many searchers were alive             | scaling/              |
+| scaling_        | hash   | request id -> revision that it made                               | scale                 |
+| requests        |        |                                                                   |                       |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
 Counters: log_position (of the last event); evicted_number (of the last eviction); generated, loaded (from a snapshot),
 scored_total, pushed:<outcome>, refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome>
 (ever); inflight (rollouts that open train leases still owe); drawn, void (rollouts drawn; of those, in batches that
 became void), trained, batches; skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches);
-slots:<what>; leases:<what>; marks; scored_at_mark. What is stored now (live, by status, bytes) is not counted: the
-index knows.
+scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks; scored_at_mark. What is
+stored now (live, by status, bytes) is not counted: the index knows.
 """
 
 from __future__ import annotations
@@ -111,6 +119,7 @@ class Keys:
         self.lineage_requests = self._prefix + "lineage_requests"
         self.run = self._prefix + "run"
         self.components = self._prefix + "components"
+        self.trainer_waits = self._prefix + "trainer_waits"
         self.open_batches = self._prefix + "open_batches"
         self.open_steps = self._prefix + "open_steps"
         self.batches_since_mark = self._prefix + "batches_since_mark"
@@ -120,6 +129,10 @@ class Keys:
         self.settings_changes = self._prefix + "settings_changes"
         self.settings_effects = self._prefix + "settings_effects"
         self.settings_requests = self._prefix + "settings_requests"
+        self.scaling = self._prefix + "scaling"
+        self.scaling_changes = self._prefix + "scaling_changes"
+        self.scaling_reached = self._prefix + "scaling_reached"
+        self.scaling_requests = self._prefix + "scaling_requests"
         self.ledger_steps = self._prefix + "ledger_steps"
 
     def batch(self, batch_id: str) -> str:

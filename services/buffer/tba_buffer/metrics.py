@@ -8,22 +8,31 @@ lists the metrics, and a test holds the two together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tba.api import ComponentInfo, RunState, WaitInfo
 from tba.versions import PolicyVersion
+from tba_buffer.component_gauges import gauge_families
+from tba_buffer.component_metrics import component_families
 from tba_buffer.components import Components
+from tba_buffer.draws import WAIT_SENTENCES
 from tba_buffer.prompts import Catalog
 from tba_buffer.request_times import RequestMetrics
+from tba_buffer.run_state import RunControl
 from tba_buffer.stats import LEASE_EVENTS, PUSH_OUTCOMES, Levels, StatsReader
 
 AGE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WAITS_SHOWN = 30
+BATCH_WAIT = "batch"
 OTHER_WAITS = "other"
+DATA_WAITS = (BATCH_WAIT, *WAIT_SENTENCES)
+"""What a trainer that waits for a batch may wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +41,12 @@ class Reading:
 
     levels: Levels
     by_length: Mapping[str, int]
-    waits: Mapping[str, int]
-    alive: Mapping[str, int]
+    mean_reward_recent: float | None
+    components: Sequence[ComponentInfo]
+    waits: Sequence[WaitInfo]
+    trainer_waited_s: Mapping[str, float]
+    state: RunState
+    searchers_wanted: int | None
 
 
 class Metrics(Collector):
@@ -44,6 +57,8 @@ class Metrics(Collector):
         stats: the counts.
         components: who is alive, and who waits.
         catalog: the prompts.
+        run: the state of the run.
+        searchers_wanted: how many searchers there should be; None: nobody says.
         promise_problem: why Redis cannot keep what it acknowledges, or None.
     """
 
@@ -54,11 +69,15 @@ class Metrics(Collector):
         stats: StatsReader,
         components: Components,
         catalog: Catalog,
+        run: RunControl,
+        searchers_wanted: Callable[[], Awaitable[int | None]],
         promise_problem: Callable[[], str | None],
     ) -> None:
         self._stats = stats
         self._components = components
         self._catalog = catalog
+        self._run = run
+        self._searchers_wanted = searchers_wanted
         self._promise_problem = promise_problem
         self._reading: Reading | None = None
         self._redis_answers = False
@@ -73,12 +92,17 @@ class Metrics(Collector):
         """
         self._redis_answers = False
         levels = await self._stats.levels()
+        detail = self._stats.detail(levels)
         infos, waits = await self._components.read()
         self._reading = Reading(
             levels=levels,
-            by_length=self._stats.detail(levels).stored.by_length,
-            waits=shown_waits(Counter(wait.name for wait in waits)),
-            alive=Counter(info.kind for info in infos if info.alive),
+            by_length=detail.stored.by_length,
+            mean_reward_recent=detail.mean_reward_recent,
+            components=infos,
+            waits=waits,
+            trainer_waited_s=await self._components.trainer_waits.totals(),
+            state=(await self._run.read()).state,
+            searchers_wanted=await self._searchers_wanted(),
         )
         self._redis_answers = True
 
@@ -91,6 +115,9 @@ class Metrics(Collector):
         if self._reading is not None:
             yield from _counters(self._reading.levels)
             yield from _gauges(self._reading)
+            yield from _run(self._reading)
+            yield from component_families(self._reading.components, self._reading.waits)
+            yield from gauge_families(self._reading.components)
             yield from self._prompts(self._reading.levels)
 
     def _prompts(self, levels: Levels) -> Iterator[Metric]:
@@ -164,6 +191,10 @@ def _gauges(reading: Reading) -> Iterator[Metric]:
     for length, number in reading.by_length.items():
         by_length.add_metric([length], number)
     yield by_length
+    recent = GaugeMetricFamily("tba_buffer_mean_reward_recent", "Mean reward of the recent part of the buffer")
+    if reading.mean_reward_recent is not None:
+        recent.add_metric([], reading.mean_reward_recent)
+    yield recent
     for name, value, text in (
         ("tba_buffer_payload_bytes", index.payload_bytes, "Bytes of the stored rollouts, as pushed"),
         ("tba_buffer_index_bytes", index.memory_bytes(), "Memory of the index"),
@@ -176,13 +207,30 @@ def _gauges(reading: Reading) -> Iterator[Metric]:
         version.add_metric(["buffer"], PolicyVersion.parse(levels.latest_version).step)
     yield version
     waits = GaugeMetricFamily("tba_waits", "Who waits now, by the name of the wait", labels=["name"])
-    for name, number in reading.waits.items():
+    for name, number in shown_waits(Counter(wait.name for wait in reading.waits)).items():
         waits.add_metric([name], number)
     yield waits
-    alive = GaugeMetricFamily("tba_components_alive", "Components with a recent heartbeat, by kind", labels=["kind"])
-    for kind, number in reading.alive.items():
-        alive.add_metric([kind], number)
-    yield alive
+
+
+def _run(reading: Reading) -> Iterator[Metric]:
+    yield GaugeMetricFamily("tba_run_step", "Last acked step of the living lineage", value=reading.levels.trainer.step)
+    states = GaugeMetricFamily("tba_run_state", "1 for the state that the run is in", labels=["state"])
+    for state in get_args(RunState):
+        states.add_metric([state], state == reading.state)
+    yield states
+    waited = CounterMetricFamily(
+        "tba_trainer_wait_seconds", "Time that trainers have waited, by the name of the wait", labels=["name"]
+    )
+    # a rate needs a first value: the waits for data are there from the beginning
+    for name, waited_s in {**dict.fromkeys(DATA_WAITS, 0.0), **reading.trainer_waited_s}.items():
+        waited.add_metric([name], waited_s)
+    yield waited
+    wanted = GaugeMetricFamily("tba_searchers_wanted", "Searchers that there should be")
+    if reading.searchers_wanted is not None:
+        wanted.add_metric([], reading.searchers_wanted)
+    yield wanted
+    failures = reading.levels.group("scaling_failures")
+    yield _by("tba_scaling_failures", "Attempts to change the number of searchers that failed", "reason", failures)
 
 
 def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:

@@ -15,11 +15,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from redis.exceptions import BusyLoadingError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
 
 from tba.errors import ConfigError, UnavailableError
+from tba.redis_access import RedisAccess
 from tba_buffer.redis_line import RedisLines
-from tba_buffer.redis_link import BytesRedis, connect, redis_errors, refused_writes
+from tba_buffer.redis_link import BytesRedis, connect, redis_errors, refused_writes, why_unreachable
 
 NUM_LINES = 8
 LOADING_TIMEOUT_S = 300.0
@@ -34,21 +35,21 @@ class Promise:
     """The promise of one Redis.
 
     Args:
-        redis_url: where it is.
+        access: where it is.
         appendfsync: the least that it must promise (buffer.appendfsync).
 
     Raises:
         ConfigError: the URL is not one of Redis.
     """
 
-    def __init__(self, redis_url: str, appendfsync: str) -> None:
-        self._url = redis_url
+    def __init__(self, access: RedisAccess, appendfsync: str) -> None:
+        self._url = access.shown
         self._appendfsync = appendfsync
         self._num_connections = 0
         self._num_connections_checked = -1
         self._rewrite_must_end = False
         self._checking = asyncio.Lock()
-        self.redis: BytesRedis = connect(redis_url, self._on_connect)
+        self.redis: BytesRedis = connect(access, self._on_connect)
         self.lines = RedisLines(self.redis, NUM_LINES)
         self.broken: str | None = None
         """Why nothing may be written."""
@@ -104,9 +105,14 @@ class Promise:
                 waiting_for = self.broken
             except BusyLoadingError:
                 waiting_for = "it is loading its file"
+            except AuthenticationError as error:
+                raise ConfigError(
+                    f"Redis at {self._url} refuses the password ({error}); correct buffer.redis_password_file, or the "
+                    "password in buffer.redis_url"
+                ) from None
             except RedisError as error:
                 raise ConfigError(
-                    f"Redis at {self._url} cannot be reached ({type(error).__name__}); start it, or correct "
+                    f"Redis at {self._url} cannot be reached ({why_unreachable(error)}); start it, or correct "
                     "buffer.redis_url"
                 ) from None
             if time.monotonic() > deadline_s:

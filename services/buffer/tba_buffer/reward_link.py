@@ -20,7 +20,7 @@ from tba.clients import RewardClient
 from tba.errors import BadReplyError, BusyError, ServiceError, UnavailableError
 from tba.logs import get_logger
 from tba.threads import in_thread
-from tba.tokens import load_tokens
+from tba.tokens import client_token, load_tokens
 from tba_buffer.components import Components, HeldWait
 from tba_buffer.context import Context
 
@@ -61,13 +61,17 @@ class RewardLink:
 
     def __init__(self, context: Context, components: Components) -> None:
         recipe = context.recipe
-        token = (load_tokens(recipe.auth.tokens_file) or {}).get("searcher")
+        tokens_file, ca_file = recipe.auth.tokens_file, recipe.tls.ca_file
+        is_known = "searcher" in (load_tokens(tokens_file) or {})
+        token = client_token(tokens_file, "searcher") if is_known else None
         self._components = components
         items_s = ATTEMPT_S + 2 * recipe.reward.item_timeout_s
         # a scorer may have a longer deadline of its own; the service answers by this one
         self._attempt_s = max(items_s, recipe.reward.request_deadline_s + SLACK_S)
-        self._client = RewardClient(recipe.reward_url, token=token, retry_s=0.0, timeout_s=self._attempt_s)
-        self._quick = RewardClient(recipe.reward_url, token=token, retry_s=0.0, timeout_s=QUICK_S)
+        self._client = RewardClient(
+            recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=self._attempt_s
+        )
+        self._quick = RewardClient(recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=QUICK_S)
         self._max_items = self._num_items = min(recipe.buffer.score_max_rollouts, recipe.reward.max_items)
         self._pause_s = MIN_PAUSE_S
         self._held: HeldWait | None = None

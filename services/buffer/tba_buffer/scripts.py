@@ -38,6 +38,8 @@ NAMES = (
     "ack",
     "adopt",
     "settings",
+    "scale",
+    "waited",
 )
 PRELUDES = {"lease": ("release", "effects"), "return": ("release",), "draw": ("effects",), "ack": ("effects",)}
 

@@ -11,11 +11,11 @@ from tba.main import service_main
 def run(recipe: Recipe) -> None:
     """Serve until SIGTERM."""
     from tba.service import serve
-    from tba.tokens import load_tokens
+    from tba.tokens import server_tokens
     from tba_reward.app import build_app
 
-    tokens = load_tokens(recipe.auth.tokens_file)
-    serve(build_app(recipe, tokens=tokens), host=recipe.reward.host, port=recipe.reward.port, tokens=tokens)
+    tokens, section = server_tokens(recipe.auth.tokens_file), recipe.reward
+    serve(build_app(recipe, tokens=tokens), host=section.host, port=section.port, tokens=tokens, tls=recipe.tls)
 
 
 if __name__ == "__main__":  # worker processes import this module again

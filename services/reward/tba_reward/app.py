@@ -15,6 +15,7 @@ from tba.api.scores import ScorerInfo
 from tba.config import Recipe
 from tba.errors import UnavailableError
 from tba.service import Authenticator, create_app, problems, raw_body
+from tba.tokens import TokensFile
 from tba_reward.cache import ScoreCache
 from tba_reward.composition import Composition
 from tba_reward.metrics import Metrics
@@ -28,7 +29,7 @@ from tba_reward.workers.pool import WorkerPool
 _DISCONNECT_POLL_S = 0.5
 
 
-def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | None) -> FastAPI:
+def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
     """The application.
 
     Raises:

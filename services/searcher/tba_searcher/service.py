@@ -1,17 +1,20 @@
-"""Start of a searcher: first version, engine, loop; and its end on SIGTERM or when the run is over."""
+"""Start of a searcher: first version, engine, loop; and its end on SIGTERM, or when the run is over, unless it is to
+wait for a trainer that goes on with the run."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tba.api import LeaseRequest, LeaseReturn
+from tba.api import LeaseReply, LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
@@ -19,7 +22,7 @@ from tba.logs import get_logger
 from tba.model_folder import check_embedding_model
 from tba.store import open_store
 from tba.threads import in_thread
-from tba.tokens import role_token
+from tba.tokens import client_token
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_searcher.delivery import Delivery
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 
 CLIENT_RETRY_S = 1.0
 CLIENT_TIMEOUT_S = 15.0
+IDLE_S = 2.0
+"""How often an idle searcher asks whether the run goes on."""
+OVER = ("done", "failed")
 REWARD_SLACK_S = 5.0
 """Beyond the deadline that the reward service has for a request: it is the one that gives up."""
 T = TypeVar("T")
@@ -110,14 +116,15 @@ class Links:
         Raises:
             ConfigError: the tokens file cannot be used.
         """
-        token = role_token(recipe.auth.tokens_file, "searcher")
+        token, ca_file = client_token(recipe.auth.tokens_file, "searcher"), recipe.tls.ca_file
         patience = {"retry_s": CLIENT_RETRY_S, "timeout_s": CLIENT_TIMEOUT_S}
         return cls(
-            buffer=BufferClient(recipe.buffer_url, token=token, **patience),
-            beats=BufferClient(recipe.buffer_url, token=token, retry_s=0, timeout_s=5),
+            buffer=BufferClient(recipe.buffer_url, token=token, ca_file=ca_file, **patience),
+            beats=BufferClient(recipe.buffer_url, token=token, ca_file=ca_file, retry_s=0, timeout_s=5),
             reward=RewardClient(
                 recipe.reward_url,
                 token=token,
+                ca_file=ca_file,
                 retry_s=CLIENT_RETRY_S,
                 timeout_s=recipe.reward.request_deadline_s + REWARD_SLACK_S,
             ),
@@ -147,8 +154,9 @@ class Searcher:
         self._waits = Waits()
         self._status = Status(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
         self._buffer, self._beats, self._reward = links.buffer, links.beats, links.reward
-        self._versions, self._folder = WeightVersions(open_store(recipe.store), recipe.run.name), folder
-        self._pulled = PulledVersions(self._versions, folder)
+        self._versions, self._num_starts = WeightVersions(open_store(recipe.store), recipe.run.name), 1
+        self._folder = folder / "start-1"
+        self._pulled = PulledVersions(self._versions, self._folder)
 
     @property
     def status(self) -> Status:
@@ -156,23 +164,50 @@ class Searcher:
         return self._status
 
     async def run(self) -> None:
-        """Start, run, stop.
+        """Start, run, stop; where `searcher.when_over` is "wait", again as often as the run goes on after its end.
 
         Raises:
             TbaError: it cannot start, or a service stayed away beyond its deadline.
         """
         log.info("searcher starts", searcher_id=self._status.searcher_id, buffer=self._recipe.buffer_url)
-        start = asyncio.create_task(self._start())
+        while True:
+            loop = await self._unless_stopped(self._start())
+            if loop is not None:
+                await loop.run()
+            if self._stop.is_set() or self._recipe.searcher.when_over == "exit":
+                break
+            loop = None  # the model goes with it
+            self._let_go()
+            log.info("searcher is idle", searcher_id=self._status.searcher_id)
+            await self._unless_stopped(self._until_the_run_goes_on())
+            if self._stop.is_set():
+                break
+            log.info("the run goes on", searcher_id=self._status.searcher_id)
+            self._status.begin_anew("starting")
+        log.info("searcher ends", searcher_id=self._status.searcher_id)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, with heartbeats meanwhile; None when the searcher is told to stop before."""
+        task = asyncio.create_task(work)
         beats, stop = asyncio.create_task(self._beat_while_starting()), asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
-            loop = await start if start.done() else None
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
         finally:
-            for task in (start, beats, stop):
-                task.cancel()
-        if loop is not None:
-            await loop.run()
-        log.info("searcher ends", searcher_id=self._status.searcher_id)
+            for other in (task, beats, stop):
+                other.cancel()
+
+    def _let_go(self) -> None:
+        """Nothing of the run that is over is kept: neither weights nor files, only which versions are damaged."""
+        self._status.begin_anew("idle")
+        refused, old = self._pulled.refused, self._folder
+        self._num_starts += 1
+        # a folder of its own: a pull that was given up may still write into the old one
+        self._folder = old.with_name(f"start-{self._num_starts}")
+        self._pulled = PulledVersions(self._versions, self._folder)
+        self._pulled.refused |= refused
+        shutil.rmtree(old, ignore_errors=True)
+        gc.collect()
 
     async def _start(self) -> SearcherLoop | None:
         """Wait for the first version that passes its checks; None when the run is over before."""
@@ -196,17 +231,11 @@ class Searcher:
                 await asyncio.sleep(1.0)
 
     async def _first_version(self) -> PolicyVersion | None:
-        """The newest version as a lease reply names it; leases that come along are given back at once."""
+        """The newest version; None when the run is over."""
         retry_s = self._recipe.searcher.retry_s
         while True:
-            request = LeaseRequest(searcher_id=self._status.searcher_id, max_leases=1)
-            reply = await self._ask(lambda request=request: self._buffer.lease(request))
-            if reply.leases:
-                back = LeaseReturn(
-                    searcher_id=self._status.searcher_id, lease_ids=[lease.lease_id for lease in reply.leases]
-                )
-                await self._ask(lambda back=back: self._buffer.return_leases(back))
-            if reply.run_state in ("done", "failed"):
+            reply = await self._look()
+            if reply.run_state in OVER:
                 log.info("run is over", run_state=reply.run_state)
                 return None
             version = None if reply.latest_version is None else PolicyVersion.parse(reply.latest_version)
@@ -217,6 +246,28 @@ class Searcher:
                 log.warning("wait renewed", wait="no-version", deadline_s=retry_s)
                 self._waits.end("start")
             await asyncio.sleep(max(reply.retry_after_s, 0.2))
+
+    async def _look(self) -> LeaseReply:
+        """Newest version and state of the run, as a lease reply names them; leases that come along are given back."""
+        request = LeaseRequest(searcher_id=self._status.searcher_id, max_leases=1)
+        reply = await self._ask(lambda: self._buffer.lease(request))
+        if reply.leases:
+            lease_ids = [lease.lease_id for lease in reply.leases]
+            back = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
+            await self._ask(lambda: self._buffer.return_leases(back))
+        return reply
+
+    async def _until_the_run_goes_on(self) -> None:
+        """Wait, without a model, for a trainer that goes on with the run."""
+        while True:
+            reply = await self._look()
+            if reply.run_state not in OVER:
+                self._waits.end("start")
+                return
+            # the buffer is well, so the wait is renewed at its deadline; for days, perhaps, so that is not logged
+            if self._waits.begin("start", f"run-{reply.run_state}", self._recipe.searcher.retry_s) <= 0:
+                self._waits.end("start")
+            await asyncio.sleep(IDLE_S)
 
     async def _ask(self, call: Callable[[], T]) -> T:
         return await patiently(

@@ -29,7 +29,8 @@ COUNTERS = (
 class Status:
     """Counters since the start of the process and the current state.
 
-    `state` is one of starting, running, evaluating, draining, ended, failed (the engine died).
+    `state` is one of starting, running, evaluating, draining, ended, failed (the engine died), idle (the run is over,
+    and `searcher.when_over` is "wait").
     """
 
     def __init__(self, *, searcher_id: str, run: str, waits: Waits) -> None:
@@ -48,6 +49,12 @@ class Status:
         """How long the last change of weights held up decoding."""
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
+
+    def begin_anew(self, state: str) -> None:
+        """The loop has ended, and the process goes on: nothing is held or waited for."""
+        self.state, self.version, self.weight_load_s = state, None, None
+        self.num_unpushed = self.num_active = self.num_waiting = self.num_queued = 0
+        self.waits.clear()
 
     def beat(self) -> Heartbeat:
         """The heartbeat as of now; `tokens_per_s` is the rate since the previous one."""

@@ -44,6 +44,10 @@ class Waits:
         """`owner` no longer waits."""
         self._entries.pop(owner, None)
 
+    def clear(self) -> None:
+        """Nobody waits any more: the tasks are gone."""
+        self._entries.clear()
+
     def current(self) -> Wait | None:
         """The wait that began first."""
         if not self._entries:

@@ -7,11 +7,11 @@ from tba.main import service_main
 from tba_trainer.parallel.leaving import leave
 
 
-def run(recipe: Recipe) -> None:
-    """Run one trainer until the run is over, SIGTERM, or an error."""
+def run(recipe: Recipe) -> int:
+    """Run one trainer until the run is over, SIGTERM, or an error; returns the exit code."""
     from tba_trainer.run import run_trainer
 
-    run_trainer(recipe)
+    return run_trainer(recipe)
 
 
 if __name__ == "__main__":

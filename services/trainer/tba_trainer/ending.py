@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from tba.api import RunCommand
 from tba.clients import BufferClient
@@ -23,6 +24,8 @@ from tba_trainer.startup import Session
 from tba_trainer.status import Status
 
 _RETRY_PAUSE_S = 1.0
+End = Literal["done", "stopped"]
+"""How a trainer ends without an error: the run is over, or it was told to stop before and the run can be resumed."""
 log = get_logger("ending")
 
 
@@ -66,6 +69,7 @@ class Ending:
         progress, saver = self._progress, self._saver
         if holds_checkpoints(self._recipe.trainer.guards, progress.guards):
             log.warning("stopped_without_checkpoint", step=progress.step, resume_from=str(saver.saved))
+            self._status.set_state("stopped")
             return
         try:
             saver.save()
@@ -74,9 +78,10 @@ class Ending:
                 f"stopped at step {progress.step} without a checkpoint of it ({error}); a resume repeats the steps "
                 f"after {saver.saved.step}"
             ) from None
+        self._status.set_state("stopped")
         log.info("stopped", version=str(progress.version))
 
-    def finish(self) -> None:
+    def finish(self) -> End:
         """The run is over: publish, checkpoint, evaluate, export, done. Told to stop before that, it can be resumed."""
         progress = self._progress
         progress.stop_clock()
@@ -93,11 +98,12 @@ class Ending:
                 self._until_stored("the export", self._export)
         if self._stop.is_set():
             self.leave()
-            return
+            return "stopped"
         reason = f"trained to version {progress.version}"
         self._buffer.command("done", RunCommand(reason=reason, token=self._session.token))
         self._status.set_state("done")
         log.info("done", version=str(progress.version), train_s=round(progress.train_s, 1))
+        return "done"
 
     def _export(self) -> None:
         info, changes = self._buffer.run(), whole_settings(self._buffer).changes

@@ -25,7 +25,7 @@ as they are, the schedules move on, the reference is reset or averaged when that
 why. So every step stands in the ledger exactly once, and what is due at a step happens at that step.
 
 How it ends: `num_steps` or `max_train_s` reached, or the run is stopping -> publish, checkpoint, evaluate, export,
-`done`. SIGTERM at any moment before `done` -> finish the step, checkpoint, exit 0; the run stays as it is and can be
+`done`. SIGTERM at any moment before `done` -> finish the step, checkpoint, exit 143; the run stays as it is and can be
 resumed. A newer lineage (FencedError) -> exit 3, nothing more is written. An alarm that rolls back -> this lineage ends
 and `tba_trainer.run` starts the next one from the last checkpoint. An alarm that fails, or too many skipped batches ->
 the run is marked failed; it can be resumed from its last checkpoint.
@@ -46,7 +46,7 @@ from tba.store import ObjectStore
 from tba.wire import Batch
 from tba_trainer.acking import Acks
 from tba_trainer.checkpoint import Checkpoints
-from tba_trainer.ending import Ending
+from tba_trainer.ending import End, Ending
 from tba_trainer.evaluations import Evaluations
 from tba_trainer.guards import Rollback, Verdict, holds_checkpoints, look, suspects_weights
 from tba_trainer.learner import Learner
@@ -120,11 +120,11 @@ class TrainingLoop:
         )
         self._checkpoint_due = session.borrowed
 
-    def run(self) -> Rollback | None:
+    def run(self) -> Rollback | End:
         """Train to the end of the run, or until SIGTERM, or until an alarm rolls back.
 
         Returns:
-            The rollback: training goes on from a checkpoint in a new lineage. None: it is over.
+            The rollback: training goes on from a checkpoint in a new lineage. Else how it ended.
 
         Raises:
             TbaError: one clear sentence; FencedError means that nothing more may be written.
@@ -144,9 +144,8 @@ class TrainingLoop:
             return rollback
         if self._stop.is_set():
             self._ending.leave()
-        else:
-            self._ending.finish()
-        return None
+            return "stopped"
+        return self._ending.finish()
 
     def _train(self) -> Rollback | None:
         section, progress = self._recipe.trainer, self.progress

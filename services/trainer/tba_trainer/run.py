@@ -15,14 +15,16 @@ from tba.api import BatchRequest
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.logs import get_logger
+from tba.main import EXIT_STOPPED
 from tba.store import ObjectStore, open_store
-from tba.tokens import role_token
+from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
 from tba_trainer.building import build
 from tba_trainer.checkpoint import Checkpoints
 from tba_trainer.collect import Collector, delete_incomplete
+from tba_trainer.ending import End
 from tba_trainer.evaluations import Evaluations
 from tba_trainer.guards import Rollback
 from tba_trainer.loop import TrainingLoop
@@ -43,8 +45,13 @@ from tba_trainer.values import Values
 log = get_logger("run")
 
 
-def run_trainer(recipe: Recipe) -> None:
+def run_trainer(recipe: Recipe) -> int:
     """Run one trainer until the run is over or SIGTERM arrives; or one of its processes, where torchrun started it.
+
+    Returns:
+        The exit code: 0 when the run is over, 143 when it was told to stop before. With several processes of one
+        machine, that of the leader is the one that counts; on several machines everyone's is, since each has a Job's
+        pod of its own.
 
     Raises:
         TbaError: one clear sentence.
@@ -56,36 +63,42 @@ def run_trainer(recipe: Recipe) -> None:
         else:
             with ignore_signals():  # the leader is told too; it says when it is over
                 follow(recipe, team)
+    counts = team.is_leader or not team.is_on_one_machine
+    return EXIT_STOPPED if counts and not team.run_is_over else 0
 
 
 def _lead(recipe: Recipe, team: Team) -> None:
-    token = role_token(recipe.auth.tokens_file, "trainer")
-    buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s)
+    token = client_token(recipe.auth.tokens_file, "trainer")
+    buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s, ca_file=recipe.tls.ca_file)
     with stop_on_signals() as stop:
         team.start_beats(on_loss=stop.set)
         try:
-            train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
+            end = train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
+            team.run_is_over = end == "done"
         finally:
             buffer.close()
 
 
 def train(
     recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: threading.Event, team: Team | None = None
-) -> None:
+) -> End:
     """The same, with the outside world given; in the leader of a team.
 
     Args:
         team: the processes that train together; None: this one alone.
         stop: set when the process should finish its step, write a checkpoint and return.
+
+    Returns:
+        Whether the run is done, or training was stopped before.
     """
     trainer_id = f"trainer-{socket.gethostname()}-{os.getpid()}"
     status = Status(trainer_id=trainer_id, run=recipe.run.name)
-    rollback: Rollback | None = None
+    end: Rollback | End | None = None
     tracking = open_tracking(recipe, buffer)
     try:
         while True:
             with scratch_folder() as folder:
-                rollback = _train_lineage(
+                end = _train_lineage(
                     recipe,
                     team or Team.alone(recipe.trainer.device),
                     buffer=buffer,
@@ -94,10 +107,12 @@ def train(
                     tracking=tracking,
                     folder=folder,
                     stop=stop,
-                    rollback=rollback,
+                    rollback=end if isinstance(end, Rollback) else None,
                 )
-            if rollback is None or stop.is_set():
-                return
+            if not isinstance(end, Rollback):
+                return end
+            if stop.is_set():
+                return "stopped"
             gc.collect()  # the old model must go before the next one is built: on a GPU both may not fit
     finally:
         tracking.close()
@@ -114,7 +129,7 @@ def _train_lineage(
     folder: Path,
     stop: threading.Event,
     rollback: Rollback | None,
-) -> Rollback | None:
+) -> Rollback | End:
     """One lineage, from the starting model and the last checkpoint on. A rollback ends it; the next one then starts
     exactly as a restarted process does.
 
@@ -123,7 +138,7 @@ def _train_lineage(
         rollback: how the lineage before this one ended; None: this is the first one of the process.
 
     Returns:
-        The rollback that ended it; None when there is nothing more to do.
+        The rollback that ended it; else whether the run is done or training was stopped.
     """
     store.check(write=True)
     model, learner, snapshots = build(recipe, team, folder=folder)
@@ -134,7 +149,7 @@ def _train_lineage(
     start = starting_snapshot(snapshots)
     origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=stop)
     if stop.is_set():
-        return None
+        return "stopped"
     check_starting_model(start, versions, origin)
     session = begin(
         recipe,

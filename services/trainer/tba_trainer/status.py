@@ -11,7 +11,7 @@ from tba.clients import BufferClient
 from tba.errors import TbaError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
-from tba.wire import Heartbeat, Wait
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait
 
 HEARTBEAT_INTERVAL_S = 1.0
 log = get_logger("status")
@@ -33,7 +33,8 @@ class Status:
         self._version: PolicyVersion | None = None
         self._gauges: dict[str, float] = {}
         self._wait: tuple[str, float, float] | None = None  # name, since, deadline
-        self._waited_s = 0.0
+        self._waited_s: dict[str, float] = {}
+        self._started_at_s = time.time()
 
     def set_state(self, state: str) -> None:
         """Name what the trainer does, for people."""
@@ -72,7 +73,7 @@ class Status:
     def waited_s(self) -> float:
         """Seconds spent in named waits since the start."""
         with self._lock:
-            return self._waited_s + (self._now() - self._wait[1] if self._wait else 0.0)
+            return sum(self._waited_by_name(self._now()).values())
 
     def beat(self, extra: Mapping[str, float]) -> Heartbeat:
         """The heartbeat as of now, with more gauges."""
@@ -89,13 +90,24 @@ class Status:
                 state=self._state,
                 version=self._version,
                 wait=wait,
-                gauges={**self._gauges, **extra},
+                gauges={
+                    **self._gauges,
+                    **extra,
+                    STARTED_AT_S: self._started_at_s,
+                    **{f"{WAITED_S}{name}": waited_s for name, waited_s in self._waited_by_name(now).items()},
+                },
             )
 
+    def _waited_by_name(self, now: float) -> dict[str, float]:
+        """Name of the wait -> seconds since the start; call it under the lock."""
+        if self._wait is None:
+            return self._waited_s.copy()
+        name, since, _ = self._wait
+        return {**self._waited_s, name: self._waited_s.get(name, 0.0) + now - since}
+
     def _end_wait(self) -> None:
-        if self._wait is not None:
-            self._waited_s += self._now() - self._wait[1]
-            self._wait = None
+        self._waited_s = self._waited_by_name(self._now())
+        self._wait = None
 
 
 class Heartbeats:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tba.api import ScoreItem, ScoreResult
 from tba.clients import RewardClient
 from tba.config import Recipe
-from tba.tokens import role_token
+from tba.tokens import client_token
 from tba_searcher.evaluation.answers import Answers, Say
 from tba_searcher.waits import Waits, patiently
 
@@ -46,7 +46,8 @@ def score_all(recipe: Recipe, answers: Answers, *, say: Say) -> dict[tuple[str, 
     """
     client = RewardClient(
         recipe.reward_url,
-        token=role_token(recipe.auth.tokens_file, "searcher"),
+        token=client_token(recipe.auth.tokens_file, "searcher"),
+        ca_file=recipe.tls.ca_file,
         retry_s=1.0,
         timeout_s=recipe.reward.request_deadline_s + 15.0,
     )

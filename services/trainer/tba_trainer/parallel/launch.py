@@ -1,12 +1,15 @@
 """`python -m tba_trainer.parallel.launch N --config FILE`: the trainer in N processes of this machine, by torchrun.
 
-torchrun would end with a traceback of its own whenever a worker ends with an error; here the worker's own sentence is
-the last word, and its exit code is this process's. SIGTERM goes on to the workers, who have `local.stop_timeout_s` for
-their checkpoint. On several machines torchrun itself is used (docs/trainer.md).
+    python -m tba_trainer.parallel.launch N --nodes M --rendezvous HOST:PORT --config FILE      # on each of M machines
+
+torchrun would end with a traceback of its own whenever a worker ends with an error or SIGTERM arrives; here the
+worker's own sentence is the last word, and its exit code is this process's. SIGTERM goes on to the workers, who have
+`local.stop_timeout_s` for their checkpoint. The machines meet at HOST:PORT, which is one of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import os
@@ -22,19 +25,36 @@ from tba.config import load_recipe
 LOOPBACK = "127.0.0.1"
 
 
-def launch(num_processes: int, arguments: Sequence[str], *, stop_timeout_s: float) -> int:
+def launch(
+    num_processes: int,
+    arguments: Sequence[str],
+    *,
+    stop_timeout_s: float,
+    num_nodes: int = 1,
+    rendezvous: str | None = None,
+) -> int:
     """Run `python -m tba_trainer` with `arguments` in several processes; returns the exit code.
+
+    Args:
+        num_processes: on this machine.
+        arguments: of every process.
+        stop_timeout_s: what they have after SIGTERM.
+        num_nodes: machines, on each of which this is called.
+        rendezvous: HOST:PORT where several machines meet; one of them must be HOST.
 
     Returns:
         0; or the code of the worker that failed first, 1 if a signal killed it; or 128 + number of the signal that this
         process got.
     """
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")  # all are on this machine
+    if rendezvous is None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")  # all are on this machine
+        place = ["--standalone", f"--local-addr={LOOPBACK}"]
+    else:
+        place = [f"--nnodes={num_nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=tba"]
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers say what happened
     options = [
-        "--standalone",
-        f"--local-addr={LOOPBACK}",
+        *place,
         f"--nproc-per-node={num_processes}",
         f"--shutdown-timeout={math.ceil(stop_timeout_s)}",
     ]
@@ -48,7 +68,24 @@ def launch(num_processes: int, arguments: Sequence[str], *, stop_timeout_s: floa
     return 0
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the trainer."""
+    parser = argparse.ArgumentParser(prog="python -m tba_trainer.parallel.launch", allow_abbrev=False)
+    parser.add_argument("num_processes", type=int, metavar="N", help="processes on this machine")
+    parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines that this is started on")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several machines meet")
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
+    args, others = parser.parse_known_args(argv)
+    if (args.nodes > 1) != (args.rendezvous is not None):
+        parser.error("--nodes and --rendezvous go together: several machines must know where they meet")
+    return launch(
+        args.num_processes,
+        ["--config", args.config, *others],
+        stop_timeout_s=load_recipe(args.config).local.stop_timeout_s,
+        num_nodes=args.nodes,
+        rendezvous=args.rendezvous,
+    )
+
+
 if __name__ == "__main__":
-    recipe_path = sys.argv[sys.argv.index("--config") + 1]
-    stop_timeout_s = load_recipe(recipe_path).local.stop_timeout_s
-    sys.exit(launch(int(sys.argv[1]), sys.argv[2:], stop_timeout_s=stop_timeout_s))
+    sys.exit(main())

@@ -48,6 +48,8 @@ class Team:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.mesh: DeviceMesh | None = None
         """What models are sharded over; None in a team of one."""
+        self.run_is_over = False
+        """Whether the run is done; the leader says so before it sends the others home."""
         self._deadline_s = deadline_s
         self._lock = threading.RLock()
         self._broken = False
@@ -90,6 +92,11 @@ class Team:
     def is_leader(self) -> bool:
         """Whether this process runs the loop."""
         return self.rank == 0
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether one launcher has started all processes."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)) == self.num_ranks
 
     def ranks(self) -> Ranks:
         """The team as the passes of a batch see it."""
@@ -135,6 +142,7 @@ class Team:
             with self._exchange("the next command"):
                 command, arguments = msgspec.msgpack.decode(self._broadcast_bytes(b""))
             if command == STOP:
+                self.run_is_over = arguments["over"]
                 return
             if command == BEAT:
                 continue
@@ -177,7 +185,7 @@ class Team:
             return
         if self.is_leader:
             with self._lock, self._exchange("the end"):
-                self._send(STOP, {})
+                self._send(STOP, {"over": self.run_is_over})
         dist.destroy_process_group()
 
     def _send(self, command: str, arguments: Mapping[str, Any]) -> None:

@@ -1,0 +1,137 @@
+{{/* The environment of a container: maps from name to {value} or {valueFrom}, which are merged, then made a list. */}}
+
+{{/* What every container of tba knows: dict root, component. */}}
+{{- define "tba.env.chart" -}}
+{{- $root := .root -}}
+TBA_BUFFER__HOST: {value: "0.0.0.0"}
+TBA_BUFFER__PORT: {value: "8700"}
+TBA_BUFFER__URL: {value: {{ include "tba.bufferUrl" $root }}}
+TBA_REWARD__HOST: {value: "0.0.0.0"}
+TBA_REWARD__PORT: {value: "8701"}
+TBA_REWARD__URL: {value: {{ include "tba.rewardUrl" $root }}}
+TBA_STORE__URL: {value: {{ $root.Values.store.url | quote }}}
+TBA_STORE__REGION: {value: {{ $root.Values.store.region | quote }}}
+{{- with include "tba.storeEndpoint" $root }}
+TBA_STORE__ENDPOINT_URL: {value: {{ . | quote }}}
+{{- end }}
+{{- if $root.Values.store.caSecret }}
+TBA_STORE__CA_FILE: {value: /etc/tba-store-ca/ca.crt}
+{{- end }}
+{{- if not (include "tba.usesStore" .) }}
+{{- else if $root.Values.store.credentialsSecret }}
+{{- range $name, $key := dict "AWS_ACCESS_KEY_ID" $root.Values.store.accessKeyIdKey "AWS_SECRET_ACCESS_KEY" $root.Values.store.secretAccessKeyKey }}
+{{ $name }}: {valueFrom: {secretKeyRef: {name: {{ $root.Values.store.credentialsSecret }}, key: {{ $key }}}}}
+{{- end }}
+{{- else if $root.Values.objectstore.enabled }}
+AWS_ACCESS_KEY_ID: {value: bundled-for-trials}
+AWS_SECRET_ACCESS_KEY: {value: bundled-for-trials}
+{{- end }}
+TBA_AUTH__TOKENS_FILE: {value: /etc/tba-tokens/tokens.json}
+TBA_TRACKING__METRICS_PATH: {value: /tmp/metrics.jsonl}
+{{- if eq (int $root.Values.searcher.replicas) 0 }}
+# the run is offline, for all who read the recipe
+TBA_SEARCHER__NUM_SEARCHERS: {value: "0"}
+{{- end }}
+{{- if include "tba.caSecret" . }}
+TBA_TLS__CA_FILE: {value: /etc/tba-ca/ca.crt}
+{{- end }}
+{{- include (printf "tba.env.%s" .component) $root }}
+{{- end }}
+
+{{/* Whether the buffer service sets the number of searchers; an offline run has none. */}}
+{{- define "tba.scales" -}}
+{{- if and (eq .Values.scaling.backend "kubernetes") (gt (int .Values.searcher.replicas) 0) }}yes{{ end }}
+{{- end }}
+
+{{/* Whether a component talks to the object store. Scorers run what models wrote: without models they see no keys. */}}
+{{- define "tba.usesStore" -}}
+{{- if or (has .component (list "buffer" "searcher" "trainer" "setup")) (include "tba.holdsModels" .) }}yes{{ end }}
+{{- end }}
+
+{{- define "tba.env.tlsServer" }}
+{{- if .Values.tls.existingSecret }}
+TBA_TLS__CERT_FILE: {value: /etc/tba-tls/tls.crt}
+TBA_TLS__KEY_FILE: {value: /etc/tba-tls/tls.key}
+{{- end }}
+{{- end }}
+
+{{- define "tba.env.buffer" }}
+{{- if .Values.redis.external.urlSecret }}
+TBA_BUFFER__REDIS_URL: {valueFrom: {secretKeyRef: {name: {{ .Values.redis.external.urlSecret }}, key: {{ .Values.redis.external.urlKey }}}}}
+{{- else }}
+TBA_BUFFER__REDIS_URL: {value: {{ include "tba.redisUrl" . | quote }}}
+{{- end }}
+{{- if .Values.redis.auth.existingSecret }}
+TBA_BUFFER__REDIS_PASSWORD_FILE: {value: /etc/tba-redis/{{ .Values.redis.auth.key }}}
+{{- end }}
+{{- if include "tba.scales" . }}
+TBA_SCALING__BACKEND: {value: kubernetes}
+TBA_SCALING__DEPLOYMENT: {value: {{ include "tba.fullname" . }}-searcher}
+TBA_SCALING__MAX_SEARCHERS: {value: {{ .Values.scaling.maxSearchers | quote }}}
+TBA_SCALING__RELEASE_WHEN_OVER: {value: {{ .Values.scaling.releaseWhenOver | quote }}}
+TBA_SCALING__NUM_SEARCHERS: {value: {{ .Values.searcher.replicas | quote }}}
+{{- end }}
+{{- include "tba.env.tlsServer" . }}
+{{- end }}
+
+{{- define "tba.env.reward" }}
+{{- include "tba.env.tlsServer" . }}
+{{- end }}
+
+{{- define "tba.env.searcher" }}
+TBA_SEARCHER__WHEN_OVER: {value: wait}
+TBA_SEARCHER__DRAIN_S: {value: {{ .Values.searcher.drainS | quote }}}
+{{- end }}
+
+{{- define "tba.env.trainer" }}
+TBA_LOCAL__STOP_TIMEOUT_S: {value: {{ include "tba.trainer.stopTimeoutS" . | quote }}}
+{{- if gt (int .Values.trainer.nodes) 1 }}
+# names the Job, whose first pod the others look for
+TRAINER_JOB: {valueFrom: {fieldRef: {fieldPath: "metadata.labels['job-name']"}}}
+{{- end }}
+{{- end }}
+
+{{- define "tba.env.test" }}
+{{- end }}
+
+{{- define "tba.env.setup" }}
+{{- if .Values.setup.prepare }}
+HF_HUB_OFFLINE: {value: "0"}
+HF_HOME: {value: /tmp/huggingface}
+{{- with .Values.setup.hubToken.existingSecret }}
+HF_TOKEN: {valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.setup.hubToken.key }}}}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The list: what the chart sets, in the order of names, then the user's own, each name once: dict root, component. */}}
+{{- define "tba.env" -}}
+{{- $chart := include "tba.env.chart" . | fromYaml -}}
+{{- if hasKey $chart "Error" }}{{ fail (printf "environment of %s: %s" .component $chart.Error) }}{{ end -}}
+{{- include "tba.envList" (dict "chart" $chart "lists" (list .root.Values.extraEnv (index .root.Values .component).extraEnv)) -}}
+{{- end }}
+
+{{/* dict chart: a map; lists: lists of which later ones win. */}}
+{{- define "tba.envList" -}}
+{{- $own := dict -}}
+{{- $order := list -}}
+{{- range $list := .lists }}
+{{- $seen := dict }}
+{{- range $entry := $list }}
+{{- if hasKey $seen $entry.name }}{{ fail (printf "extraEnv has %s twice; remove one of them" $entry.name) }}{{ end }}
+{{- $_ := set $seen $entry.name true }}
+{{- $_ := set $own $entry.name $entry }}
+{{- $order = append $order $entry.name }}
+{{- end }}
+{{- end -}}
+{{- $result := list -}}
+{{- range $name, $entry := .chart }}
+{{- if not (hasKey $own $name) }}
+{{- $result = append $result (merge (dict "name" $name) $entry) }}
+{{- end }}
+{{- end -}}
+{{- range $name := uniq $order }}
+{{- $result = append $result (index $own $name) }}
+{{- end -}}
+{{- toYaml $result -}}
+{{- end }}

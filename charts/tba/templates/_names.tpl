@@ -1,0 +1,54 @@
+{{/* Names, labels, images. Names are cut so that every object, pod and label stays within 63 characters. */}}
+
+{{- define "tba.fullname" -}}
+{{ .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Labels of an object: dict root, component. */}}
+{{- define "tba.labels" -}}
+{{ include "tba.selector" . }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+{{- range $key, $value := .root.Values.commonLabels }}
+{{ $key }}: {{ $value | quote }}
+{{- end }}
+{{- end }}
+
+{{/* What selects the pods of a component: dict root, component. Never changes in the life of a release. */}}
+{{- define "tba.selector" -}}
+app.kubernetes.io/name: tba
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Labels of a pod: without the version, so that a new chart does not restart what is the same. */}}
+{{- define "tba.podLabels" -}}
+{{- $labels := merge (include "tba.selector" . | fromYaml) .root.Values.commonLabels (include "tba.podValues" . | fromYaml).labels -}}
+{{ toYaml $labels }}
+{{- end }}
+
+{{- define "tba.image" -}}
+{{- $root := .root -}}
+{{- $own := .image -}}
+{{- $registry := $root.Values.global.imageRegistry | default $own.registry | default (.foreign | ternary "" $root.Values.image.registry) -}}
+{{- $tag := $own.tag | default (.foreign | ternary "" $root.Values.image.tag) | default $root.Chart.AppVersion -}}
+{{- if eq (toString $tag) "latest" }}
+{{- fail (printf "the tag of image %s is latest, which is another image every day and would be another on every node; name a version" $own.repository) }}
+{{- end -}}
+{{ with $registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $own.repository }}{{ if $own.digest }}@{{ $own.digest }}{{ else }}:{{ $tag }}{{ end }}
+{{- end }}
+
+{{- define "tba.serviceAccountName" -}}
+{{- $account := (index .root.Values .component).serviceAccount -}}
+{{- if $account.name }}{{ $account.name }}
+{{- else if .root.Values.serviceAccounts.create }}{{ include "tba.fullname" .root }}-{{ .component }}
+{{- else }}default
+{{- end }}
+{{- end }}
+
+{{/* The port of a URL, or what its scheme means: dict url, https, http. */}}
+{{- define "tba.portOf" -}}
+{{- $parsed := urlParse .url -}}
+{{- $port := regexFind ":[0-9]+$" $parsed.host | trimPrefix ":" -}}
+{{ $port | default (index . $parsed.scheme) }}
+{{- end }}

@@ -1,0 +1,97 @@
+{{/* What the pods of all components share. */}}
+
+{{/* `pod` of the values with that of the component merged over it: dict root, component. */}}
+{{- define "tba.podValues" -}}
+{{- $own := (index .root.Values .component).pod | default dict -}}
+{{- $merged := mergeOverwrite (deepCopy .root.Values.pod) (deepCopy $own) -}}
+{{- if $own.tmpVolume }}{{ $_ := set $merged "tmpVolume" $own.tmpVolume }}{{ end -}}
+{{ toYaml $merged }}
+{{- end }}
+
+{{/* Labels and annotations of a pod: dict root, component. */}}
+{{- define "tba.podMetadata" -}}
+{{- $pod := include "tba.podValues" . | fromYaml -}}
+labels: {{- include "tba.podLabels" . | nindent 2 }}
+{{- $annotations := dict }}
+{{- if has .component (list "buffer" "reward" "searcher" "trainer" "setup") }}
+{{- $_ := set $annotations "checksum/recipe" (include "tba.recipe" .root | sha256sum) }}
+{{- end }}
+{{- with merge $annotations $pod.annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Who a pod is and where it may run: dict root, component, uid (optional), token (optional: mount that of the API). */}}
+{{- define "tba.podBase" -}}
+{{- $root := .root -}}
+{{- $pod := include "tba.podValues" . | fromYaml -}}
+{{- $uid := .uid | default 65532 | int -}}
+{{- $identity := dict "runAsNonRoot" true "runAsUser" $uid "runAsGroup" $uid "fsGroup" $uid "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") -}}
+serviceAccountName: {{ include "tba.serviceAccountName" . }}
+automountServiceAccountToken: {{ .token | default false }}
+enableServiceLinks: false
+{{- with $root.Values.global.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext: {{- toYaml (mergeOverwrite $identity $pod.podSecurityContext) | nindent 2 }}
+terminationGracePeriodSeconds: {{ (index $root.Values .component).terminationGracePeriodSeconds | int }}
+{{- with $pod.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $pod.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $pod.affinity | default .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $pod.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{ toYaml (merge (dict) . (dict "labelSelector" (dict "matchLabels" (include "tba.selector" $ | fromYaml)))) | nindent 4 | trim }}
+  {{- end }}
+{{- end }}
+{{- with $pod.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $pod.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* What every container has: dict root, component, image, foreign (an image that is not of tba). */}}
+{{- define "tba.containerBase" -}}
+{{- $pod := include "tba.podValues" . | fromYaml -}}
+{{- $fence := dict "readOnlyRootFilesystem" true "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) -}}
+image: {{ include "tba.image" (dict "root" .root "image" .image "foreign" (.foreign | default false)) | quote }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext: {{- toYaml (mergeOverwrite $fence $pod.securityContext) | nindent 2 }}
+# the last lines of the log become the reason in the status of the pod
+terminationMessagePolicy: FallbackToLogsOnError
+{{- end }}
+
+{{/* Requests and limits with GPUs in them: dict resources, gpu. */}}
+{{- define "tba.resources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if and .gpu (gt (int .gpu.count) 0) }}
+{{- $gpus := dict .gpu.resource (int .gpu.count) }}
+{{- $resources = mergeOverwrite $resources (dict "limits" (merge $gpus ($resources.limits | default dict))) }}
+{{- end -}}
+{{ toYaml $resources }}
+{{- end }}
+
+{{/* A probe over HTTP: dict root, path, port, own (fields merged over it), and its numbers. */}}
+{{- define "tba.httpProbe" -}}
+{{- $get := dict "path" .path "port" .port "scheme" (include "tba.scheme" .root | upper) -}}
+{{- toYaml (mergeOverwrite (dict "httpGet" $get) .numbers .own) }}
+{{- end }}
+
+{{/* The three probes of a service of tba: dict root, component. Liveness asks nothing but the process itself. */}}
+{{- define "tba.serviceProbes" -}}
+{{- $values := index .root.Values .component -}}
+startupProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/readyz" "port" "http" "own" $values.startupProbe "numbers" (dict "periodSeconds" 2 "timeoutSeconds" 5 "failureThreshold" 300)) | nindent 2 }}
+readinessProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/readyz" "port" "http" "own" $values.readinessProbe "numbers" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 3)) | nindent 2 }}
+livenessProbe: {{- include "tba.httpProbe" (dict "root" .root "path" "/livez" "port" "http" "own" $values.livenessProbe "numbers" (dict "periodSeconds" 10 "timeoutSeconds" 10 "failureThreshold" 6)) | nindent 2 }}
+{{- end }}

@@ -1,0 +1,29 @@
+{{/* Where the parts of a release find each other. */}}
+
+{{- define "tba.scheme" -}}
+{{ empty .Values.tls.existingSecret | ternary "http" "https" }}
+{{- end }}
+
+{{- define "tba.bufferUrl" -}}
+{{ include "tba.scheme" . }}://{{ include "tba.fullname" . }}-buffer:8700
+{{- end }}
+
+{{- define "tba.rewardUrl" -}}
+{{ include "tba.scheme" . }}://{{ include "tba.fullname" . }}-reward:8701
+{{- end }}
+
+{{- define "tba.redisUrl" -}}
+{{- if .Values.redis.enabled -}}
+{{ empty .Values.redis.tls.existingSecret | ternary "redis" "rediss" }}://{{ include "tba.fullname" . }}-redis:6379/0
+{{- else -}}
+{{ .Values.redis.external.url }}
+{{- end -}}
+{{- end }}
+
+{{- define "tba.storeEndpoint" -}}
+{{- if .Values.objectstore.enabled -}}
+http://{{ include "tba.fullname" . }}-objectstore:9000
+{{- else -}}
+{{ .Values.store.endpointUrl }}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,115 @@
+{{/* Values that could not work, each refused with a sentence: what, which value, what to do. */}}
+{{- define "tba.validate" -}}
+{{- include "tba.validate.needed" . }}
+{{- include "tba.validate.store" . }}
+{{- include "tba.validate.redis" . }}
+{{- include "tba.validate.scaling" . }}
+{{- include "tba.validate.trainer" . }}
+{{- include "tba.validate.pods" . }}
+{{- end }}
+
+{{- define "tba.validate.needed" -}}
+{{- $name := include "tba.fullname" . }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
+{{- fail (printf "objects would be called %q, and a Service has small letters, digits and dashes and begins with a letter; name the release so, or set fullnameOverride" $name) }}
+{{- end }}
+{{- if not .Values.auth.existingSecret }}
+{{- fail "auth.existingSecret is required: the name of a Secret with the key tokens.json, one token for each role; docs/kubernetes.md has the command that makes it" }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.validate.store" -}}
+{{- $store := .Values.store }}
+{{- if not (hasPrefix "s3://" $store.url) }}
+{{- fail (printf "store.url is %q; give an s3://BUCKET/PREFIX URL: pods share no folder" $store.url) }}
+{{- end }}
+{{- if and .Values.objectstore.enabled $store.endpointUrl }}
+{{- fail (printf "store.endpointUrl %s names a store and objectstore.enabled brings another one; turn one of them off" $store.endpointUrl) }}
+{{- end }}
+{{- if and $store.endpointUrl (not (regexMatch "^https?://[^/]+" $store.endpointUrl)) }}
+{{- fail (printf "store.endpointUrl is %q; give http://HOST:PORT or https://HOST:PORT" $store.endpointUrl) }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.validate.redis" -}}
+{{- $external := .Values.redis.external }}
+{{- if and .Values.redis.enabled (or $external.url $external.urlSecret) }}
+{{- fail "redis.external names a Redis and redis.enabled brings another one; set redis.enabled to false to use yours" }}
+{{- end }}
+{{- if and (not .Values.redis.enabled) (not $external.url) (not $external.urlSecret) }}
+{{- fail "redis.enabled is false and redis.external names no other; give redis.external.url or redis.external.urlSecret" }}
+{{- end }}
+{{- if and $external.url $external.urlSecret }}
+{{- fail "redis.external.url and redis.external.urlSecret are both given; remove one of them" }}
+{{- end }}
+{{- if and $external.url (not (regexMatch "^rediss?://[^/]+" $external.url)) }}
+{{- fail (printf "redis.external.url is %q; give redis://HOST:PORT/0, or rediss:// for TLS" $external.url) }}
+{{- end }}
+{{- if regexMatch "^rediss?://[^/]*@" $external.url }}
+{{- fail "redis.external.url contains a password, which everybody who may read pods would see; put the URL into a Secret and name it in redis.external.urlSecret" }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.validate.scaling" -}}
+{{- $scaling := .Values.scaling }}
+{{- $keda := $scaling.keda }}
+{{- if eq $scaling.backend "keda" }}
+{{- if not $keda.serverAddress }}
+{{- fail "scaling.backend is keda and scaling.keda.serverAddress is empty; give the URL of the Prometheus that scrapes the buffer service" }}
+{{- end }}
+{{- if eq (int .Values.searcher.replicas) 0 }}
+{{- fail "searcher.replicas is 0, which makes an offline run, and scaling.backend keda would start searchers; set scaling.backend to none" }}
+{{- end }}
+{{- if lt (int $keda.maxReplicas) (int $keda.minReplicas) }}
+{{- fail (printf "scaling.keda.maxReplicas %d is below scaling.keda.minReplicas %d; raise it" (int $keda.maxReplicas) (int $keda.minReplicas)) }}
+{{- end }}
+{{- else if $keda.serverAddress }}
+{{- fail (printf "scaling.keda.serverAddress is given and scaling.backend is %s: KEDA and `tba scale` would fight over one number; set scaling.backend to keda, or remove the address" $scaling.backend) }}
+{{- end }}
+{{- if and (eq $scaling.backend "kubernetes") (gt (int .Values.searcher.replicas) (int $scaling.maxSearchers)) }}
+{{- fail (printf "searcher.replicas %d is above scaling.maxSearchers %d; raise that one too" (int .Values.searcher.replicas) (int $scaling.maxSearchers)) }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.validate.trainer" -}}
+{{- $trainer := .Values.trainer }}
+{{- $processes := include "tba.trainer.processes" . | int }}
+{{- if and (gt (int $trainer.nodes) 1) (semverCompare "<1.22-0" .Capabilities.KubeVersion.Version) }}
+{{- fail (printf "trainer.nodes is %d, which needs indexed Jobs of Kubernetes 1.22 or newer, and this is %s; set it to 1" (int $trainer.nodes) .Capabilities.KubeVersion.Version) }}
+{{- end }}
+{{- if and (gt (int $trainer.gpu.count) 0) (gt $processes (int $trainer.gpu.count)) }}
+{{- fail (printf "trainer.processesPerNode %d is more than trainer.gpu.count %d: every process needs a GPU of its own; lower it" $processes (int $trainer.gpu.count)) }}
+{{- end }}
+{{- if lt (int $trainer.terminationGracePeriodSeconds) 20 }}
+{{- fail (printf "trainer.terminationGracePeriodSeconds is %d, too short for a checkpoint; give at least 20" (int $trainer.terminationGracePeriodSeconds)) }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.validate.pods" -}}
+{{- $searcher := .Values.searcher }}
+{{- if lt (int $searcher.terminationGracePeriodSeconds) (add (int $searcher.drainS) 10 | int) }}
+{{- fail (printf "searcher.terminationGracePeriodSeconds %d is less than searcher.drainS %d and 10 more: finished rollouts would be lost; raise it" (int $searcher.terminationGracePeriodSeconds) (int $searcher.drainS)) }}
+{{- end }}
+{{- range $component := list "reward" "searcher" "trainer" }}
+{{- $gpu := (index $.Values $component).gpu }}
+{{- if and (gt (int $gpu.count) 0) (not $gpu.resource) }}
+{{- fail (printf "%s.gpu.count is %d and %s.gpu.resource is empty; name the resource, for example nvidia.com/gpu" $component (int $gpu.count) $component) }}
+{{- end }}
+{{- end }}
+{{- range $component := list "buffer" "reward" "searcher" "trainer" }}
+{{- $pdb := (index $.Values $component).pdb }}
+{{- if and $pdb.enabled (kindIs "invalid" $pdb.minAvailable) (kindIs "invalid" $pdb.maxUnavailable) }}
+{{- fail (printf "%s.pdb is enabled without minAvailable and maxUnavailable; give one of them" $component) }}
+{{- end }}
+{{- end }}
+{{- if not .Values.serviceAccounts.create }}
+{{- range $component := list "buffer" "reward" "searcher" "trainer" "test" }}
+{{- if not (index $.Values $component).serviceAccount.name }}
+{{- fail (printf "serviceAccounts.create is false and %s.serviceAccount.name is empty; name a ServiceAccount of yours" $component) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and (not .Values.setup.prepare) .Values.setup.hubToken.existingSecret }}
+{{- fail "setup.hubToken is for setup.prepare, which is false: nothing would use the token; set setup.prepare to true or remove it" }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,123 @@
+{{/* Volumes and mounts of the pods of tba. */}}
+
+{{/* Secret with the authorities that the buffer trusts for Redis. */}}
+{{- define "tba.redisCaSecret" -}}
+{{- .Values.redis.enabled | ternary .Values.redis.tls.existingSecret .Values.redis.external.caSecret -}}
+{{- end }}
+
+{{/* Secret whose ca.crt is tls.ca_file: dict root, component. */}}
+{{- define "tba.caSecret" -}}
+{{- if .root.Values.tls.existingSecret }}{{ .root.Values.tls.existingSecret }}
+{{- else if eq .component "buffer" }}{{ include "tba.redisCaSecret" .root }}
+{{- end }}
+{{- end }}
+
+{{/* Whether a component holds model folders: searcher, trainer, setup, and the reward service if it needs them. */}}
+{{- define "tba.holdsModels" -}}
+{{- if or (has .component (list "searcher" "trainer" "setup")) (and (eq .component "reward") .root.Values.reward.needsModels) }}yes{{ end }}
+{{- end }}
+
+{{/* Key of the tokens' Secret that a component sees. */}}
+{{- define "tba.tokensKey" -}}
+{{- $keys := .root.Values.auth.keys -}}
+{{ get $keys (has .component (list "buffer" "reward") | ternary "services" .component) }}
+{{- end }}
+
+{{- define "tba.volumeMounts" -}}
+{{- $root := .root -}}
+- {name: recipe, mountPath: /etc/tba, readOnly: true}
+- {name: tokens, mountPath: /etc/tba-tokens, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if and $root.Values.tls.existingSecret (has .component (list "buffer" "reward")) }}
+- {name: tls, mountPath: /etc/tba-tls, readOnly: true}
+{{- end }}
+{{- if include "tba.caSecret" . }}
+- {name: ca, mountPath: /etc/tba-ca, readOnly: true}
+{{- end }}
+{{- if $root.Values.store.caSecret }}
+- {name: store-ca, mountPath: /etc/tba-store-ca, readOnly: true}
+{{- end }}
+{{- if and (eq .component "buffer") $root.Values.redis.auth.existingSecret }}
+- {name: redis-password, mountPath: /etc/tba-redis, readOnly: true}
+{{- end }}
+{{- if include "tba.holdsModels" . }}
+- {name: models, mountPath: /app/models{{ if .modelsReadOnly }}, readOnly: true{{ end }}}
+{{- end }}
+{{- if eq .component "setup" }}
+- {name: data, mountPath: /app/data}
+{{- end }}
+{{- if (dig "shm" "sizeLimit" "" (index $root.Values .component)) }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- with (include "tba.podValues" . | fromYaml).extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.volumes" -}}
+{{- $root := .root -}}
+{{- $pod := include "tba.podValues" . | fromYaml -}}
+- name: recipe
+  configMap: {name: {{ include "tba.fullname" $root }}-recipe}
+- name: tokens
+  secret:
+    secretName: {{ $root.Values.auth.existingSecret }}
+    defaultMode: 0440
+    items: [{key: {{ include "tba.tokensKey" . }}, path: tokens.json}]
+- name: tmp {{- toYaml ($pod.tmpVolume | default (dict "emptyDir" dict)) | nindent 2 }}
+{{- if and $root.Values.tls.existingSecret (has .component (list "buffer" "reward")) }}
+- name: tls
+  secret:
+    secretName: {{ $root.Values.tls.existingSecret }}
+    defaultMode: 0440
+    items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
+{{- end }}
+{{- with include "tba.caSecret" . }}
+- name: ca
+  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
+{{- with $root.Values.store.caSecret }}
+- name: store-ca
+  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
+{{- if eq .component "buffer" }}
+{{- with $root.Values.redis.auth.existingSecret }}
+- name: redis-password
+  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: {{ $root.Values.redis.auth.key }}, path: {{ $root.Values.redis.auth.key }}}]}
+{{- end }}
+{{- end }}
+{{- if include "tba.holdsModels" . }}
+{{- if $root.Values.models.existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ $root.Values.models.existingClaim }}}
+{{- else }}
+{{- $source := $root.Values.models.cacheVolume }}
+{{- if eq .component "setup" }}{{ $source = $root.Values.setup.workVolume }}{{ end }}
+- name: models {{- toYaml ($source | default (dict "emptyDir" dict)) | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- if eq .component "setup" }}
+- name: data {{- toYaml ($root.Values.setup.workVolume | default (dict "emptyDir" dict)) | nindent 2 }}
+{{- end }}
+{{- with (dig "shm" "sizeLimit" "" (index $root.Values .component)) }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+{{- end }}
+{{- with $pod.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The init container that fills a pod's cache of models from the object store: dict root, component. */}}
+{{- define "tba.modelsInit" -}}
+{{- $values := index .root.Values .component -}}
+{{- if and (include "tba.holdsModels" .) (not .root.Values.models.existingClaim) -}}
+initContainers:
+  - name: models
+    {{- include "tba.containerBase" (dict "root" .root "component" .component "image" $values.image) | nindent 4 }}
+    command: [tba, model, pull, --config, /etc/tba/recipe.toml, --for, {{ .component }}, --wait-s, {{ .root.Values.models.waitS | quote }}]
+    env: {{- include "tba.env" . | nindent 6 }}
+    resources: {{- toYaml $values.resources | nindent 6 }}
+    volumeMounts: {{- include "tba.volumeMounts" . | nindent 6 }}
+{{- end }}
+{{- end }}

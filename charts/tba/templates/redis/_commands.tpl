@@ -1,0 +1,62 @@
+{{/* The truth of the run: the buffer refuses a Redis without append-only file, or with a weaker fsync than its recipe's. */}}
+{{- define "tba.redis.args" -}}
+- --appendonly
+- "yes"
+- --appendfsync
+- always
+- --maxmemory-policy
+- noeviction
+- --auto-aof-rewrite-min-size
+- 1gb
+- --rdbcompression
+- "no"
+- --save
+- ""
+- --dir
+- /data
+{{- if not .Values.redis.auth.existingSecret }}
+{{- /* without a password Redis would answer its own pod alone; here the NetworkPolicy lets in the buffer alone */}}
+- --protected-mode
+- "no"
+{{- end }}
+{{- if .Values.redis.tls.existingSecret }}
+- --port
+- "0"
+- --tls-port
+- "6379"
+- --tls-cert-file
+- /etc/redis-tls/tls.crt
+- --tls-key-file
+- /etc/redis-tls/tls.key
+- --tls-ca-cert-file
+- /etc/redis-tls/ca.crt
+- --tls-auth-clients
+- "no"
+{{- end }}
+{{- with .Values.redis.extraArgs }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Starts Redis; the password goes through a file in memory, so that the list of processes does not show it. */}}
+{{- define "tba.redis.command" -}}
+{{- if .Values.redis.auth.existingSecret -}}
+command:
+  - sh
+  - -c
+  - |
+    umask 077
+    printf 'requirepass "%s"\n' "$(sed 's/[\\"]/\\&/g' /etc/redis-password/{{ .Values.redis.auth.key }})" > /tmp/redis.conf
+    exec redis-server /tmp/redis.conf "$@"
+  - redis-server
+{{- else -}}
+command: [redis-server]
+{{- end }}
+{{- end }}
+
+{{/* Exit 0 when Redis answers; while it loads its file it does not. */}}
+{{- define "tba.redis.ping" -}}
+{{- $tls := empty .Values.redis.tls.existingSecret | ternary "" "--tls --cacert /etc/redis-tls/ca.crt " -}}
+{{- $auth := empty .Values.redis.auth.existingSecret | ternary "" (printf "REDISCLI_AUTH=$(cat /etc/redis-password/%s) " .Values.redis.auth.key) -}}
+{{ $auth }}redis-cli {{ $tls }}ping | grep -q PONG
+{{- end }}

@@ -1,0 +1,68 @@
+{{/* The pods of the trainer. The name of the Job is made from this, since Kubernetes lets nobody change it in a Job. */}}
+{{- define "tba.trainer.template" -}}
+{{- $of := dict "root" . "component" "trainer" -}}
+{{- $nodes := int .Values.trainer.nodes -}}
+{{- $apart := dict -}}
+{{- if gt $nodes 1 }}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (include "tba.selector" $of | fromYaml)) }}
+{{- $apart = dict "podAntiAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term)) }}
+{{- end -}}
+metadata: {{- include "tba.podMetadata" $of | nindent 2 }}
+spec:
+  {{- include "tba.podBase" (merge (dict "affinity" $apart) $of) | nindent 2 }}
+  # a new pod for each start: the logs of the old one stay, and failures can be told apart
+  restartPolicy: Never
+  {{- if gt $nodes 1 }}
+  subdomain: {{ include "tba.fullname" . }}-trainer
+  {{- end }}
+  {{- include "tba.modelsInit" $of | nindent 2 }}
+  containers:
+    - name: trainer
+      {{- include "tba.containerBase" (merge (dict "image" .Values.trainer.image) $of) | nindent 6 }}
+      {{- include "tba.trainer.command" . | nindent 6 }}
+      env: {{- include "tba.env" $of | nindent 8 }}
+      {{- if gt $nodes 1 }}
+      ports:
+        - {name: rendezvous, containerPort: {{ .Values.trainer.rendezvousPort }}, protocol: TCP}
+      {{- end }}
+      resources: {{- include "tba.resources" .Values.trainer | nindent 8 }}
+      volumeMounts: {{- include "tba.volumeMounts" (merge (dict "modelsReadOnly" true) $of) | nindent 8 }}
+  volumes: {{- include "tba.volumes" $of | nindent 4 }}
+{{- end }}
+
+{{/* Processes of one pod. */}}
+{{- define "tba.trainer.processes" -}}
+{{ .Values.trainer.processesPerNode | default .Values.trainer.gpu.count | default 1 | int }}
+{{- end }}
+
+{{/* One process as the image starts it; several by torchrun, of one machine or of several. */}}
+{{- define "tba.trainer.command" -}}
+{{- $processes := include "tba.trainer.processes" . | int -}}
+{{- $nodes := int .Values.trainer.nodes -}}
+{{- if gt $nodes 1 -}}
+command:
+  - python
+  - -m
+  - tba_trainer.parallel.launch
+  - {{ $processes | quote }}
+  - --nodes
+  - {{ $nodes | quote }}
+  - --rendezvous
+  - $(TRAINER_JOB)-0.{{ include "tba.fullname" . }}-trainer:{{ .Values.trainer.rendezvousPort }}
+  - --config
+  - /etc/tba/recipe.toml
+{{- else if gt $processes 1 -}}
+command: [python, -m, tba_trainer.parallel.launch, {{ $processes | quote }}, --config, /etc/tba/recipe.toml]
+{{- else -}}
+args: [--config, /etc/tba/recipe.toml]
+{{- end }}
+{{- end }}
+
+{{/* What the trainer's processes have after SIGTERM, before Kubernetes kills the pod. */}}
+{{- define "tba.trainer.stopTimeoutS" -}}
+{{ sub (int .Values.trainer.terminationGracePeriodSeconds) 10 }}
+{{- end }}
+
+{{- define "tba.trainer.jobName" -}}
+{{ include "tba.fullname" . }}-trainer-{{ printf "%s %v" (include "tba.trainer.template" .) .Values.trainer.nodes | sha256sum | trunc 8 }}
+{{- end }}

@@ -1,0 +1,81 @@
+"""The reward service as a component: asked for its /readyz every PROBE_S, each time for ANSWER_S at most."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from tba.api import ComponentInfo
+from tba.clients import RewardClient
+from tba.config import Recipe
+from tba.errors import ServiceError
+from tba.logs import get_logger
+from tba.threads import in_thread
+
+PROBE_S = 5.0
+ANSWER_S = 5.0
+MAX_NOTE_CHARS = 2000
+log = get_logger("reward-probe")
+
+
+class RewardProbe:
+    """Asks in the background; `info` answers at once.
+
+    Args:
+        recipe: where the reward service is.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._client = RewardClient(recipe.reward_url, retry_s=0.0, timeout_s=ANSWER_S, ca_file=recipe.tls.ca_file)
+        self._timeout_s = recipe.buffer.heartbeat_timeout_s + PROBE_S
+        self._state, self._note = "unknown", None
+        self._answered_s = time.monotonic()
+        self._has_answered = False
+        self._ending = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._task = asyncio.create_task(self._run(), name="reward-probe")
+
+    async def stop(self) -> None:
+        """Ask no more; an answer that is under way is not waited for."""
+        self._ending.set()
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self._client.close()
+
+    def info(self) -> ComponentInfo:
+        """The reward service as the last answers show it."""
+        age_s = time.monotonic() - self._answered_s
+        return ComponentInfo(
+            component_id="reward",
+            kind="reward",
+            state=self._state,
+            version=None,
+            alive=self._has_answered and self._state != "unreachable" and age_s <= self._timeout_s,
+            heartbeat_age_s=age_s,
+            gauges={},
+            note=self._note,
+        )
+
+    async def _run(self) -> None:
+        while not self._ending.is_set():
+            state, note = await self._ask()
+            if state != self._state:
+                log.info("reward_state", state=state, note=note)
+            self._state, self._note = state, note
+            if state != "unreachable":
+                self._answered_s, self._has_answered = time.monotonic(), True
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), PROBE_S)
+
+    async def _ask(self) -> tuple[str, str | None]:
+        try:
+            problem = await in_thread(self._client.not_ready)
+        except ServiceError as error:
+            return "unreachable", str(error)[:MAX_NOTE_CHARS]
+        return ("ready", None) if problem is None else ("not-ready", problem[:MAX_NOTE_CHARS])

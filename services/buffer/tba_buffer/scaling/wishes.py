@@ -1,0 +1,96 @@
+"""How many searchers an operator asked for, in Redis, with a line of the audit for every change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from tba.api import MAX_CHANGES_PER_PAGE, ScaleAudit, ScaleReached, ScaleRequest
+from tba_buffer import replica
+from tba_buffer.context import Context
+from tba_buffer.redis_link import redis_errors
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The last change; revision 0: there was none. `num` None: as the recipe or the chart says."""
+
+    revision: int
+    num: int | None
+
+
+class Wishes:
+    """Reads and changes what is wanted.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def read(self) -> Wish:
+        """What is wanted now.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read how many searchers are wanted"):
+            revision, num = await self._context.redis.hmget(self._context.keys.scaling, "revision", "wanted")
+        return Wish(int(revision or 0), None if num is None else int(num))
+
+    async def change(self, request: ScaleRequest) -> int:
+        """Want another number; a request id that made a change before changes nothing.
+
+        Returns:
+            The revision that the request made.
+
+        Raises:
+            SupersededError: this buffer process does not own the run.
+            UnavailableError: Redis did not answer.
+        """
+        keys = self._context.keys
+        reply = await self._context.scripts.run(
+            "scale",
+            [keys.run, keys.scaling, keys.scaling_changes, keys.scaling_requests, keys.replica],
+            [
+                request.request_id,
+                self._context.replica.number,
+                self._context.clock(),
+                json.dumps(request.num_searchers),
+                json.dumps(request.reason),
+            ],
+        )
+        if reply == replica.SUPERSEDED:
+            raise await replica.refusal(self._context, "a change of the number of searchers")
+        return int(reply[1])
+
+    async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> tuple[list[ScaleAudit], int | None]:
+        """At most `limit` changes after a revision, oldest first, and the revision to go on after, if there are more.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        keys, last = self._context.keys, after + limit
+        with redis_errors("read the audit of the searchers"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.lrange(keys.scaling_changes, after, last - 1)
+                pipe.llen(keys.scaling_changes)
+                pipe.hgetall(keys.scaling_reached)
+                lines, num_lines, raw = await pipe.execute()
+        reached = {int(revision): ScaleReached.model_validate_json(text) for revision, text in raw.items()}
+        documents = [json.loads(line) for line in lines]
+        changes = [ScaleAudit(**document, reached=reached.get(document["revision"])) for document in documents]
+        return changes, last if changes and last < num_lines else None
+
+    async def reach(self, revision: int, *, lineage: int, step: int) -> None:
+        """As many searchers as the revision wants are alive; the first time counts.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        reached = ScaleReached(at_s=self._context.clock(), lineage=lineage, step=step)
+        with redis_errors("note that the searchers are there"):
+            await self._context.redis.hsetnx(
+                self._context.keys.scaling_reached, str(revision), reached.model_dump_json()
+            )

@@ -1,0 +1,44 @@
+"""`tba doctor`: what is wrong with what a run stands on, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from tba.cli.setup import say
+from tba.config import load_recipe
+from tba.doctor import Finding, examine
+from tba.doctor.finding import fail, ok
+from tba.doctor.patient import patient_of
+from tba.errors import ConfigError
+
+MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
+EXIT_FAILED = 1
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Print every finding; exit code 1 if one is `fail`."""
+    tell = (lambda finding: None) if args.json else _print
+    try:
+        recipe = load_recipe(args.config, sets=args.set)
+    except ConfigError as error:
+        findings = [fail("recipe", str(error), "correct the recipe, or the environment variable TBA_SECTION__KEY")]
+        tell(findings[0])
+    else:
+        findings = [ok("recipe", f"{args.config}: run {recipe.run.name!r}")]
+        tell(findings[0])
+        findings += examine(patient_of(recipe, service=args.service), tell=tell)
+    num = {level: sum(finding.level == level for finding in findings) for level in MARKS}
+    if args.json:
+        document = {"counts": num, "findings": [dataclasses.asdict(finding) for finding in findings]}
+        print(json.dumps(document, indent=1))
+    else:
+        say(f"{num['ok']} ok, {num['warn']} to look at, {num['fail']} wrong, {num['skip']} not looked at")
+    return EXIT_FAILED if num["fail"] else 0
+
+
+def _print(finding: Finding) -> None:
+    say(f"{MARKS[finding.level]} {finding.code}: {finding.found}")
+    if finding.mend is not None:
+        say(f"     mend: {finding.mend}")

@@ -1,0 +1,99 @@
+"""The folders of models that the services of this machine read: whole here, or whole in the store to be pulled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba.doctor.finding import Finding, fail, ok, warn
+from tba.doctor.patient import Patient
+from tba.errors import ConfigError, MalformedError, StoreError
+from tba.folders import NeededFolder, Shelf, needed_folders
+from tba.folders.needed import Service
+from tba.folders.shelf import told
+from tba.local.prepared import HALF_DONE
+from tba.model_folder import check_tokenizer
+from tba.store import open_store
+from tba.weights.digest import tensor_header
+
+TIMEOUT_S = 5.0
+INDEX = "model.safetensors.index.json"
+
+
+def probe_models(patient: Patient) -> Iterator[Finding]:
+    """Every folder that the recipe names for the services of this machine."""
+    names: tuple[Service, ...] = ("reward", "searcher", "trainer")
+    try:
+        found = [
+            folder for name in names if name in patient.services for folder in needed_folders(patient.recipe, name)
+        ]
+    except ConfigError as error:
+        yield fail("model-name", str(error), "rename one of the folders, here and in the recipe")
+        return
+    if not found:
+        yield ok("model", f"{', '.join(sorted(patient.services))} needs no folder of this recipe")
+    for folder in dict.fromkeys(found):
+        yield _here(folder) if folder.is_here else _elsewhere(patient, folder)
+
+
+def _here(folder: NeededFolder) -> Finding:
+    path = Path(folder.path).expanduser()
+    try:
+        num_tensors, size_bytes = _check_whole(path)
+        if folder.key == "model.path":
+            check_tokenizer(path)
+    except (ConfigError, StoreError, MalformedError) as error:
+        return fail(
+            "model",
+            f"{folder.path} ({folder.key}): {error}",
+            "remove the folder and fetch it again: tba data prepare RECIPE, or tba model pull",
+        )
+    return ok("model", f"{folder.path} ({folder.key}): {num_tensors} tensors, {size_bytes / 2**20:,.1f} MiB")
+
+
+def _check_whole(path: Path) -> tuple[int, int]:
+    """(tensors, bytes) of the weights, read from the headers of their files.
+
+    Raises:
+        ConfigError: something is missing.
+        StoreError, MalformedError: a file is damaged.
+    """
+    if (path / HALF_DONE).exists():
+        raise ConfigError("it is only a part of a download")
+    if not (path / "config.json").is_file():
+        raise ConfigError("it holds no config.json, so it is no model in Hugging Face format")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError("it holds no *.safetensors")
+    names = {name for file in files for name in tensor_header(file)}
+    if (path / INDEX).is_file():
+        try:
+            wanted = set(json.loads((path / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"its {INDEX} cannot be read ({error})") from None
+        if wanted - names:
+            raise ConfigError(f"{len(wanted - names)} tensors of its {INDEX} are in no file: {min(wanted - names)}")
+    return len(names), sum(file.stat().st_size for file in files)
+
+
+def _elsewhere(patient: Patient, folder: NeededFolder) -> Finding:
+    what, section = f"{folder.path} ({folder.key})", patient.recipe.store
+    has_maker = patient.recipe.model.warm_start is not None and folder.key == "model.path"
+    if patient.is_local and has_maker:
+        return ok("model", f"{what} is not there yet; `tba run` makes it")
+    if not section.url.startswith("file://") or section.url.startswith("file:///"):
+        store = open_store(section.model_copy(update={"timeout_s": min(TIMEOUT_S, section.timeout_s)}))
+        try:
+            manifest = Shelf(store, lambda text: None).find(folder.kind, folder.name)
+        except (StoreError, MalformedError) as error:
+            return warn("model-stored", f"{what} is not here, and the store cannot be asked: {error}", "mend the store")
+        if manifest is not None:
+            return ok("model-stored", f"{what} is not here; {store.url} has it whole ({told(manifest)}), to be pulled")
+    if has_maker:
+        return warn("model-stored", f"{what} is neither here nor in the store", "run `tba setup`, which makes it")
+    return fail(
+        "model-stored",
+        f"{what} is neither here nor in the store",
+        "fetch it with `tba data prepare RECIPE`, or push it from a machine that has it: tba model push",
+    )

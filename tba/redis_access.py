@@ -1,0 +1,90 @@
+"""How Redis is reached: its URL, a password from a file, the authorities that are trusted. redis-py itself
+is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba.trust import check_ca_file
+
+SCHEMES = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAccess:
+    """For redis-py: `from_url(access.url, **access.tls, ...)`, with the credentials where there is a password file.
+
+    Raises (when made by `redis_access`):
+        ConfigError: the settings do not go together, or a file cannot be used.
+    """
+
+    url: str
+    """With everything that the recipe's URL has, but no user where there is a password file."""
+    username: str | None = None
+    """Goes with the password of the file; None: Redis' default user."""
+    password_file: Path | None = None
+    tls: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of redis-py for a rediss URL."""
+
+    @property
+    def shown(self) -> str:
+        """The URL without user, password and options, for logs and errors."""
+        return without_secrets(self.url)
+
+    def credentials(self) -> tuple[str] | tuple[str, str]:
+        """What a new connection sends: the password as the file has it now.
+
+        Raises:
+            ConfigError: the file cannot be read or is empty.
+        """
+        assert self.password_file is not None
+        try:
+            password = self.password_file.read_text().strip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"buffer.redis_password_file {self.password_file} cannot be read: {why}") from None
+        if not password:
+            raise ConfigError(f"buffer.redis_password_file {self.password_file} is empty; write the password into it")
+        return (password,) if self.username is None else (self.username, password)
+
+
+def redis_access(recipe: Recipe) -> RedisAccess:
+    """From `buffer.redis_url`, `buffer.redis_password_file` and `tls.ca_file`.
+
+    Raises:
+        ConfigError: the URL is not one of Redis, it holds a password beside that of the file, or a file cannot be used.
+    """
+    section, ca_file = recipe.buffer, recipe.tls.ca_file
+    parts = urlsplit(section.redis_url)
+    shown = without_secrets(section.redis_url)
+    if parts.scheme not in SCHEMES:
+        raise ConfigError(
+            f"buffer.redis_url {shown!r} is not a Redis URL: it must begin with redis://, rediss:// or unix://"
+        )
+    if parts.scheme == "rediss":
+        check_ca_file(ca_file)
+    tls = {"ssl_ca_certs": ca_file} if parts.scheme == "rediss" and ca_file is not None else {}
+    if section.redis_password_file is None:
+        return RedisAccess(section.redis_url, tls=tls)
+    if parts.password is not None or "password=" in parts.query:
+        raise ConfigError(
+            f"buffer.redis_url ({shown}) has a password, and buffer.redis_password_file is "
+            f"{section.redis_password_file}; leave one of them out"
+        )
+    url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    username = unquote(parts.username) if parts.username else None
+    access = RedisAccess(url, username, Path(section.redis_password_file), tls)
+    access.credentials()
+    return access
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user, password and options."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))

@@ -1,0 +1,76 @@
+"""A value that was read from files and is read again when they change, without a restart."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from tba.errors import ConfigError
+from tba.logs import get_logger
+
+RECHECK_S = 1.0
+"""A change is seen this much later at most."""
+T = TypeVar("T")
+Stamp = tuple[tuple[int, ...] | None, ...]
+log = get_logger("files")
+
+
+class WatchedFile(Generic[T]):
+    """Reads the value at once, and again once a file has changed; safe to share between threads.
+
+    A changed file that cannot be used keeps the old value and is logged once for each of its states: somebody may be
+    half-way through writing it. Symbolic links are followed, so that a Secret that Kubernetes updates is seen.
+
+    Args:
+        paths: the files that the value comes from.
+        load: reads it.
+        what: how the log calls it.
+
+    Raises:
+        ConfigError: what `load` raises the first time.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], load: Callable[[], T], *, what: str) -> None:
+        self._paths, self._load, self._what = [Path(path) for path in paths], load, what
+        self._lock = threading.Lock()
+        self._stamp = self._stat()  # before reading: what changes meanwhile is seen next time
+        self._value = load()
+        self._next_check_s = time.monotonic() + RECHECK_S
+
+    @property
+    def value(self) -> T:
+        """The newest value that could be read."""
+        if time.monotonic() >= self._next_check_s and self._lock.acquire(blocking=False):
+            try:
+                self._check()
+            finally:
+                self._lock.release()
+        return self._value
+
+    def _check(self) -> None:
+        self._next_check_s = time.monotonic() + RECHECK_S
+        stamp = self._stat()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._value = self._load()
+        except ConfigError as error:
+            log.error("changed_file_not_used", what=self._what, problem=str(error), still="what was read before")
+        else:
+            log.info("changed_file_used", what=self._what)
+
+    def _stat(self) -> Stamp:
+        return tuple(_stamp_of(path) for path in self._paths)
+
+
+def _stamp_of(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -1,0 +1,165 @@
+"""Who may do what in the cluster, and who may talk to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chart import Rendering, needs_helm, render, render_file, value_files
+
+pytestmark = needs_helm
+FILES = value_files()
+EXTERNAL, NODES, QUICKSTART, BARE = (
+    next(path for path in FILES if path.name == name)
+    for name in ("external.yaml", "nodes.yaml", "values-cpu-quickstart.yaml", "bare.yaml")
+)
+
+
+def name(path: Path) -> str:
+    """For the names of tests."""
+    return path.stem
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_only_the_buffer_is_given_a_token_of_the_api_and_only_to_scale(path: Path) -> None:
+    made = render_file(path)
+    scales = any(x["kind"] == "Role" for x in made.objects)
+    for pod in made.pods():
+        wanted = scales and pod.component == "buffer"
+        assert pod.spec["automountServiceAccountToken"] is wanted, pod.name
+    for account in made.of("ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+    assert made.of("ClusterRole") == made.of("ClusterRoleBinding") == []
+
+
+def test_the_role_is_the_scale_of_one_deployment() -> None:
+    made = render_file(QUICKSTART)
+    (role,) = made.of("Role")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["apps"],
+            "resources": ["deployments/scale"],
+            "resourceNames": [made.pod("searcher").name],
+            "verbs": ["get", "patch"],
+        }
+    ]
+    (binding,) = made.of("RoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    assert subject["name"] == made.pod("buffer").spec["serviceAccountName"]
+    assert subject["namespace"] == "lab"
+
+
+def test_nothing_is_allowed_where_nothing_scales() -> None:
+    for path in (EXTERNAL, BARE):
+        made = render_file(path)
+        assert made.of("Role") == made.of("RoleBinding") == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_every_pod_has_an_account_of_its_own(path: Path) -> None:
+    made = render_file(path)
+    used = {pod.component: pod.spec["serviceAccountName"] for pod in made.pods()}
+    assert "default" not in used.values()
+    if path == BARE:
+        assert made.of("ServiceAccount") == []
+    else:
+        assert len(set(used.values())) == len(used)
+        assert set(used.values()) == {x["metadata"]["name"] for x in made.of("ServiceAccount")}
+
+
+def policies(made: Rendering) -> dict[str, dict[str, Any]]:
+    """Component -> the spec of its NetworkPolicy."""
+    found = {
+        x["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: x["spec"]
+        for x in made.of("NetworkPolicy")
+    }
+    assert len(found) == len(made.of("NetworkPolicy"))
+    return found
+
+
+def peers(rules: list[dict[str, Any]] | None, side: str) -> set[tuple[str, int | None]]:
+    """(component or address range or namespace, port) of every rule but DNS."""
+    found = set()
+    for rule in rules or []:
+        for port in [port["port"] for port in rule.get("ports", [{"port": None}])]:
+            if port in {53, 5353}:
+                continue
+            for peer in rule[side]:
+                labels = peer.get("podSelector", {}).get("matchLabels", {})
+                who = labels.get("app.kubernetes.io/component") or peer.get("ipBlock", {}).get("cidr") or "namespaces"
+                if labels:
+                    assert labels["app.kubernetes.io/instance"] == "t", "another release's pods"
+                found.add((who, port))
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != BARE], ids=name)
+def test_every_component_has_a_policy_for_both_directions(path: Path) -> None:
+    made = render_file(path)
+    found = policies(made)
+    assert {pod.component for pod in made.pods()} == found.keys()
+    for component, spec in found.items():
+        assert set(spec["policyTypes"]) == {"Ingress", "Egress"}, component
+        for rule in [*(spec["ingress"] or []), *(spec["egress"] or [])]:
+            assert rule.get("from") or rule.get("to"), f"{component}: a rule without a peer allows everybody"
+
+
+def test_what_the_quickstart_may_reach() -> None:
+    found = policies(render_file(QUICKSTART))
+    egress = {component: peers(spec["egress"], "to") for component, spec in found.items()}
+    world = {"0.0.0.0/0", "::/0"}
+    assert egress["searcher"] == {("buffer", 8700), ("reward", 8701), ("objectstore", 9000)}
+    assert egress["trainer"] == {("buffer", 8700), ("objectstore", 9000)}
+    assert egress["reward"] == set()
+    assert egress["redis"] == egress["objectstore"] == set()
+    api = {(range_, port) for range_ in world for port in (443, 6443)}
+    itself = ("buffer", 8700)  # tba status and tba doctor in its pod
+    assert egress["buffer"] == {("redis", 6379), ("reward", 8701), ("objectstore", 9000), itself, *api}
+    ingress = {component: peers(spec["ingress"], "from") for component, spec in found.items()}
+    assert ingress["redis"] == {("buffer", 6379)}
+    assert ingress["searcher"] == ingress["trainer"] == ingress["setup"] == set()
+    assert ingress["buffer"] == {(who, 8700) for who in ("searcher", "trainer", "setup", "test", "buffer")}
+    assert ingress["reward"] == {(who, 8701) for who in ("searcher", "buffer", "setup", "test")}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != BARE], ids=name)
+def test_every_way_out_is_a_way_in_on_the_other_side(path: Path) -> None:
+    found = policies(render_file(path))
+    for component, spec in found.items():
+        for other, port in peers(spec["egress"], "to"):
+            if other in found and port is not None:
+                assert (component, port) in peers(found[other]["ingress"], "from"), f"{component} -> {other}:{port}"
+
+
+def test_the_scorers_reach_nothing_but_what_they_need() -> None:
+    assert peers(policies(render_file(EXTERNAL))["reward"]["egress"], "to") == set()
+    with_models = peers(policies(render_file(NODES))["reward"]["egress"], "to")
+    assert with_models == {("0.0.0.0/0", 9000), ("::/0", 9000)}
+
+
+def test_an_external_store_and_redis_are_narrowed_by_values() -> None:
+    found = policies(render_file(EXTERNAL))
+    assert ("10.0.0.0/8", 8443) in peers(found["trainer"]["egress"], "to")
+    assert ("10.1.0.0/16", 6380) in peers(found["buffer"]["egress"], "to")
+    assert ("namespaces", 8700) in peers(found["buffer"]["ingress"], "from")
+    assert not {who for who, _ in peers(found["buffer"]["egress"], "to")} & {"0.0.0.0/0", "::/0"}
+
+
+def test_trainers_of_several_nodes_may_talk_to_each_other() -> None:
+    found = policies(render_file(NODES))["trainer"]
+    assert ("trainer", None) in peers(found["ingress"], "from")
+    assert ("trainer", None) in peers(found["egress"], "to")
+
+
+def test_metrics_are_open_to_nobody_unless_something_scrapes() -> None:
+    plain = policies(render_file(QUICKSTART))
+    assert "namespaces" not in {who for who, _ in peers(plain["reward"]["ingress"], "from")}
+    scraped = policies(render("-f", str(QUICKSTART), "--set", "serviceMonitor.enabled=true"))
+    assert ("namespaces", 8701) in peers(scraped["reward"]["ingress"], "from")
+
+
+def test_policies_can_be_off() -> None:
+    assert render_file(BARE).of("NetworkPolicy") == []

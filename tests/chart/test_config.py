@@ -1,0 +1,169 @@
+"""The recipe and the environment of every container are parsed by the real models, and mean what the values said."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.config import Recipe, load_recipe
+from tests.support.chart import Pod, needs_helm, render, render_file, value_files
+
+pytestmark = needs_helm
+FILES = value_files()
+OF_TBA = {"buffer", "reward", "searcher", "trainer", "setup"}
+EXTERNAL, NODES, QUICKSTART, BARE = (
+    next(path for path in FILES if path.name == name)
+    for name in ("external.yaml", "nodes.yaml", "values-cpu-quickstart.yaml", "bare.yaml")
+)
+SECRETS = {"TBA_BUFFER__REDIS_URL": "rediss://:secret@redis.example:6380/0"}
+"""What a Secret would hold."""
+
+
+def name(path: Path) -> str:
+    """For the names of tests."""
+    return path.stem
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    """As the container sees it."""
+    return {entry["name"]: entry.get("value", SECRETS.get(entry["name"], "of-a-secret")) for entry in container["env"]}
+
+
+def recipe_text(path: Path, *more: str) -> str:
+    """What the ConfigMap holds."""
+    return render_file(path, *more).one("ConfigMap", "t-recipe")["data"]["recipe.toml"]
+
+
+def recipe_of(path: Path, component: str, folder: Path, *more: str) -> Recipe:
+    """The recipe as a component of the release reads it."""
+    file = folder / "recipe.toml"
+    file.write_text(recipe_text(path, *more))
+    pod = render_file(path, *more).pod(component)
+    return load_recipe(file, environ=environment(pod.spec["containers"][0]))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_every_container_reads_a_recipe(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(recipe_text(path))
+    read = Counter()
+    for pod in render_file(path).pods():
+        if pod.component in OF_TBA:
+            for container in pod.containers:
+                recipe = load_recipe(file, environ=environment(container))
+                assert recipe.run.name == tomllib.loads(file.read_text())["run"]["name"]
+                assert recipe.store.url.startswith("s3://")
+                read[pod.component] += 1
+    assert OF_TBA - {"setup"} <= read.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_no_name_is_twice_in_an_environment(path: Path) -> None:
+    for pod in render_file(path).pods():
+        for container in pod.containers:
+            names = Counter(entry["name"] for entry in container.get("env", []))
+            assert set(names.values()) <= {1}, f"{pod.name}: {names}"
+
+
+def test_the_parts_find_each_other(tmp_path: Path) -> None:
+    services = {x["metadata"]["name"]: x["spec"]["ports"][0]["port"] for x in render_file(QUICKSTART).of("Service")}
+    for component in sorted(OF_TBA):
+        recipe = recipe_of(QUICKSTART, component, tmp_path)
+        assert recipe.buffer_url == f"http://t-buffer:{services['t-buffer']}"
+        assert recipe.reward_url == f"http://t-reward:{services['t-reward']}"
+        assert recipe.store.endpoint_url == f"http://t-objectstore:{services['t-objectstore']}"
+    assert recipe_of(QUICKSTART, "buffer", tmp_path).buffer.redis_url == f"redis://t-redis:{services['t-redis']}/0"
+    assert recipe_of(QUICKSTART, "searcher", tmp_path).searcher.when_over == "wait"
+
+
+def test_values_of_the_user_come_before_those_of_the_chart(tmp_path: Path) -> None:
+    made = render_file(EXTERNAL)
+    assert recipe_of(EXTERNAL, "buffer", tmp_path).buffer.lease_s == 90
+    assert environment(made.pod("trainer").spec["containers"][0])["HTTPS_PROXY"] == "http://proxy:3128"
+    assert environment(made.pod("searcher").spec["containers"][0])["HTTPS_PROXY"] == "http://other:3128"
+    again = recipe_of(
+        QUICKSTART, "buffer", tmp_path, "--set-string", "extraEnv[0].name=TBA_BUFFER__PORT,extraEnv[0].value=9"
+    )
+    assert again.buffer.port == 9
+
+
+def test_tls_is_on_everywhere_or_nowhere(tmp_path: Path) -> None:
+    for component in sorted(OF_TBA):
+        recipe = recipe_of(EXTERNAL, component, tmp_path)
+        assert recipe.buffer_url == "https://t-buffer:8700"
+        assert recipe.reward_url == "https://t-reward:8701"
+        assert mounted(render_file(EXTERNAL).pod(component), str(recipe.tls.ca_file))
+        assert mounted(render_file(EXTERNAL).pod(component), str(recipe.store.ca_file))
+        assert (recipe.tls.cert_file is not None) == (component in {"buffer", "reward"})
+    assert recipe_of(QUICKSTART, "buffer", tmp_path).tls.ca_file is None
+
+
+def test_redis_with_password_and_tls(tmp_path: Path) -> None:
+    buffer = recipe_of(NODES, "buffer", tmp_path)
+    assert buffer.buffer.redis_url == "rediss://t-redis:6379/0"
+    pod = render_file(NODES).pod("buffer")
+    assert mounted(pod, str(buffer.buffer.redis_password_file))
+    assert mounted(pod, str(buffer.tls.ca_file))
+    assert not mounted(render_file(NODES).pod("searcher"), "/etc/tba-redis/redis-password")
+
+
+def test_only_the_buffer_may_scale(tmp_path: Path) -> None:
+    recipe = recipe_of(QUICKSTART, "buffer", tmp_path)
+    assert recipe.scaling.backend == "kubernetes"
+    assert recipe.scaling.deployment == render_file(QUICKSTART).pod("searcher").name
+    assert recipe.scaling.max_searchers == 8
+    for path in (EXTERNAL, BARE):
+        assert recipe_of(path, "buffer", tmp_path).scaling.backend == "none"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_files_that_the_environment_names_are_mounted(path: Path, tmp_path: Path) -> None:
+    for pod in render_file(path).pods():
+        if pod.component not in OF_TBA:
+            continue
+        recipe = recipe_of(path, pod.component, tmp_path)
+        wanted = [recipe.auth.tokens_file, recipe.tls.ca_file, recipe.tls.cert_file, recipe.tls.key_file]
+        wanted += [recipe.store.ca_file, recipe.tracking.metrics_path, "/etc/tba/recipe.toml"]
+        if pod.component == "buffer":
+            wanted.append(recipe.buffer.redis_password_file)
+        assert [str(file) for file in wanted if file is not None and not mounted(pod, str(file))] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_no_secret_is_in_an_environment_or_a_config_map(path: Path) -> None:
+    made = render_file(path)
+    assert made.of("Secret") == []
+    for pod in made.pods():
+        for container in pod.containers:
+            for entry in container.get("env", []):
+                secret = (
+                    any(word in entry["name"] for word in ("SECRET", "PASSWORD", "TOKEN"))
+                    and "FILE" not in entry["name"]
+                )
+                plain = "value" in entry and "bundled-for-trials" not in entry["value"]
+                assert not (secret and plain), entry
+
+
+def mounted(pod: Pod, file: str) -> bool:
+    """Whether a file lies in one of the container's volumes, under a name that the volume gives it."""
+    container = pod.spec["containers"][0]
+    found = [mount for mount in container["volumeMounts"] if file.startswith(mount["mountPath"].rstrip("/") + "/")]
+    if not found:
+        return False
+    rest = file.removeprefix(found[0]["mountPath"].rstrip("/") + "/")
+    volume = next(volume for volume in pod.spec["volumes"] if volume["name"] == found[0]["name"])
+    items = volume.get("secret", {}).get("items")
+    return items is None or rest in {item["path"] for item in items}
+
+
+def test_the_readme_of_a_recipe_from_a_file_is_kept_to_the_letter(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "recipes" / "quickstart.toml").read_text()
+    odd = text + '\n# {{ .Values.secret }} "quotes" \\ and a tab\t\n'
+    file = tmp_path / "odd.toml"
+    file.write_text(odd)
+    made = render("--set-file", f"recipe={file}", "--set", "auth.existingSecret=x,objectstore.enabled=true")
+    assert made.one("ConfigMap", "t-recipe")["data"]["recipe.toml"] == odd

@@ -1,0 +1,133 @@
+"""What the pod of `helm test` runs, against a real buffer and a real reward service with tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.buffer import SERVICE_PATHS, make_prompts, make_recipe, start_lineage, write_recipe
+from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer
+from tests.support.redis_process import free_port
+
+__all__ = ["redis", "serve_buffer"]
+SCRIPT = Path(__file__).parents[2] / "charts/tba/files/helm_test.py"
+TOKENS = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "operator", "viewer")}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The file that the chart puts into the pod."""
+    spec = importlib.util.spec_from_file_location("helm_test", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token for each role."""
+    path = tmp_path_factory.mktemp("tokens") / "tokens.json"
+    path.write_text(json.dumps(TOKENS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reward_url(tmp_path_factory: pytest.TempPathFactory, tokens_file: Path) -> Iterator[str]:
+    """A reward service that wants tokens."""
+    folder, port = tmp_path_factory.mktemp("reward"), free_port()
+    recipe = make_recipe(reward={"port": port, "num_workers": 1}, auth={"tokens_file": str(tokens_file)})
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tba_reward", "--config", str(write_recipe(folder / "recipe.json", recipe))],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
+            stdout=log,
+            stderr=log,
+        )
+    url, give_up = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while not is_ready(url):
+            assert process.poll() is None, (folder / "log").read_text()[-3000:]
+            assert time.monotonic() < give_up, "the reward service did not start"
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(url: str) -> bool:
+    """Whether a service answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
+            return response.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def config(folder: Path, buffer_url: str, reward_url: str, tokens_file: Path) -> list[str]:
+    """Arguments of the script."""
+    recipe = make_recipe(buffer={"url": buffer_url}, reward={"url": reward_url}, auth={"tokens_file": str(tokens_file)})
+    return ["--config", str(write_recipe(folder / "recipe.json", recipe)), "--wait-s", "0.2"]
+
+
+def test_a_release_that_works_passes_and_no_batch_gets_the_rollout(
+    script: ModuleType,
+    serve_buffer: ServeBuffer,
+    reward_url: str,
+    tokens_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    buffer = serve_buffer(tokens=TOKENS)
+    operator = buffer.client(token=TOKENS["operator"])
+    arguments = config(tmp_path, buffer.url, reward_url, tokens_file)
+    assert script.main(arguments) == 1  # nothing to answer yet: no prompts
+    assert "look at the setup Job" in capsys.readouterr().err
+    operator.upload_prompts(make_prompts(2))
+    start_lineage(buffer.client(token=TOKENS["trainer"]))
+    for count in (1, 2):
+        assert script.main(arguments) == 0
+        out = capsys.readouterr().out
+        assert "without a token gets 401" in out
+        assert "as a viewer gets 403" in out
+        stats = operator.stats()
+        assert (stats.num_failed, stats.num_scored, stats.num_pending) == (count, 0, 0)
+    assert operator.list_rollouts(limit=1).rollouts[0].response_text == "pushed by helm test"
+
+
+def test_services_that_let_everybody_in_fail(
+    script: ModuleType,
+    serve_buffer: ServeBuffer,
+    reward_url: str,
+    tokens_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    buffer = serve_buffer()
+    assert script.main(config(tmp_path, buffer.url, reward_url, tokens_file)) == 1
+    assert "/v1/run without a token got 200, not 401" in capsys.readouterr().err
+
+
+def test_a_reward_service_that_is_away_fails_with_a_sentence(
+    script: ModuleType,
+    serve_buffer: ServeBuffer,
+    tokens_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    buffer, nowhere = serve_buffer(tokens=TOKENS), f"http://127.0.0.1:{free_port()}"
+    assert script.main(config(tmp_path, buffer.url, nowhere, tokens_file)) == 1
+    assert f"error: helm test: {nowhere} does not answer" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""What the chart makes of every file of values is valid on old and new clusters, and complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.chart import (
+    CHART,
+    NEWEST,
+    OLDEST,
+    TOKENS,
+    arguments,
+    helm,
+    needs_helm,
+    render_file,
+    value_files,
+)
+from tests.support.kube_schemas import FOREIGN, NEW_FIELDS, OLD_KINDS, VERSIONS, fields_in, problems
+
+pytestmark = needs_helm
+FILES = value_files()
+ONLY_NEW = {"nodes.yaml"}
+"""Indexed Jobs came with 1.22."""
+
+
+def name(path: Path) -> str:
+    """For the names of tests."""
+    return path.stem
+
+
+def test_there_are_values_for_each_promised_deployment() -> None:
+    promised = {"values-cpu-quickstart.yaml", "values-gsm8k-4gpu.yaml", "values-math-7b-8gpu.yaml"}
+    assert promised <= {path.name for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_it_lints(path: Path) -> None:
+    done = helm("lint", "--strict", str(CHART), *arguments(path), "--kube-version", NEWEST)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_it_is_valid_by_the_strict_schemas_of_several_releases(path: Path) -> None:
+    found = {}
+    for version in VERSIONS:
+        objects = render_file(path, kube=f"{version}.0").objects
+        assert len(objects) > 10
+        bad = [problem for x in objects if x["kind"] not in FOREIGN and (problem := problems(x, version))]
+        if bad:
+            found[version] = bad
+    assert found == {}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name not in ONLY_NEW], ids=name)
+def test_it_uses_nothing_that_a_cluster_of_1_20_lacks(path: Path) -> None:
+    objects = render_file(path, kube=OLDEST).objects
+    used = {(x["apiVersion"], x["kind"]) for x in objects if x["kind"] not in FOREIGN}
+    assert used <= OLD_KINDS
+    assert {f for x in objects if x["kind"] not in FOREIGN for f in fields_in(x)} & NEW_FIELDS == set()
+    # what 1.25 knows of these kinds is as strict about the fields that both have
+    same = [x for x in objects if x["kind"] not in {*FOREIGN, "PodDisruptionBudget"}]
+    assert [problem for x in same if (problem := problems(x, "1.25"))] == []
+
+
+def test_the_schemas_find_a_wrong_field() -> None:
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "x"},
+        "spec": {"containers": [{"name": "a", "foo": 1}]},
+    }
+    assert "foo" in (problems(pod, "1.33") or "")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_names_are_unique_and_labels_say_whose_an_object_is(path: Path) -> None:
+    objects = render_file(path).objects
+    named = [(x["kind"], x["metadata"]["name"]) for x in objects]
+    assert len(named) == len(set(named))
+    for found in objects:
+        if found["metadata"]["name"] == "t-more":  # extraObjects are as the user wrote them
+            continue
+        labels = found["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "tba"
+        assert labels["app.kubernetes.io/instance"] == "t"
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        assert "namespace" not in found["metadata"], "Helm gives it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_selectors_find_the_pods_that_they_are_meant_for(path: Path) -> None:
+    made = render_file(path)
+    pods = list(made.pods())
+    for found in made.objects:
+        wanted = found.get("spec", {}).get("selector")
+        if found["kind"] in FOREIGN or wanted is None:
+            continue
+        labels = wanted.get("matchLabels", wanted)
+        chosen = {pod.component for pod in pods if labels.items() <= pod.metadata["labels"].items()}
+        assert chosen == {found["metadata"]["labels"]["app.kubernetes.io/component"]}, found["metadata"]["name"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_every_port_names_its_protocol_and_every_service_finds_its_port(path: Path) -> None:
+    made = render_file(path)
+    for service in made.of("Service"):
+        pod = made.pod(service["metadata"]["labels"]["app.kubernetes.io/component"])
+        ports = {port["name"]: port["containerPort"] for c in pod.containers for port in c.get("ports", [])}
+        for port in service["spec"]["ports"]:
+            assert port["protocol"] == "TCP"
+            assert port["targetPort"] in ports, service["metadata"]["name"]
+    for pod in made.pods():
+        assert all(port["protocol"] == "TCP" for c in pod.containers for port in c.get("ports", []))
+
+
+def test_labels_of_the_user_are_on_everything() -> None:
+    made = render_file(next(path for path in FILES if path.name == "external.yaml"))
+    assert {x["metadata"].get("labels", {}).get("team") for x in made.objects if x["metadata"]["name"] != "t-more"} == {
+        "rl"
+    }
+    assert {pod.metadata["labels"]["team"] for pod in made.pods()} == {"rl"}
+
+
+def test_what_the_chart_brings_along_is_what_lies_in_the_repository() -> None:
+    for file in (CHART / "files" / "recipes").glob("*.toml"):
+        assert file.read_text() == (CHART.parents[1] / "recipes" / file.name).read_text(), (
+            f"copy recipes/{file.name} again"
+        )
+    assert len(list((CHART / "files" / "recipes").iterdir())) >= 3
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    from tba import __version__
+
+    assert chart["appVersion"] == __version__
+    assert (
+        helm("template", "t", str(CHART), *TOKENS, "--set", "recipeName=quickstart,objectstore.enabled=true").returncode
+        == 0
+    )

@@ -1,0 +1,195 @@
+"""Every pod: fenced in, bounded, probed, its images pinned, and it says why it fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.chart import Pod, needs_helm, render, render_file, value_files
+
+pytestmark = needs_helm
+FILES = value_files()
+PODS = ("buffer", "reward", "searcher", "trainer")
+LISTENING = {"buffer", "reward", "redis", "objectstore"}
+EXTERNAL, NODES, QUICKSTART = (
+    next(path for path in FILES if path.name == name)
+    for name in ("external.yaml", "nodes.yaml", "values-cpu-quickstart.yaml")
+)
+
+
+def name(path: Path) -> str:
+    """For the names of tests."""
+    return path.stem
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_pods_are_fenced_in(path: Path) -> None:
+    pods = list(render_file(path).pods())
+    assert {*PODS} <= {pod.component for pod in pods}
+    for pod in pods:
+        spec = pod.spec
+        fence = spec["securityContext"]
+        assert fence["runAsNonRoot"] is True
+        assert fence["runAsUser"] >= 999
+        assert fence["fsGroup"] >= 999
+        assert fence["seccompProfile"] == {"type": "RuntimeDefault"}
+        for field in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
+            assert not spec.get(field), f"{pod.name}: {field}"
+        assert not any("hostPath" in volume for volume in spec.get("volumes", []))
+        for container in pod.containers:
+            own = container["securityContext"]
+            assert own["readOnlyRootFilesystem"] is True
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert not own.get("privileged")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_pods_are_bounded_and_say_why_they_fail(path: Path) -> None:
+    for pod in render_file(path).pods():
+        assert pod.spec["terminationGracePeriodSeconds"] >= 1 or pod.component == "test"
+        for container in pod.containers:
+            resources = container["resources"]
+            assert {"cpu", "memory"} <= resources["requests"].keys(), f"{pod.name}: {container['name']}"
+            assert "memory" in resources["limits"], f"{pod.name}: {container['name']}"
+            assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_what_listens_is_probed_and_nothing_else_has_a_port(path: Path) -> None:
+    for pod in render_file(path).pods():
+        container = pod.spec["containers"][0]
+        probes = {"startupProbe", "readinessProbe", "livenessProbe"} & container.keys()
+        if pod.component in LISTENING:
+            assert probes == {"startupProbe", "readinessProbe", "livenessProbe"}, pod.name
+            assert (
+                container["startupProbe"].get("failureThreshold", 3) * container["startupProbe"]["periodSeconds"] >= 60
+            )
+        else:
+            assert probes == set(), pod.name
+            assert [port["name"] for port in container.get("ports", [])] in ([], ["rendezvous"])
+        for init in pod.spec.get("initContainers", []):
+            assert not {"startupProbe", "readinessProbe", "livenessProbe", "ports"} & init.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_liveness_asks_for_nothing_but_the_process(path: Path) -> None:
+    for pod in render_file(path).pods():
+        if pod.component in {"buffer", "reward"}:
+            container = pod.spec["containers"][0]
+            assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+            scheme = "HTTPS" if path == EXTERNAL else "HTTP"
+            assert {
+                container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in ("startup", "liveness", "readiness")
+            } == {scheme}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_images_are_pinned(path: Path) -> None:
+    for pod in render_file(path).pods():
+        for container in pod.containers:
+            image = container["image"]
+            before, _, tag = image.rpartition("@" if "@" in image else ":")
+            assert before, image
+            assert tag, image
+            assert tag != "latest"
+            assert container["imagePullPolicy"] == "IfNotPresent"
+
+
+def test_registry_digest_and_pull_secrets_reach_every_pod() -> None:
+    made = render_file(EXTERNAL)
+    assert "@sha256:0123" in made.pod("buffer").spec["containers"][0]["image"]
+    for pod in made.pods():
+        assert pod.spec["imagePullSecrets"] == [{"name": "mirror"}]
+        assert all(container["image"].startswith("mirror.example/") for container in pod.containers), pod.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_every_mount_has_its_volume_and_every_volume_its_mount(path: Path) -> None:
+    for pod in render_file(path).pods():
+        volumes = Counter(volume["name"] for volume in pod.spec.get("volumes", []))
+        if pod.kind == "StatefulSet":
+            volumes["data"] += 1  # of a claim template
+        assert set(volumes.values()) <= {1}, pod.name
+        mounted = set()
+        for container in pod.containers:
+            mounts = container.get("volumeMounts", [])
+            paths = Counter(mount["mountPath"] for mount in mounts)
+            assert set(paths.values()) <= {1}, f"{pod.name}: {paths}"
+            mounted |= {mount["name"] for mount in mounts}
+        assert mounted == set(volumes), pod.name
+
+
+def test_gpus_and_shared_memory_are_asked_for() -> None:
+    made = render_file(NODES)
+    limits = {c: made.pod(c).spec["containers"][0]["resources"]["limits"] for c in PODS}
+    assert str(limits["trainer"]["nvidia.com/gpu"]) == "8"
+    assert str(limits["searcher"]["amd.com/gpu"]) == "2"
+    assert str(limits["reward"]["nvidia.com/gpu"]) == "1"
+    assert not [key for key in limits["buffer"] if key.endswith("/gpu")]
+    shm = [volume for volume in made.pod("trainer").spec["volumes"] if volume["name"] == "shm"]
+    assert shm == [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}]
+    init = made.pod("searcher").spec["initContainers"][0]
+    assert not [key for key in init["resources"].get("limits", {}) if key.endswith("/gpu")]
+
+
+def test_placement_reaches_the_pods() -> None:
+    made = render_file(NODES)
+    trainer = made.pod("trainer").spec
+    assert trainer["runtimeClassName"] == "nvidia"
+    spread = trainer["topologySpreadConstraints"][0]
+    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
+    assert trainer["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert made.pod("searcher").spec["tolerations"] == [{"key": "amd.com/gpu", "operator": "Exists"}]
+    other = render_file(EXTERNAL)
+    assert {pod.spec.get("priorityClassName") for pod in other.pods()} == {"training"}
+    assert other.pod("buffer").spec["nodeSelector"] == {"pool": "cpu"}
+    assert other.pod("reward").spec.get("nodeSelector") is None
+    assert other.pod("searcher").spec["securityContext"]["supplementalGroups"] == [2000]
+    assert other.pod("searcher").spec["securityContext"]["runAsNonRoot"] is True
+
+
+def test_the_grace_period_leaves_room_for_the_drain() -> None:
+    made = render_file(QUICKSTART)
+    drain_s = environment(made.pod("searcher"))["TBA_SEARCHER__DRAIN_S"]
+    assert made.pod("searcher").spec["terminationGracePeriodSeconds"] >= float(drain_s) + 10
+    stop_s = environment(made.pod("trainer"))["TBA_LOCAL__STOP_TIMEOUT_S"]
+    assert made.pod("trainer").spec["terminationGracePeriodSeconds"] >= float(stop_s) + 5
+
+
+def environment(pod: Pod) -> dict[str, str]:
+    """Values of the first container's environment."""
+    return {entry["name"]: entry.get("value", "") for entry in pod.spec["containers"][0]["env"]}
+
+
+def test_several_processes_are_started_by_torchrun() -> None:
+    one = render_file(QUICKSTART).pod("trainer").spec["containers"][0]
+    assert "command" not in one
+    several = render("-f", str(QUICKSTART), "--set", "trainer.gpu.count=4")
+    command = several.pod("trainer").spec["containers"][0]["command"]
+    assert command[:4] == ["python", "-m", "tba_trainer.parallel.launch", "4"]
+    nodes = render_file(NODES)
+    command = nodes.pod("trainer").spec["containers"][0]["command"]
+    assert command[:6] == ["python", "-m", "tba_trainer.parallel.launch", "8", "--nodes", "2"]
+    rendezvous = command[command.index("--rendezvous") + 1]
+    job = nodes.one("Job", "t-trainer")
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    service = nodes.one("Service", "t-trainer")
+    assert service["spec"]["clusterIP"] == "None"
+    assert nodes.pod("trainer").spec["subdomain"] == service["metadata"]["name"]
+    assert rendezvous == f"$(TRAINER_JOB)-0.{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+
+
+@pytest.mark.parametrize(("file", "num_gpus"), [("values-gsm8k-4gpu.yaml", 4), ("values-math-7b-8gpu.yaml", 8)])
+def test_the_promised_number_of_gpus_is_used(file: str, num_gpus: int) -> None:
+    made = render_file(next(path for path in FILES if path.name == file))
+    gpus = {c: int(made.pod(c).spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) for c in PODS}
+    num_searchers = int(environment(made.pod("buffer"))["TBA_SCALING__NUM_SEARCHERS"])
+    assert gpus["buffer"] == gpus["reward"] == 0
+    assert gpus["trainer"] + num_searchers * gpus["searcher"] == num_gpus
+    tolerated = [toleration["key"] for toleration in made.pod("trainer").spec["tolerations"]]
+    assert tolerated == ["nvidia.com/gpu"]

@@ -1,0 +1,138 @@
+"""Values that could not work are refused at `helm template`, with a sentence each: what, which value, what to do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from charts.tools.readme import at, described
+from tests.support.chart import CHART, OLDEST, needs_helm, refusal, template
+
+pytestmark = needs_helm
+GOOD = "auth.existingSecret=t,recipeName=quickstart"
+BUNDLED = f"{GOOD},objectstore.enabled=true"
+OWN_ACCOUNTS = ",".join(
+    f"{part}.serviceAccount.name=mine" for part in ("buffer", "reward", "searcher", "trainer", "setup", "redis", "test")
+)
+CASES: dict[str, str] = {
+    "objectstore.enabled=true,auth.existingSecret=t": "recipe is required",
+    f"{BUNDLED},recipe=x": "recipe and recipeName quickstart are both given",
+    "auth.existingSecret=t,recipeName=chess": "recipeName chess is not a recipe of this chart, which has gsm8k",
+    "recipeName=quickstart,auth.existingSecret=": "auth.existingSecret is required",
+    f"{GOOD},fullnameOverride=1.run": 'objects would be called "1.run"',
+    f"{GOOD},image.tag=latest": "the tag of image tba-",
+    f"{GOOD},searcher.image.tag=latest": "the tag of image tba-searcher is latest",
+    f"{GOOD},redis.image.tag=latest": "the tag of image redis is latest",
+    f"{GOOD},store.url=file:///models": 'store.url is "file:///models"',
+    f"{BUNDLED},store.endpointUrl=http://s3:9000": "store.endpointUrl http://s3:9000 names a store and objectstore",
+    f"{GOOD},store.endpointUrl=s3:9000": 'store.endpointUrl is "s3:9000"',
+    f"{GOOD},redis.external.url=redis://other:6379": "redis.external names a Redis and redis.enabled brings another",
+    f"{GOOD},redis.enabled=false": "redis.enabled is false and redis.external names no other",
+    f"{GOOD},redis.enabled=false,redis.external.url=redis://r,redis.external.urlSecret=r": "are both given",
+    f"{GOOD},redis.enabled=false,redis.external.url=http://r": 'redis.external.url is "http://r"',
+    f"{GOOD},redis.enabled=false,redis.external.url=redis://:secret@r:6379/0": "contains a password",
+    f"{GOOD},searcher.replicas=0,scaling.backend=keda,scaling.keda.serverAddress=http://p": "makes an offline run",
+    f"{GOOD},scaling.backend=keda": "scaling.keda.serverAddress is empty",
+    f"{GOOD},scaling.backend=keda,scaling.keda.serverAddress=http://p,scaling.keda.minReplicas=5,"
+    "scaling.keda.maxReplicas=4": "scaling.keda.maxReplicas 4 is below scaling.keda.minReplicas 5",
+    f"{GOOD},scaling.keda.serverAddress=http://p": "KEDA and `tba scale` would fight over one number",
+    f"{GOOD},searcher.replicas=9,scaling.maxSearchers=8": "searcher.replicas 9 is above scaling.maxSearchers 8",
+    f"{GOOD},trainer.gpu.count=2,trainer.processesPerNode=4": "processesPerNode 4 is more than trainer.gpu.count 2",
+    f"{GOOD},trainer.terminationGracePeriodSeconds=5": "trainer.terminationGracePeriodSeconds is 5",
+    f"{GOOD},searcher.drainS=55": "searcher.terminationGracePeriodSeconds 60 is less than searcher.drainS 55",
+    f"{GOOD},searcher.gpu.count=1,searcher.gpu.resource=": "searcher.gpu.count is 1 and searcher.gpu.resource is empty",
+    f"{GOOD},buffer.pdb.maxUnavailable=null": "buffer.pdb is enabled without minAvailable and maxUnavailable",
+    f"{GOOD},serviceAccounts.create=false": "serviceAccounts.create is false and buffer.serviceAccount.name is empty",
+    f"{GOOD},setup.hubToken.existingSecret=hub": "setup.hubToken is for setup.prepare, which is false",
+    f"{GOOD},extraEnv[0].name=A,extraEnv[1].name=A": "extraEnv has A twice",
+}
+OF_OLD_CLUSTERS = {
+    f"{GOOD},trainer.nodes=2": "trainer.nodes is 2, which needs indexed Jobs of Kubernetes 1.22 or newer"
+}
+OF_NAMES = {"2nd.run": 'objects would be called "2nd.run", and a Service has small letters'}
+"""Name of the release -> sentence."""
+NOT_REACHED = {r"environment of %s: %s"}
+"""Guards against faults of the templates themselves."""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What Helm says to each case."""
+    found = {values: refusal("--set", values) for values in CASES}
+    found |= {values: refusal("--set", values, kube=OLDEST) for values in OF_OLD_CLUSTERS}
+    return found | {name: refusal("--set", GOOD, release=name) for name in OF_NAMES}
+
+
+@pytest.mark.parametrize("values", [*CASES, *OF_OLD_CLUSTERS, *OF_NAMES])
+def test_impossible_values_are_refused_with_a_sentence(values: str, said: dict[str, str]) -> None:
+    assert (CASES | OF_OLD_CLUSTERS | OF_NAMES)[values] in said[values]
+    assert "specifications of the schema" not in said[values], "the schema came first: the sentence is never seen"
+
+
+def test_every_sentence_of_the_templates_is_tried(said: dict[str, str]) -> None:
+    sentences = set()
+    for file in CHART.glob("templates/**/*"):
+        if file.suffix in {".tpl", ".yaml"}:
+            sentences.update(re.findall(r'\bfail \(?(?:printf )?"((?:[^"\\]|\\.)*)"', file.read_text()))
+            sentences.update(re.findall(r'\brequired "((?:[^"\\]|\\.)*)"', file.read_text()))
+    assert len(sentences) > 20
+    everything = list(said.values())
+    untried = [sentence for sentence in sentences if not any(says(sentence, text) for text in everything)]
+    assert set(untried) == NOT_REACHED & sentences
+
+
+def says(sentence: str, text: str) -> bool:
+    """Whether a text has a sentence in it whose %s, %d and %q are filled in."""
+    pattern = r".+?".join(re.escape(part) for part in re.split(r"%[sdqv]", sentence.replace('\\"', '"')))
+    return re.search(pattern, text) is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ("sercher.replicas=3", "sercher"),
+        ("searcher.replica=3", "replica"),
+        ("trainer.gpu.number=3", "number"),
+        ("redis.persistence.sizes=3Gi", "sizes"),
+        ("networkPolicy.dns.port=53", "port"),
+        ("pod.toleration=1", "toleration"),
+        ("searcher.replicas=three", "replicas"),
+        ("searcher.replicas=-1", "replicas"),
+        ("trainer.nodes=0", "nodes"),
+        ("scaling.backend=magic", "backend"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("auth.existingSecret=Not_A_Name", "existingSecret"),
+        ("trainer.backoffLimit=-1", "backoffLimit"),
+    ],
+)
+def test_the_schema_refuses_unknown_keys_and_wrong_types(values: str, sentence: str) -> None:
+    text = refusal("--set", f"{GOOD},{values}")
+    assert "specifications of the schema" in text
+    assert sentence in text
+
+
+def test_the_schema_knows_every_value_and_no_other() -> None:
+    """Down to the described values: what is in those is Kubernetes' own."""
+    text = (CHART / "values.yaml").read_text()
+    schema, values = yaml.safe_load((CHART / "values.schema.json").read_text()), yaml.safe_load(text)
+    ends = {value.path for value in described(text)}
+
+    def compare(node: dict[str, Any], value: Any, path: tuple[str, ...]) -> list[str]:
+        while "$ref" in node:
+            node = at(schema, node["$ref"].removeprefix("#/").split("/"))
+        if path in ends:
+            return []
+        found = [".".join((*path, key)) for key in node["properties"].keys() ^ value.keys()]
+        for key in node["properties"].keys() & value.keys():
+            found += compare(node["properties"][key], value[key], (*path, key))
+        return found
+
+    assert compare(schema, values, ()) == []
+
+
+def test_global_values_of_a_parent_chart_are_let_through() -> None:
+    done = template("--set", f"{BUNDLED},global.somethingOfTheParent=1")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,114 @@
+"""What an upgrade restarts, and that names stay within what Kubernetes takes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.chart import CHART, NAMESPACE, Rendering, helm, needs_helm, render_file, value_files
+
+pytestmark = needs_helm
+QUICKSTART = next(path for path in value_files() if path.name == "values-cpu-quickstart.yaml")
+NODES = next(path for path in value_files() if path.name == "nodes.yaml")
+RESTARTED = ("Deployment", "StatefulSet")
+
+
+def templates(made: Rendering) -> dict[str, Any]:
+    """Name -> pod template of everything that a difference restarts, with the names of the Jobs."""
+    found = {f"{pod.kind}/{pod.name}": (pod.metadata, pod.spec) for pod in made.pods() if pod.kind in RESTARTED}
+    return found | {f"Job/{x['metadata']['name']}": None for x in made.of("Job")}
+
+
+def test_a_newer_chart_that_changes_nothing_restarts_nothing(tmp_path: Path) -> None:
+    copy = tmp_path / "tba"
+    shutil.copytree(CHART, copy)
+    chart = copy / "Chart.yaml"
+    chart.write_text(re.sub(r"(?m)^version: .*$", "version: 9.9.9", chart.read_text()))
+    done = helm("template", "t", str(copy), "--namespace", NAMESPACE, "--kube-version", "1.37.0", "-f", str(QUICKSTART))
+    assert done.returncode == 0, done.stderr
+    newer = Rendering([x for x in yaml.safe_load_all(done.stdout) if x])
+    older = render_file(QUICKSTART)
+    assert templates(newer) == templates(older)
+
+
+def test_another_recipe_restarts_what_reads_it_and_nothing_else(tmp_path: Path) -> None:
+    old, new = (templates(render_file(QUICKSTART, "--set", f"recipeName={name}")) for name in ("quickstart", "gsm8k"))
+    changed = {name for name in old.keys() & new.keys() if old[name] != new[name]}
+    assert changed == {"Deployment/t-buffer", "Deployment/t-reward", "Deployment/t-searcher"}
+    assert {name.rsplit("-", 1)[0] for name in old.keys() ^ new.keys()} == {"Job/t-trainer", "Job/t-setup"}
+
+
+def test_checksums_are_of_data_alone() -> None:
+    old, new = render_file(QUICKSTART), render_file(QUICKSTART, "--set", "commonLabels.team=rl")
+    sums = [
+        {pod.component: pod.metadata.get("annotations", {}).get("checksum/recipe") for pod in made.pods()}
+        for made in (old, new)
+    ]
+    assert sums[0] == sums[1]
+    assert sums[0]["buffer"]
+    assert sums[0]["redis"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "restarted"),
+    [
+        ("searcher.replicas=3", {"Deployment/t-buffer"}),  # which hears the number that holds while nobody sets one
+        ("trainer.backoffLimit=7", set()),
+        ("trainer.resources.requests.cpu=2", {"Job/t-trainer"}),
+        ("searcher.resources.requests.cpu=2", {"Deployment/t-searcher"}),
+        ("reward.replicas=2", set()),
+        ("networkPolicy.enabled=false", set()),
+        ("serviceMonitor.enabled=true", set()),
+    ],
+)
+def test_a_change_restarts_only_what_it_is_about(change: str, restarted: set[str]) -> None:
+    old, new = templates(render_file(QUICKSTART)), templates(render_file(QUICKSTART, "--set", change))
+    changed = {name for name in old.keys() & new.keys() if old[name] != new[name]}
+    changed |= {name.rsplit("-", 1)[0] for name in old.keys() ^ new.keys()}
+    assert changed == restarted
+
+
+def test_what_cannot_be_changed_later_stays_the_same() -> None:
+    """Selectors of workloads, and the claims of StatefulSets, are fixed when they are made."""
+    changes = "image.tag=v2,commonLabels.a=b,pod.labels.c=d,redis.resources.limits.memory=2Gi,searcher.replicas=4"
+    old, new = render_file(QUICKSTART), render_file(QUICKSTART, "--set", changes)
+    for kind in ("Deployment", "StatefulSet"):
+        for before, after in zip(old.of(kind), new.of(kind), strict=True):
+            assert before["spec"]["selector"] == after["spec"]["selector"]
+            assert before["spec"].get("serviceName") == after["spec"].get("serviceName")
+            assert before["spec"].get("volumeClaimTemplates") == after["spec"].get("volumeClaimTemplates")
+
+
+@pytest.mark.parametrize("path", [QUICKSTART, NODES], ids=lambda path: path.stem)
+def test_the_longest_name_of_a_release_fits(path: Path) -> None:
+    release = "r" * 53
+    args = ("-f", str(path), "--set", "auth.existingSecret=t", "--kube-version", "1.37.0")
+    done = helm("template", release, str(CHART), "--namespace", NAMESPACE, *args)
+    assert done.returncode == 0, done.stderr
+    for found in yaml.safe_load_all(done.stdout):
+        if not found:
+            continue
+        name = found["metadata"]["name"]
+        assert len(name) <= (52 if found["kind"] == "StatefulSet" else 63), name
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name)
+        assert all(len(str(value)) <= 63 for value in found["metadata"]["labels"].values())
+
+
+def test_two_renderings_are_the_same() -> None:
+    """Nothing random, nothing of the time: tools that compare them would restart everything."""
+    args = ("template", "t", str(CHART), "-f", str(NODES), "--set", "auth.existingSecret=t")
+    assert helm(*args).stdout == helm(*args).stdout
+
+
+def test_replicas_are_left_to_whoever_scales() -> None:
+    searcher = render_file(QUICKSTART).one("Deployment", "t-searcher")
+    assert "replicas" not in searcher["spec"]
+    fixed = render_file(QUICKSTART, "--set", "scaling.backend=none").one("Deployment", "t-searcher")
+    assert fixed["spec"]["replicas"] == 1
+    assert render_file(QUICKSTART).one("Deployment", "t-buffer")["spec"]["replicas"] == 1
+    assert render_file(QUICKSTART).one("Deployment", "t-buffer")["spec"]["strategy"] == {"type": "Recreate"}

@@ -1,0 +1,199 @@
+"""Folders in both stores: pushed, listed, pulled; killed halves, damage, and what is never overwritten."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tba.errors import ConfigError, DigestError, ObjectNotFoundError, WaitTimeoutError
+from tba.folders import NeededFolder, Shelf
+from tba.folders.local import RECORD
+from tba.folders.pulling import pull_folders
+from tba.store import ObjectStore
+from tests.support.model_folder import make_model_folder
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def shelf(store: ObjectStore, said: list[str]) -> Shelf:
+    return Shelf(store, said.append)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "models" / "tiny")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but the record of a pull."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_what_is_pulled_is_what_was_pushed(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+    pushed = shelf.push("model", "group/tiny", model)
+    found = shelf.find("model", "group/tiny")
+    assert found == pushed
+    assert shelf.names() == [("model", "group/tiny")]
+    assert shelf.find("model", "group") is None
+    copy = tmp_path / "copy"
+    assert shelf.pull(pushed, copy) == len(pushed.files) == 4
+    assert contents(copy) == contents(model)
+    assert shelf.pull(pushed, copy) == 0
+
+
+def test_the_same_folder_again_changes_nothing(shelf: Shelf, store: ObjectStore, model: Path, said: list[str]) -> None:
+    first = shelf.push("model", "tiny", model)
+    keys = store.list("models/")
+    assert shelf.push("model", "tiny", model) == first
+    assert store.list("models/") == keys
+    assert "is there already" in said[-1]
+
+
+def test_another_content_under_the_same_name_is_refused_or_replaces(
+    shelf: Shelf, store: ObjectStore, model: Path, tmp_path: Path
+) -> None:
+    old = shelf.push("model", "tiny", model)
+    copy = tmp_path / "copy"
+    shelf.pull(old, copy)
+    make_model_folder(model, seed=1)
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.model").write_text("new")
+    with pytest.raises(ConfigError, match=r"differ in model\.safetensors; give --replace"):
+        shelf.push("model", "tiny", model)
+    new = shelf.push("model", "tiny", model, replace=True)
+    assert new.digest != old.digest
+    assert len(store.list("models/tiny/files/")) == len({file.sha256 for file in new.files})
+    shelf.pull(new, copy)  # a pulled folder follows, and loses what the new one has not
+    assert contents(copy) == contents(model)
+    with pytest.raises(ObjectNotFoundError):
+        shelf.pull(old, tmp_path / "late")
+
+
+def test_a_push_that_was_killed_is_invisible_and_goes_on(
+    shelf: Shelf, store: ObjectStore, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf, "_publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            shelf.push("model", "tiny", model)
+    assert shelf.find("model", "tiny") is None
+    assert shelf.names() == []
+    before = set(store.list("models/"))
+    shelf.push("model", "tiny", model)
+    assert set(store.list("models/")) - before == {"models/tiny/manifest.json"}
+
+
+def test_a_damaged_object_is_not_believed_and_pushed_again(
+    shelf: Shelf, store: ObjectStore, model: Path, tmp_path: Path
+) -> None:
+    manifest = shelf.push("model", "tiny", model)
+    weights = next(file for file in manifest.files if file.path == "model.safetensors")
+    store.put(f"models/tiny/files/{weights.sha256}", b"x" * weights.size_bytes)
+    copy = tmp_path / "copy"
+    with pytest.raises(DigestError, match=r"is not the model\.safetensors that was pushed"):
+        shelf.pull(manifest, copy)
+    assert not (copy / "model.safetensors").exists()
+    shelf.push("model", "tiny", model, replace=True)
+    shelf.pull(manifest, copy)
+    assert contents(copy) == contents(model)
+
+
+def test_a_pull_mends_what_it_fetched_and_touches_nothing_else(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+    manifest = shelf.push("model", "tiny", model)
+    copy = tmp_path / "copy"
+    shelf.pull(manifest, copy)
+    (copy / "model.safetensors").write_bytes(b"half")
+    (copy / "config.json").unlink()
+    (copy / "notes.txt").write_text("mine")
+    assert shelf.pull(manifest, copy) == 2
+    assert contents(copy) == contents(model) | {"notes.txt": b"mine"}
+
+
+def test_a_persons_folder_is_never_overwritten(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+    manifest = shelf.push("model", "tiny", model)
+    own = make_model_folder(tmp_path / "own", seed=7)
+    before = contents(own)
+    with pytest.raises(ConfigError, match=r"own/model\.safetensors is not the file of models/tiny .* was not pulled"):
+        shelf.pull(manifest, own)
+    assert contents(own) == before
+    (own / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    assert shelf.pull(manifest, own) == 0  # the same content is no trouble, and is left as it is
+
+
+def test_a_folder_that_may_only_be_read_is_fine_as_long_as_it_is_whole(
+    shelf: Shelf, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = shelf.push("model", "tiny", model)
+    copy = tmp_path / "copy"
+    shelf.pull(manifest, copy)
+
+    def read_only(path: Path) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("tba.folders.shelf.new_file", read_only)
+    assert shelf.pull(manifest, copy) == 0
+    (copy / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"copy cannot be written \(Read-only file system\); mount a volume there"):
+        shelf.pull(manifest, copy)
+
+
+def test_pickles_and_caches_are_left_out_and_said(shelf: Shelf, model: Path, tmp_path: Path, said: list[str]) -> None:
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    (model / ".cache").mkdir()
+    (model / ".cache" / "x").write_text("x")
+    manifest = shelf.push("model", "tiny", model)
+    assert {"pytorch_model.bin", ".cache/x"}.isdisjoint(file.path for file in manifest.files)
+    assert "left out .cache/x, pytorch_model.bin" in said[0]
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "half"])
+def test_what_is_no_whole_folder_is_not_pushed(shelf: Shelf, tmp_path: Path, what: str) -> None:
+    folder = tmp_path / what
+    if what != "nothing":
+        folder.mkdir()
+    if what == "half":
+        (folder / ".tba-prepare.partial").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is no folder|no file that could be pushed|only a part of a download"):
+        shelf.push("model", "tiny", folder)
+
+
+def test_a_pull_waits_for_the_push(
+    shelf: Shelf, model: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba.folders.pulling.POLL_S", 0.05)
+    wanted = NeededFolder("model", str(tmp_path / "pod" / "models" / "tiny"), "model.path", frozenset({"trainer"}))
+    with pytest.raises(
+        WaitTimeoutError, match=r"wait 'model-push': .*models/tiny \(model\.path\) was not in the store"
+    ):
+        pull_folders(shelf, [wanted], wait_s=0.05, say=said.append)
+    errors: list[BaseException] = []
+
+    def pull() -> None:
+        try:
+            pull_folders(shelf, [wanted], wait_s=60, say=said.append)
+        except BaseException as error:
+            errors.append(error)
+
+    said.clear()
+    thread = threading.Thread(target=pull, daemon=True)
+    thread.start()
+    until("the pull waits", lambda: any("wait 'model-push'" in line for line in said))
+    shelf.push("model", "tiny", model)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert errors == []
+    assert contents(Path(wanted.path)) == contents(model)
+    assert said[-1].endswith("fetched")

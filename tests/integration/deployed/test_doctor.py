@@ -1,0 +1,300 @@
+"""`tba doctor` on a deployment that is well, and on one trouble after the other."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from tba.cli.main import main
+from tba.config import Recipe
+from tba.doctor import Finding, examine
+from tba.doctor.finding import ok
+from tba.doctor.patient import Patient, patient_of
+from tba.doctor.probes import PROBES
+from tba.doctor.probes.clocks import judge
+from tba.doctor.probes.disk import probe_disk
+from tba.doctor.probes.gpu import probe_gpu
+from tba.doctor.probes.redis import probe_redis
+from tests.support.buffer import make_recipe
+from tests.support.deployment import TOKENS, Deployment
+from tests.support.model_folder import make_model_folder
+from tests.support.redis_process import free_port, start_redis
+from tests.support.s3_server import FaultyProxy
+
+
+def look(recipe: Recipe, *names: str, service: str | None = None) -> list[Finding]:
+    """What some probes find."""
+    return examine(patient_of(recipe, service=service), probes=[(name, PROBES[name]) for name in names])
+
+
+def one(findings: list[Finding], code: str) -> Finding:
+    found = [finding for finding in findings if finding.code == code]
+    assert len(found) == 1, findings
+    return found[0]
+
+
+def assert_trouble(finding: Finding, level: str, text: str) -> None:
+    assert finding.level == level, finding
+    assert text in finding.found
+    assert finding.mend
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_deployment_that_is_well(deployment: Deployment, capsys: pytest.CaptureFixture) -> None:
+    recipe = deployment.write("well")
+    code = main(["doctor", "--config", str(recipe), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    bad = [found for found in document["findings"] if found["level"] in ("warn", "fail") and found["code"] != "disk"]
+    assert bad == []
+    assert code == 0
+    levels = {found["code"]: found["level"] for found in document["findings"]}
+    wanted = (
+        *("release", "release-services", "port", "tokens", "tokens-accepted", "tokens-refused", "redis"),
+        *("redis-durability", "redis-memory", "store", "store-write", "store-create-only", "store-parts"),
+        *("model", "service", "run", "reward-tasks", "prompts", "clock"),
+    )
+    assert {code: levels.get(code) for code in wanted} == dict.fromkeys(wanted, "ok")
+
+
+def test_a_recipe_that_is_wrong_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[run]\nname = "x"\nnmae = 1\n')
+    assert main(["doctor", "--config", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL recipe:" in out
+    assert "unknown key 'run.nmae'" in out
+    assert "mend: correct the recipe" in out
+
+
+def test_without_services_nothing_hangs_and_nothing_is_wrong(deployment: Deployment, tmp_path: Path) -> None:
+    recipe = deployment.recipe(
+        buffer={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
+        reward={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
+    )
+    findings = look(recipe, "tokens", "services", "rewards", "ports", "clocks")
+    services = [finding for finding in findings if finding.code == "service"]
+    assert [finding.level for finding in services] == ["warn", "warn"]
+    assert all("does not answer" in finding.found for finding in services)
+    assert not [finding for finding in findings if finding.level == "fail"]
+    local = look(make_recipe(local={"runs_dir": str(tmp_path)}), "services", "redis", "store")
+    assert {finding.level for finding in local} <= {"ok", "skip"}
+
+
+def test_tokens(ready: Deployment, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+
+    def with_file(content: Any, **sections: dict[str, Any]) -> list[Finding]:
+        path.write_text(json.dumps(content))
+        return look(ready.recipe(auth={"tokens_file": str(path)}, **sections), "tokens")
+
+    found = with_file({**TOKENS, "trainer": "another-trainer-token"})
+    assert_trouble(found[1], "fail", "the buffer service refuses the tokens of trainer")
+    assert_trouble(one(with_file({"searcher": "short"}), "tokens"), "fail", "16 characters or more")
+    only = {role: TOKENS[role] for role in ("searcher", "trainer")}
+    assert_trouble(one(with_file(only), "tokens-roles"), "warn", "there is none for operator, viewer")
+    both = {**TOKENS, "viewer": [TOKENS["viewer"], "the-next-viewer-token"]}
+    assert_trouble(one(with_file(both), "tokens-changing"), "warn", "viewer has two tokens")
+    path.chmod(0o666)
+    assert_trouble(one(with_file(TOKENS), "tokens-mode"), "fail", "anybody may change")
+    missing = look(ready.recipe(auth={"tokens_file": str(tmp_path / "none.json")}), "tokens")
+    assert_trouble(missing[0], "fail", "cannot be read: No such file or directory")
+    without = look(ready.recipe(auth={"tokens_file": None}), "tokens")
+    assert_trouble(without[-1], "fail", "asks for a token, and the recipe here names no auth.tokens_file")
+    open_ = look(ready.recipe(auth={"tokens_file": None}, buffer={"host": "0.0.0.0"}), "tokens", "ports")
+    assert_trouble(open_[0], "fail", "services listen beyond loopback")
+    assert_trouble(one(open_, "port-open"), "fail", "refuses to start")
+
+
+WEAK = ("--appendonly", "no", "--save", "", "--maxmemory", "40mb", "--maxmemory-policy", "allkeys-lru")
+
+
+@pytest.fixture
+def weak_redis(tmp_path: Path) -> Iterator[str]:
+    redis = start_redis(tmp_path / "weak", options=WEAK)
+    try:
+        with redis_py.Redis.from_url(redis.url) as client:
+            client.config_set("requirepass", "secret")
+        yield redis.url
+    finally:
+        redis.stop()
+
+
+def test_a_redis_that_promises_too_little(deployment: Deployment, weak_redis: str, tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    section = {"redis_url": weak_redis, "redis_password_file": str(password)}
+    found = list(probe_redis(patient_of(deployment.recipe(buffer=section), service="buffer")))
+    lost = [finding for finding in found if finding.code == "redis-durability"]
+    assert_trouble(lost[0], "fail", "appendonly is no")
+    assert_trouble(lost[1], "fail", "appendfsync is everysec")
+    assert_trouble(one(found, "redis-eviction"), "fail", "maxmemory-policy is allkeys-lru")
+    assert_trouble(one(found, "redis-memory"), "warn", "the buffer may fill Redis")
+    assert [finding.level for finding in found if finding.code == "redis-tuning"] == ["warn", "warn"]
+    password.write_text("wrong\n")
+    wrong = list(probe_redis(patient_of(deployment.recipe(buffer=section), service="buffer")))
+    # the buffer of the deployment answers, so it is asked what it thinks of its own Redis
+    assert one(wrong, "redis").level == "ok"
+    away = {**section, "url": f"http://127.0.0.1:{free_port()}"}
+    wrong = list(probe_redis(patient_of(deployment.recipe(buffer=away), service="buffer")))
+    assert_trouble(one(wrong, "redis"), "fail", "WRONGPASS")
+    nobody = {"redis_url": f"redis://127.0.0.1:{free_port()}/0", "url": away["url"]}
+    refused = list(probe_redis(patient_of(deployment.recipe(buffer=nobody), service="buffer")))
+    assert_trouble(one(refused, "redis"), "fail", "cannot be reached")
+    elsewhere = list(probe_redis(patient_of(deployment.recipe(buffer=nobody), service="searcher")))
+    assert one(elsewhere, "redis").level == "skip"
+
+
+def test_a_store_that_ignores_create_only_writes(ready: Deployment) -> None:
+    proxy = FaultyProxy(ready.store_server.port)
+    proxy.drop_headers = {"if-none-match"}
+    with proxy.running():
+        found = look(ready.recipe(store={"endpoint_url": proxy.url}), "store")
+    assert_trouble(one(found, "store-create-only"), "fail", "ignores `If-None-Match: *`")
+    assert one(found, "store-parts").level == "ok"
+
+
+def test_a_store_that_cannot_be_used(ready: Deployment) -> None:
+    gone = look(ready.recipe(store={"endpoint_url": f"http://127.0.0.1:{free_port()}", "timeout_s": 0.2}), "store")
+    assert_trouble(one(gone, "store"), "fail", "check that the server runs and that store.endpoint_url is right")
+    nowhere = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "timeout_s": 0.2}
+    assert one(look(ready.recipe(store=nowhere), "store", service="reward"), "store").level == "skip"
+    bucket = look(ready.recipe(store={"url": "s3://not-there"}), "store")
+    assert_trouble(one(bucket, "store"), "fail", "bucket 'not-there' does not exist")
+    folder = look(ready.recipe(store={"url": "file://store"}, buffer={"host": "0.0.0.0"}), "store")
+    assert_trouble(one(folder, "store-shared"), "warn", "a folder of one machine")
+
+
+def test_models(ready: Deployment, tmp_path: Path) -> None:
+    def models(path: Path) -> Finding:
+        findings = look(ready.recipe(model={"path": str(path)}), "models", service="trainer")
+        assert len(findings) == 1
+        return findings[0]
+
+    good = make_model_folder(tmp_path / "models" / "good")
+    assert models(good).level == "ok"
+    weights = good / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    assert_trouble(models(good), "fail", "is not a whole safetensors file")
+    weights.write_bytes(whole)
+    index = {"weight_map": {"model.embed_tokens.weight": "model.safetensors", "lm_head.weight": "other.safetensors"}}
+    (good / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_trouble(models(good), "fail", "1 tensors of its model.safetensors.index.json are in no file: lm_head.weight")
+    (good / "model.safetensors.index.json").unlink()
+    (good / "tokenizer.json").unlink()
+    assert_trouble(models(good), "fail", "holds no tokenizer")
+    assert "has it whole" in models(tmp_path / "models" / "tiny").found
+    assert_trouble(models(tmp_path / "models" / "nowhere"), "fail", "neither here nor in the store")
+
+
+def test_a_run_of_another_name_and_a_task_without_a_reward(ready: Deployment) -> None:
+    found = look(ready.recipe(run={"name": "other"}), "releases")
+    assert [finding.level for finding in found] == ["ok", "fail", "fail"]
+    assert "belongs to run 'test', and this recipe is 'other'" in found[1].found
+    data = {"generator": None, **{split: {"task": "juggling", "texts": ["x"]} for split in ("train", "heldout")}}
+    found = look(ready.recipe(data=data), "rewards")
+    assert_trouble(one(found, "reward-tasks"), "fail", "no reward scores the task 'juggling'")
+
+
+def test_a_port_that_somebody_else_has(ready: Deployment) -> None:
+    port = ready.store_server.port
+    found = look(ready.recipe(buffer={"port": port, "url": f"http://127.0.0.1:{port}"}), "ports", service="buffer")
+    assert_trouble(one(found, "port"), "fail", f"port {port} (buffer.port) is in use by process")
+
+
+def test_a_gpu_that_is_not_there(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = list(probe_gpu(patient_of(deployment.recipe(trainer={"device": "cuda"}), service="trainer")))
+    assert_trouble(one(found, "gpu"), "fail", "trainer want a GPU, and torch sees none")
+
+
+def fake_torch(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, int, int]]) -> None:
+    answer = {"torch": "2.13", "cuda": "13.0", "usable": True, "gpus": gpus}
+    monkeypatch.setattr("tba.doctor.probes.gpu._ask_torch", lambda: answer)
+
+
+def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model_folder(tmp_path / "models" / "m")
+    config = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
+    (model / "config.json").write_text(json.dumps(config))
+    trainer = {"device": "cuda", "num_processes": 2}
+    recipe = deployment.recipe(model={"path": str(model)}, trainer=trainer)
+    fake_torch(monkeypatch, [("small", 1, 2**30)])
+    found = list(probe_gpu(patient_of(recipe, service="trainer")))
+    assert_trouble(one(found, "gpu-count"), "fail", "trainer.num_processes is 2, and 1 GPU(s) are seen here")
+    assert_trouble(one(found, "gpu-memory"), "warn", "the trainer needs about")
+    fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)] * 2)
+    assert {finding.level for finding in probe_gpu(patient_of(recipe, service="trainer"))} == {"ok"}
+
+
+def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba.doctor.probes.disk.MIN_SHM_BYTES", 2**60)
+    recipe = deployment.recipe(trainer={"num_processes": 2})
+    found = list(probe_disk(patient_of(recipe, service="trainer")))
+    assert_trouble(one(found, "shared-memory"), "warn", "little for a trainer of several processes")
+    monkeypatch.setattr("tba.doctor.probes.disk.MIN_OPEN_FILES", 2**40)
+    monkeypatch.setattr("tba.doctor.probes.disk.MIN_FREE_BYTES", 2**60)
+    found = list(probe_disk(patient_of(recipe, service="buffer")))
+    assert_trouble(one(found, "open-files"), "warn", "a process may open")
+    assert_trouble(one(found, "disk"), "warn", "are free at")
+    assert one(found, "shared-memory").level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "unsure_s", "level"), [(0.9, 0.5, "ok"), (-0.9, 0.5, "ok"), (5.0, 0.5, "warn"), (-90.0, 0.5, "fail")]
+)
+def test_clocks(ahead_s: float, unsure_s: float, level: str) -> None:
+    finding = judge("Redis", ahead_s, unsure_s=unsure_s)
+    assert finding.level == level
+    if level != "ok":
+        assert f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} ours" in finding.found
+
+
+def test_a_probe_that_hangs_or_breaks_hides_nothing(deployment: Deployment) -> None:
+    release = threading.Event()
+
+    def hangs(_: Patient) -> Iterator[Finding]:
+        yield ok("before", "this was found")
+        release.wait()
+
+    def breaks(_: Patient) -> Iterator[Finding]:
+        raise ValueError("what")
+        yield
+
+    def works(_: Patient) -> Iterator[Finding]:
+        yield ok("works", "fine")
+
+    patient = patient_of(deployment.recipe(), service="buffer")
+    try:
+        found = examine(patient, probes=[("hangs", hangs), ("breaks", breaks), ("works", works)], timeout_s=1.0)
+    finally:
+        release.set()
+    assert [(finding.code, finding.level) for finding in found] == [
+        ("before", "ok"),
+        ("probe-deadline", "fail"),
+        ("probe-error", "fail"),
+        ("works", "ok"),
+    ]
+
+
+def test_a_reward_service_that_is_frozen_costs_only_its_deadline(
+    ready: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba.doctor.patient.CALL_TIMEOUT_S", 0.5)
+    with socket.socket() as sock:  # connections are queued, and nobody takes them up
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        found = look(ready.recipe(reward={"url": url}), "services", "rewards")
+    service = [finding for finding in found if finding.code == "service"]
+    assert [finding.level for finding in service] == ["ok", "warn"]
+    assert "Timeout" in service[1].found
+    assert one(found, "reward-tasks").level == "skip"
+    assert one(found, "prompts").level == "ok"

@@ -1,0 +1,292 @@
+"""Scaling through the Kubernetes API: a real client, a real buffer and Redis, a server that speaks as the API does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tba_buffer.scaling import deployment
+
+from tba.api import RunCommand, ScaleRequest, SearchersInfo
+from tba.clients import BufferClient
+from tba.errors import ConfigError
+from tests.support.buffer import start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.kubernetes_api import NAME, NAMESPACE, KubernetesApi, make_certificate
+from tests.support.redis_process import RedisProcess
+from tests.support.waiting import until
+
+RECONCILE_S = 0.05
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesApi]:
+    api = KubernetesApi(tmp_path / "api")
+    monkeypatch.setattr(deployment, "SERVICE_ACCOUNT", api.make_account(tmp_path / "account"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+    yield api
+    api.close()
+
+
+@pytest.fixture
+def serve(api: KubernetesApi, serve_buffer: ServeBuffer) -> Callable[..., BufferThread]:  # noqa: F811
+    def serve(**scaling: Any) -> BufferThread:
+        section = {"backend": "kubernetes", "deployment": NAME, "reconcile_s": RECONCILE_S, **scaling}
+        return serve_buffer(scaling=section)
+
+    return serve
+
+
+def scale(client: BufferClient, num: int | None) -> SearchersInfo:
+    return client.scale(ScaleRequest(num_searchers=num)).searchers
+
+
+def shown(client: BufferClient) -> SearchersInfo:
+    searchers = client.run().searchers
+    assert searchers is not None
+    return searchers
+
+
+def test_an_operator_scales_up_and_down_and_gives_the_chart_its_number_back(
+    api: KubernetesApi, serve: Callable[..., BufferThread]
+) -> None:
+    api.replicas = 2
+    client = serve().client()
+    until("the Deployment was read", lambda: shown(client).wanted == 2)
+    assert (shown(client).source, shown(client).backend) == ("deployment", "kubernetes")
+    found = scale(client, 4)
+    assert (found.wanted, found.source, found.note, api.replicas) == (4, "operator", None, 4)
+    assert scale(client, 0).wanted == api.replicas == 0
+    back = scale(client, None)
+    assert (back.wanted, back.source, api.replicas) == (2, "deployment", 2)
+    assert api.patched == [4, 0, 2]
+    kinds = {(method, kind) for method, kind, _ in api.calls}
+    assert {method for method, _ in kinds} == {"GET", "PATCH"}
+    assert {kind for method, kind in kinds if method == "PATCH"} == {"application/strategic-merge-patch+json"}
+
+
+def test_what_an_operator_wants_is_set_again_and_what_others_set_comes_back_in_the_end(
+    api: KubernetesApi, serve: Callable[..., BufferThread]
+) -> None:
+    client = serve().client()
+    scale(client, 3)
+    api.replicas = 5  # helm upgrade
+    until("it is set again", lambda: api.replicas == 3)
+    assert scale(client, None).wanted == api.replicas == 5
+    api.replicas = 1  # nobody wants anything any more
+    until("it is shown", lambda: shown(client).wanted == 1)
+    assert api.patched == [3, 3, 5]
+
+
+def test_something_that_sets_it_back_again_and_again_is_named(
+    api: KubernetesApi, serve: Callable[..., BufferThread]
+) -> None:
+    client = serve(reconcile_s=3600).client()
+    for _ in range(4):
+        api.replicas = 1  # an autoscaler
+        found = scale(client, 3)
+    assert found.note is not None
+    assert "sets Deployment 'demo-searcher' in namespace 'rl' to 1 again and again (an autoscaler?)" in found.note
+    assert scale(client, 3).note is None  # and it was taken away
+
+
+def test_what_is_held_survives_a_restart_of_the_buffer(api: KubernetesApi, serve: Callable[..., BufferThread]) -> None:
+    first = serve()
+    scale(first.client(), 3)
+    first.stop()
+    api.replicas = 7
+    client = serve().client()
+    until("the operator's number is set again", lambda: api.replicas == 3)
+    assert scale(client, None).wanted == api.replicas == 7
+
+
+def test_a_call_that_was_carried_out_but_not_noted_is_not_taken_for_the_charts_number(
+    api: KubernetesApi,
+    serve: Callable[..., BufferThread],
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    from redis import Redis
+
+    first = serve(reconcile_s=3600)
+    scale(first.client(), 3)
+    first.stop()
+    with Redis.from_url(redis.url) as store:  # killed between PATCH 6 and the note of it
+        store.hset("tba:test:scaling", mapping={"wanted": 6, "asserting": 6})
+    api.replicas = 6
+    client = serve(reconcile_s=3600).client()
+    assert scale(client, None).wanted == api.replicas == 1
+
+
+@pytest.mark.parametrize("asked", [None, 4])
+def test_a_run_that_is_over_needs_no_searchers_and_gets_them_back_when_it_goes_on(
+    api: KubernetesApi, serve: Callable[..., BufferThread], asked: int | None
+) -> None:
+    api.replicas = 2
+    client = serve().client()
+    lineage = start_lineage(client)
+    if asked is not None:
+        scale(client, asked)
+    client.command("done", RunCommand(token=lineage.token))
+    until("the searchers are released", lambda: api.replicas == 0)
+    until("it is shown", lambda: shown(client).source == "run-over")
+    found = shown(client)
+    assert (found.wanted, found.note) == (
+        0,
+        "the run is done: Deployment 'demo-searcher' in namespace 'rl' is held at 0 replicas "
+        "(scaling.release_when_over); a trainer that goes on with the run brings its searchers back",
+    )
+    start_lineage(client)
+    until("they come back", lambda: api.replicas == (asked or 2))
+    until("the note is gone", lambda: shown(client).note is None)
+
+
+def test_a_deployment_is_left_alone_when_it_is_not_to_be_released(
+    api: KubernetesApi, serve: Callable[..., BufferThread]
+) -> None:
+    client = serve(release_when_over=False).client()
+    lineage = start_lineage(client)
+    client.command("done", RunCommand(token=lineage.token))
+    seen = len(api.calls)
+    until("it was looked at three times", lambda: len(api.calls) >= seen + 3)
+    assert api.patched == []
+    assert shown(client).source == "deployment"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "words"),
+    [
+        (401, "unauthorized", ["does not know the token", "401"]),
+        (403, "forbidden", ["403: deployments.apps", "Role with get and patch on deployments/scale"]),
+        (404, "not-found", [f"no Deployment {NAME!r} in namespace {NAMESPACE!r}", "check scaling.deployment"]),
+        (409, "conflict", ["changed by others at the same time"]),
+        (429, "busy", ["busy (429: too many requests"]),
+        (500, "server-error", ["500: etcdserver: request timed out"]),
+        (422, "refused", ["refused to read", "422"]),
+    ],
+)
+def test_every_refusal_is_told_counted_and_outlived(
+    api: KubernetesApi, serve: Callable[..., BufferThread], status: int, reason: str, words: list[str]
+) -> None:
+    api.status = status
+    served = serve()
+    client = served.client()
+    note = scale(client, 3).note
+    assert note is not None
+    assert [word for word in words if word not in note] == []
+    assert shown(client).note == note
+    assert failures(served, reason) >= 1
+    api.status = 200
+    until("it works again", lambda: api.replicas == 3 and shown(client).note is None)
+
+
+def failures(served: BufferThread, reason: str) -> float:
+    """`tba_scaling_failures_total` of one reason."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"{served.url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    wanted = f'tba_scaling_failures_total{{reason="{reason}"}} '
+    return next((float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted)), 0.0)
+
+
+def test_an_api_that_hangs_delays_the_answer_by_no_more_than_its_deadline(
+    api: KubernetesApi, serve: Callable[..., BufferThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "READ_S", 0.2)
+    api.hang_s = 1.0
+    client = serve().client()
+    note = scale(client, 3).note
+    assert note is not None
+    assert "did not answer within 3 s (connection) and 0.2 s (answer); check that a NetworkPolicy" in note
+    api.hang_s = 0.0
+    until("it works again", lambda: api.replicas == 3)
+
+
+def test_an_api_that_is_gone_or_is_none_is_told(api: KubernetesApi, serve: Callable[..., BufferThread]) -> None:
+    client = serve().client()
+    api.body = b"<html>a proxy says hello</html>"
+    note = scale(client, 3).note
+    assert note is not None
+    assert "gave an answer that is none" in note
+    api.body = None
+    until("it works again", lambda: api.replicas == 3 and shown(client).note is None)
+    api.close()
+    until("it is missed", lambda: "cannot be reached" in (shown(client).note or ""))
+
+
+def test_a_certificate_of_somebody_else_is_not_trusted(
+    api: KubernetesApi, serve: Callable[..., BufferThread], tmp_path: Path
+) -> None:
+    certificate, _ = make_certificate(tmp_path / "stranger")
+    ours = deployment.SERVICE_ACCOUNT / "ca.crt"
+    right = ours.read_bytes()
+    ours.write_bytes(certificate.read_bytes())
+    client = serve().client()
+    note = scale(client, 3).note
+    assert note is not None
+    assert "shows a certificate that" in note
+    assert api.calls == []  # not even the token was shown
+    ours.write_bytes(right)  # the authority was renewed
+    until("it works again", lambda: api.replicas == 3)
+
+
+def test_a_renewed_token_is_used_at_once(api: KubernetesApi, serve: Callable[..., BufferThread]) -> None:
+    client = serve(reconcile_s=3600).client()
+    assert scale(client, 2).note is None
+    api.token = "second-token"
+    assert "does not know the token" in (scale(client, 3).note or "")
+    token = deployment.SERVICE_ACCOUNT / "token"
+    token.write_text("second-token\n")
+    assert scale(client, 4).note is None
+    assert api.replicas == 4
+    token.write_text("")
+    assert "is empty" in (scale(client, 5).note or "")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("environ", "does not run in a pod of a cluster"),
+        ("token", "automountServiceAccountToken of the buffer's pod to true"),
+        ("package", "install tba-buffer[kubernetes]"),
+    ],
+)
+def test_a_buffer_that_cannot_scale_says_so_at_the_start(
+    api: KubernetesApi,
+    serve: Callable[..., BufferThread],
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: str,
+    words: str,
+) -> None:
+    if spoil == "environ":
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    elif spoil == "token":
+        (deployment.SERVICE_ACCOUNT / "token").unlink()
+    else:
+        monkeypatch.setitem(sys.modules, "kubernetes.client", None)
+    with pytest.raises(ConfigError) as caught:
+        serve()
+    assert words in str(caught.value)
+
+
+def test_a_deployment_without_a_number_of_its_own_has_that_of_the_chart(
+    api: KubernetesApi, serve: Callable[..., BufferThread]
+) -> None:
+    api.replicas = 1  # what Kubernetes gives a Deployment that names none
+    client = serve(num_searchers=3).client()
+    until("the chart's number is set", lambda: api.replicas == 3)
+    assert (shown(client).wanted, shown(client).source) == (3, "recipe")
+    api.replicas = 1  # helm upgrade --force
+    until("it is set again", lambda: api.replicas == 3)
+    assert scale(client, 5).wanted == api.replicas == 5
+    back = scale(client, None)
+    assert (back.wanted, back.source, api.replicas) == (3, "recipe", 3)
+
+
+def test_a_number_above_the_most_is_refused_at_the_start(serve: Callable[..., BufferThread]) -> None:
+    with pytest.raises(ConfigError, match=r"num_searchers is 9, above max_searchers 8; raise that one too"):
+        serve(num_searchers=9, max_searchers=8)

@@ -1,0 +1,135 @@
+"""Renders charts/tba with the real Helm, once for each set of arguments, and looks into what comes out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "tba"
+SCENARIOS = ROOT / "tests" / "chart" / "values"
+HELM = shutil.which("helm")
+needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on PATH")
+OLDEST, NEWEST = "1.20.2", "1.37.0"
+API_VERSIONS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
+RELEASE, NAMESPACE = "t", "lab"
+_FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+TOKENS = ("--set", "auth.existingSecret=tba-tokens")
+
+
+def value_files() -> list[Path]:
+    """Those of the chart, and the scenarios of its tests."""
+    return sorted(CHART.glob("values-*.yaml")) + sorted(SCENARIOS.glob("*.yaml"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod template: the kind and name of the object that has it, its metadata and spec."""
+
+    kind: str
+    name: str
+    metadata: dict[str, Any]
+    spec: dict[str, Any]
+
+    @property
+    def component(self) -> str:
+        """Which component it is of."""
+        return self.metadata["labels"]["app.kubernetes.io/component"]
+
+    @property
+    def containers(self) -> list[dict[str, Any]]:
+        """All of them, those of the start too."""
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What Helm made."""
+
+    objects: list[dict[str, Any]] = field(repr=False)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Objects of a kind."""
+        return [found for found in self.objects if found["kind"] == kind]
+
+    def one(self, kind: str, name: str) -> dict[str, Any]:
+        """The object with this name, or whose name begins with it and a dash."""
+        found = [x for x in self.of(kind) if x["metadata"]["name"] == name]
+        found = found or [x for x in self.of(kind) if x["metadata"]["name"].startswith(f"{name}-")]
+        assert len(found) == 1, f"{kind} {name}: {[x['metadata']['name'] for x in found]}"
+        return found[0]
+
+    def pods(self) -> Iterator[Pod]:
+        """Every pod template, and pods."""
+        for found in self.objects:
+            if found["kind"] == "Pod":
+                yield Pod("Pod", found["metadata"]["name"], found["metadata"], found["spec"])
+            elif "template" in found.get("spec", {}):
+                template = found["spec"]["template"]
+                yield Pod(found["kind"], found["metadata"]["name"], template["metadata"], template["spec"])
+
+    def pod(self, component: str) -> Pod:
+        """The pod template of a component."""
+        found = [pod for pod in self.pods() if pod.component == component]
+        assert len(found) == 1, f"{component}: {[pod.name for pod in found]}"
+        return found[0]
+
+
+def helm(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run Helm."""
+    return subprocess.run([str(HELM), *args], capture_output=True, text=True, timeout=120)
+
+
+def template(*args: str, kube: str = NEWEST, release: str = RELEASE) -> subprocess.CompletedProcess[str]:
+    """`helm template` as on a cluster of this version that knows the operators' kinds."""
+    apis = [part for api in API_VERSIONS for part in ("--api-versions", api)]
+    return helm("template", release, str(CHART), "--namespace", NAMESPACE, "--kube-version", kube, *apis, *args)
+
+
+@lru_cache(maxsize=64)
+def rendered_text(*args: str, kube: str = NEWEST) -> str:
+    """What `helm template` prints; it must succeed."""
+    done = template(*args, kube=kube)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@lru_cache(maxsize=64)
+def render(*args: str, kube: str = NEWEST) -> Rendering:
+    """The same, parsed."""
+    documents = yaml.load_all(rendered_text(*args, kube=kube), Loader=_Loader)
+    return Rendering([document for document in documents if document])
+
+
+def render_file(path: Path, *more: str, kube: str = NEWEST) -> Rendering:
+    """With a file of values, and the Secret that every release needs."""
+    return render(*arguments(path), *more, kube=kube)
+
+
+def arguments(path: Path) -> tuple[str, ...]:
+    """What Helm is given for a file of values."""
+    return ("-f", str(path), *TOKENS)
+
+
+def refusal(*args: str, kube: str = NEWEST, release: str = RELEASE) -> str:
+    """What Helm says when it refuses."""
+    done = template(*args, kube=kube, release=release)
+    assert done.returncode != 0, "the chart was rendered"
+    return " ".join(done.stderr.split())
+
+
+class _Loader(_FAST):
+    """Refuses what Kubernetes' parser refuses: a key that is there twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key is there twice: {sorted(keys)} {node.start_mark}"
+        return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,112 @@
+"""What a deployment has, as real processes on this machine: an S3 server, Redis, buffer and reward service, tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.config import Recipe, parse_recipe
+from tests.support.buffer import SERVICE_PATHS, make_recipe, start_buffer, write_recipe
+from tests.support.model_folder import make_model_folder
+from tests.support.redis_process import free_port, start_redis
+from tests.support.reward_process import _is_ready
+from tests.support.s3_server import CREDENTIALS, S3Server
+from tests.support.waiting import until
+
+TOKENS = {role: f"{role}-token-{'x' * 16}" for role in ("searcher", "trainer", "operator", "viewer")}
+REDIS_OPTIONS = (
+    *("--appendonly", "yes", "--appendfsync", "always", "--save", ""),
+    *("--auto-aof-rewrite-min-size", "1gb", "--rdbcompression", "no"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Everything is up; nothing is set up."""
+
+    folder: Path
+    document: dict[str, Any]
+    store_server: S3Server
+
+    def recipe(self, **sections: dict[str, Any]) -> Recipe:
+        """The recipe of the services; sections override its values."""
+        document = dict(self.document)
+        for name, values in sections.items():
+            document[name] = {**document.get(name, {}), **values}
+        return parse_recipe(document, where="test recipe")
+
+    def write(self, name: str, **sections: dict[str, Any]) -> Path:
+        """A recipe as a file."""
+        return write_recipe(self.folder / f"{name}.json", self.recipe(**sections))
+
+
+@contextmanager
+def deployed(folder: Path) -> Iterator[Deployment]:
+    """Start everything; the bucket `tba` does not exist yet."""
+    tokens = folder / "tokens.json"
+    tokens.write_text(json.dumps(TOKENS))
+    store = S3Server(folder / "s3")
+    redis = start_redis(folder / "redis", options=REDIS_OPTIONS)
+    processes: list[Any] = [redis]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        try:
+            store.start()
+            buffer_port, reward_port = free_port(), free_port()
+            recipe = make_recipe(
+                model={"path": str(make_model_folder(folder / "models" / "tiny"))},
+                data={"num_train": 40, "num_heldout": 10},
+                buffer={
+                    "port": buffer_port,
+                    "url": f"http://127.0.0.1:{buffer_port}",
+                    "redis_url": redis.url,
+                    "max_bytes": 64 * 2**20,
+                },
+                reward={"port": reward_port, "url": f"http://127.0.0.1:{reward_port}", "num_workers": 1},
+                store={"url": "s3://tba/deep", "endpoint_url": store.url, "timeout_s": 10},
+                auth={"tokens_file": str(tokens)},
+            )
+            path = write_recipe(folder / "services.json", recipe)
+            processes.append(start_buffer(path))
+            processes.append(_start_reward(folder, path, f"http://127.0.0.1:{reward_port}"))
+            yield Deployment(folder, recipe.model_dump(mode="json"), store)
+        finally:
+            for process in reversed(processes):
+                process.stop()
+            store.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _start_reward(folder: Path, recipe: Path, url: str) -> _Process:
+    with (folder / "reward.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tba_reward", "--config", str(recipe)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        until("the reward service is ready", lambda: process.poll() is not None or _is_ready(url), deadline_s=60)
+        assert process.poll() is None, (folder / "reward.log").read_text()[-2000:]
+    except BaseException:
+        process.kill()
+        raise
+    return _Process(process)

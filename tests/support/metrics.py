@@ -1,0 +1,20 @@
+"""What GET /metrics of a service says."""
+
+from __future__ import annotations
+
+import urllib.request
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def metrics_of(url: str) -> list[Metric]:
+    """Its families."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        return list(text_string_to_metric_families(answer.read().decode()))
+
+
+def values(url: str, name: str) -> dict[tuple[str, ...], float]:
+    """Values of the labels, in the order in which they are shown -> value of one metric."""
+    samples = [sample for family in metrics_of(url) for sample in family.samples if sample.name == name]
+    return {tuple(sample.labels.values()): sample.value for sample in samples}

@@ -1,0 +1,154 @@
+"""The deck: every fault that is dealt, each a card with a place, a beginning and an end.
+
+a process      kill -9, SIGTERM, SIGSTOP for some seconds           of redis, buffer, reward, store, trainer, searcher
+a link         cut, deaf (both ways, one way), slow, reset half-way  between each pair that talks
+the store      503, slow, answers lost, answers cut in half          at its relay
+Redis          refuses writes (maxmemory, no replica), disk full, appendonly switched off
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from redis import Redis
+
+from tests.system.chaos import links
+from tests.system.chaos.deployment import Deployment
+
+HOLD_S = (1.0, 10.0)
+"""How long faults last that have an end of their own."""
+DOWN_SHARE = 0.5
+"""What was killed starts again after at most this share of the longest hold."""
+GRACE_S = 90.0
+"""After SIGTERM; beyond it a component counts as hung. The longest grace of the product is 30 s."""
+PROCESSES = ("redis", "buffer", "reward", "store", "trainer", "searcher")
+LINKS = (
+    "trainer-buffer",
+    "searcher-buffer",
+    "searcher-reward",
+    "trainer-store",
+    "searcher-store",
+    "buffer-redis",
+    "buffer-reward",
+)
+STORE_FAULTS = ("503", "slow", "lose", "half")
+FREE_BYTES = 20_000
+"""What the full disk still takes."""
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Card:
+    """One cell of the survival table."""
+
+    fault: str
+    place: str
+
+
+@dataclass
+class Strike:
+    """A card that was dealt: `begin` does it, `end` undoes it and returns when the cause is gone.
+
+    `hit` names what was really struck, for example searcher-1.
+    """
+
+    card: Card
+    hit: str
+    hold_s: float
+    begin: Action
+    end: Action
+    waits: bool = False
+    """Whether `end` waits for the component to end and to be started again."""
+
+
+class HungError(Exception):
+    """A component did not end within its grace period."""
+
+
+def deck() -> list[Card]:
+    """Every card once."""
+    cards = [Card(fault, place) for place in PROCESSES for fault in ("kill -9", "SIGTERM", "SIGSTOP")]
+    cards += [Card(f"link {mode}", place) for place in LINKS for mode in links.FAULTS]
+    cards += [Card(f"store {fault}", "store") for fault in STORE_FAULTS]
+    return cards + [Card(fault, "redis") for fault in ("maxmemory", "no replica", "disk full", "appendonly no")]
+
+
+def strike(card: Card, world: Deployment, rng: random.Random, hold_range_s: tuple[float, float] = HOLD_S) -> Strike:
+    """What a card does now; chance chooses the searcher and the length."""
+    hit = card.place.replace("searcher", rng.choice(world.searchers)) if "searcher" in card.place else card.place
+    hold_s = rng.uniform(*hold_range_s)
+    if card.fault.startswith("link "):
+        mode = card.fault.removeprefix("link ")
+        begin, end = (lambda: _set_links(world, hit, mode)), (lambda: _set_links(world, hit, "open"))
+    elif card.fault.startswith("store "):
+        begin, end = (lambda: _spoil(world, card.fault.removeprefix("store "))), (lambda: _spoil(world, None))
+    elif card.fault == "SIGSTOP":
+        component = world.crew.components[hit]
+        begin, end = (lambda: component.send(signal.SIGSTOP)), (lambda: component.send(signal.SIGCONT))
+    elif card.fault in ("kill -9", "SIGTERM"):
+        number = signal.SIGKILL if card.fault == "kill -9" else signal.SIGTERM
+        hold_s, down_s = 0.0, rng.uniform(0, DOWN_SHARE * hold_range_s[1])
+        starts = world.crew.components[hit].num_starts
+        begin = lambda: world.crew.strike(hit, number, down_s=down_s)  # noqa: E731
+        end = lambda: _until_started(world, hit, starts)  # noqa: E731
+    else:
+        begin, end = _redis_fault(card.fault, world)
+    return Strike(card, hit, hold_s, begin, end, waits=card.fault in ("kill -9", "SIGTERM", "disk full"))
+
+
+def _set_links(world: Deployment, name: str, mode: str) -> None:
+    """The buffer asks the reward service only for what came without a score: the first searcher is cut off from it."""
+    if name == "buffer-reward":
+        world.set_link(f"{world.searchers[0]}-reward", "open" if mode == "open" else "cut")
+    world.set_link(name, mode)
+
+
+def _spoil(world: Deployment, how: str | None) -> None:
+    world.store_relay.spoil = how  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _until_started(world: Deployment, name: str, starts: int) -> None:
+    """Until the keeper has started it again.
+
+    Raises:
+        HungError: it did not end; it was killed now.
+    """
+    component, deadline_s = world.crew.components[name], time.monotonic() + GRACE_S
+    while component.num_starts == starts:
+        if time.monotonic() > deadline_s:
+            component.send(signal.SIGKILL)
+            raise HungError(f"{name} did not end within {GRACE_S:.0f} s of SIGTERM")
+        time.sleep(0.05)
+
+
+def _redis_fault(fault: str, world: Deployment) -> tuple[Action, Action]:
+    if fault == "disk full":
+        component = world.crew.components["redis"]
+
+        def fill() -> None:
+            """Files of this process can grow by FREE_BYTES more; the keeper starts the next one with room again."""
+            assert component.process is not None
+            sizes = [path.stat().st_size for path in component.folder.rglob("*") if path.is_file()]
+            _, hard = resource.prlimit(component.process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(component.process.pid, resource.RLIMIT_FSIZE, (max(sizes) + FREE_BYTES, hard))
+            component.was_struck = True
+
+        starts = component.num_starts
+        return fill, lambda: _until_started(world, "redis", starts)
+    settings = {
+        "maxmemory": (("maxmemory", "1mb"), ("maxmemory", "0")),
+        "no replica": (("min-replicas-to-write", "1"), ("min-replicas-to-write", "0")),
+        "appendonly no": (("appendonly", "no"), ("appendonly", "yes")),
+    }
+    first, last = settings[fault]
+    return (lambda: _configure(world, *first)), (lambda: _configure(world, *last))
+
+
+def _configure(world: Deployment, key: str, value: str) -> None:
+    with Redis.from_url(world.redis_url, socket_timeout=20) as redis:
+        redis.config_set(key, value)

@@ -1,0 +1,229 @@
+"""The proxies really do what the survival table says they did, and the observer misses nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+import pytest
+
+from tests.support.buffer import make_payloads
+from tests.support.waiting import until
+from tests.system.chaos.links import SLOW_S, Link, Mode
+from tests.system.chaos.loop_thread import LoopThread
+from tests.system.chaos.observer import Observer
+from tests.system.chaos.relay import Relay
+
+SILENCE_S = 0.3
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[socket.socket]:
+    """A service that sends back what it gets; `accept` is done by a thread."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                sock, _ = server.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(sock,), daemon=True).start()
+
+    def answer(sock: socket.socket) -> None:
+        with sock:
+            try:
+                while data := sock.recv(65536):
+                    received.append(data)
+                    sock.sendall(data)
+            except OSError:
+                return
+
+    received.clear()
+    threading.Thread(target=serve, daemon=True).start()
+    yield server
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+received: list[bytes] = []
+
+
+def open_link(loop: LoopThread, echo: socket.socket) -> tuple[Link, socket.socket]:
+    link = Link("a-b", echo.getsockname()[1])
+    loop.call(link.start())
+    client = socket.create_connection(("127.0.0.1", link.port), timeout=30)
+    client.sendall(b"before")
+    assert client.recv(100) == b"before"
+    return link, client
+
+
+def connect_and_read(link: Link) -> bytes:
+    with socket.create_connection(("127.0.0.1", link.port), timeout=30) as sock:
+        return sock.recv(100)
+
+
+def test_a_cut_link_resets_what_is_open_and_what_is_opened(loop: LoopThread, echo: socket.socket) -> None:
+    link, client = open_link(loop, echo)
+    loop.call(link.set("cut"))
+    with pytest.raises(ConnectionResetError):
+        client.recv(100)
+    with pytest.raises(ConnectionError):
+        connect_and_read(link)
+    loop.call(link.set("open"))
+    with socket.create_connection(("127.0.0.1", link.port), timeout=30) as third:
+        third.sendall(b"after")
+        assert third.recv(100) == b"after"
+    client.close()
+
+
+@pytest.mark.parametrize(("mode", "arrives"), [("deaf", False), ("deaf-to", False), ("deaf-from", True)])
+def test_a_deaf_link_holds_data_in_its_direction_and_delivers_it_later(
+    loop: LoopThread, echo: socket.socket, mode: Mode, arrives: bool
+) -> None:
+    link, client = open_link(loop, echo)
+    loop.call(link.set(mode))
+    client.sendall(b"held")
+    client.settimeout(SILENCE_S)
+    with pytest.raises(TimeoutError):
+        client.recv(100)
+    if arrives:
+        until("the service has it", lambda: b"held" in received)
+    else:
+        assert b"held" not in received
+    loop.call(link.set("open"))
+    client.settimeout(30)
+    assert client.recv(100) == b"held"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "service_has", "client_has"), [("half-to", b"ab", b""), ("half-from", b"abcd", b"ab")]
+)
+def test_a_link_resets_half_way(
+    loop: LoopThread, echo: socket.socket, mode: Mode, service_has: bytes, client_has: bytes
+) -> None:
+    link, client = open_link(loop, echo)
+    loop.call(link.set(mode))
+    client.sendall(b"abcd")
+    # a reset may overtake data that lies in the kernel
+    assert client_has.startswith(until_reset(client))
+    until("the service has its part", lambda: received[-1] == service_has)
+    client.close()
+
+
+def until_reset(client: socket.socket) -> bytes:
+    """What arrives before the connection is reset; a clean end is a failure."""
+    got = b""
+    try:
+        while data := client.recv(100):
+            got += data
+    except ConnectionResetError:
+        return got
+    raise AssertionError("the connection ended without a reset")
+
+
+def test_a_slow_link_delays_both_ways(loop: LoopThread, echo: socket.socket) -> None:
+    link, client = open_link(loop, echo)
+    loop.call(link.set("slow"))
+    begun_s = time.monotonic()
+    client.sendall(b"late")
+    assert client.recv(100) == b"late"
+    assert time.monotonic() - begun_s >= 2 * SLOW_S
+    client.close()
+
+
+class Service(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    pushes: list[bytes] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path.endswith("/ack"):
+            self.send_response(204)
+            self.end_headers()
+            return
+        ids = [msgspec.msgpack.decode(item)["rollout_id"].hex() for item in msgspec.msgpack.decode(body)["rollouts"]]
+        outcomes = [{"rollout_id": name, "outcome": "duplicate" if name in self.pushes else "new"} for name in ids]
+        self.pushes.extend(ids)
+        text = json.dumps({"outcomes": outcomes}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def relay(loop: LoopThread) -> Iterator[tuple[Relay, Observer]]:
+    """A relay with an observer, before a service that answers as the buffer does."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    Service.pushes.clear()
+    observer = Observer()
+    relay = Relay(server.server_port, observer.see)
+    loop.call(relay.start())
+    yield relay, observer
+    server.shutdown()
+    server.server_close()
+
+
+def post(relay: Relay, path: str, body: bytes) -> tuple[int, bytes]:
+    connection = HTTPConnection("127.0.0.1", relay.port, timeout=30)
+    try:
+        connection.request("POST", path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_the_observer_notes_every_acknowledged_rollout_and_step(relay: tuple[Relay, Observer]) -> None:
+    proxy, observer = relay
+    payloads = make_payloads(["a", "b"], per_prompt=2, searcher_id="s")
+    body = msgspec.msgpack.encode({"schema": 1, "rollouts": payloads})
+    assert post(proxy, "/v1/rollouts", body)[0] == post(proxy, "/v1/rollouts", body)[0] == 200
+    assert post(proxy, "/v1/batches/b-1/ack", b'{"lineage": 2, "step": 7}')[0] == 204
+    ids = {msgspec.msgpack.decode(payload)["rollout_id"] for payload in payloads}
+    assert observer.rollouts.keys() == ids
+    assert all(observer.rollouts.values())
+    assert observer.outcomes == {"new": 4, "duplicate": 4}
+    assert observer.twice_new == observer.errors == proxy.errors == []
+    assert [(acked.lineage, acked.step, acked.batch_id) for acked in observer.acks_since(0)] == [(2, 7, "b-1")]
+    Service.pushes.clear()  # a buffer that forgot what it stored
+    post(proxy, "/v1/rollouts", body)
+    assert len(observer.twice_new) == 4
+
+
+def test_a_spoiled_request_does_what_its_name_says(relay: tuple[Relay, Observer]) -> None:
+    proxy, observer = relay
+    body = msgspec.msgpack.encode({"schema": 1, "rollouts": make_payloads(["a"], per_prompt=1)})
+    proxy.spoil = "503"
+    assert post(proxy, "/v1/rollouts", body)[0] == 503
+    assert observer.rollouts == {}
+    proxy.spoil = "lose"
+    with pytest.raises((HTTPException, OSError)):
+        post(proxy, "/v1/rollouts", body)
+    assert len(observer.rollouts) == 1
+    proxy.spoil = "half"
+    with pytest.raises((HTTPException, OSError)):
+        post(proxy, "/v1/rollouts", body)
+    proxy.spoil = None
+    assert post(proxy, "/v1/rollouts", body)[0] == 200
+    assert observer.outcomes == {"new": 1, "duplicate": 2}
+    assert (proxy.num_requests, proxy.num_spoiled) == (4, 3)

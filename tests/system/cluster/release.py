@@ -1,0 +1,120 @@
+"""One release of the chart: installing it, looking at its run through REST, killing its pods."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.system.cluster.kube import ClusterError, get, run, until
+
+CHART = Path("charts/tba")
+TOKENS = "/etc/tba-tokens/tokens.json"
+KINDS = ("searcher", "reward", "buffer", "trainer", "redis", "objectstore")
+
+
+class Release:
+    """A release in a namespace of its own.
+
+    Args:
+        values: files for `helm --values`, in order.
+        sets: KEY=VALUE for every `helm --set`.
+    """
+
+    def __init__(self, name: str, namespace: str, values: Sequence[Path], sets: Sequence[str]) -> None:
+        self.name, self.namespace = name, namespace
+        self._values, self._sets = values, list(sets)
+        self._selector = f"app.kubernetes.io/instance={name}"
+
+    def make_namespace(self) -> None:
+        """The namespace, and the Secrets that the chart expects to be there."""
+        run("kubectl", "create", "namespace", self.namespace)
+        tokens = {role: secrets.token_hex(16) for role in ("searcher", "trainer", "operator", "viewer")}
+        literals = {
+            "tba-tokens": {"tokens.json": json.dumps(tokens)},
+            "tba-store": {"AWS_ACCESS_KEY_ID": "cluster-test", "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16)},
+        }
+        for name, data in literals.items():
+            pairs = [f"--from-literal={key}={value}" for key, value in data.items()]
+            run("kubectl", "-n", self.namespace, "create", "secret", "generic", name, *pairs)
+
+    def helm(self, verb: str, *args: str) -> str:
+        """`helm install|upgrade` with this release's values; those of `args` come after them."""
+        values = [word for path in self._values for word in ("--values", str(path))]
+        flags = [word for pair in self._sets for word in ("--set", pair)]
+        return run("helm", verb, self.name, str(CHART), "-n", self.namespace, *values, *flags, *args).stdout
+
+    def images(self) -> list[str]:
+        """Every image that the chart names with these values."""
+        return sorted(set(re.findall(r'^ *image: "?([^"\s]+)', self.helm("template"), flags=re.MULTILINE)))
+
+    def pods(self, component: str | None = None) -> list[dict[str, Any]]:
+        """Pods that are not on their way out, of one component or of all."""
+        selector = self._selector + (f",app.kubernetes.io/component={component}" if component else "")
+        items = get(self.namespace, "pods", "-l", selector)["items"]
+        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+
+    def ready(self, component: str) -> list[str]:
+        """Names of the pods of a component that are ready."""
+        return [
+            pod["metadata"]["name"]
+            for pod in self.pods(component)
+            if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+        ]
+
+    def tba(self, *words: str, timeout_s: float = 60.0) -> str:
+        """`tba ...` inside the buffer's pod, as the operator: the REST API as a person would use it."""
+        names = self.ready("buffer")
+        if not names:
+            raise ClusterError("the buffer has no ready pod")
+        target = ["--url", "http://127.0.0.1:8700", "--token-file", TOKENS]
+        words = (words[0], *words[1:], *target)
+        return run("kubectl", "-n", self.namespace, "exec", names[0], "-c", "buffer", "--", "tba", *words,
+                   timeout_s=timeout_s).stdout  # fmt: skip
+
+    def status(self) -> dict[str, Any]:
+        """What `tba status --json` prints."""
+        return json.loads(self.tba("status", "--json"))
+
+    def step(self) -> int:
+        """The run's optimizer step."""
+        return int(self.status()["run"]["step"])
+
+    def until_step(self, step: int, *, deadline_s: float) -> float:
+        """Wait for a step; returns how long it took."""
+        begun_s = time.monotonic()
+        until(f"step {step} is reached", lambda: self.step() >= step, deadline_s=deadline_s)
+        return time.monotonic() - begun_s
+
+    def kill(self, component: str) -> list[str]:
+        """Delete the pods of a component at once, without any grace; returns their names."""
+        names = [pod["metadata"]["name"] for pod in self.pods(component)]
+        if not names:
+            raise ClusterError(f"there is no pod of {component} to kill")
+        run("kubectl", "-n", self.namespace, "delete", "pod", *names, "--grace-period=0", "--force", "--wait=false")
+        return names
+
+    def left_over(self) -> list[str]:
+        """Whatever carries this release's label or is in its namespace, but what the test itself made."""
+        kinds = run("kubectl", "api-resources", "--verbs=list", "--namespaced", "-o", "name").stdout.split()
+        kinds = [kind for kind in kinds if not kind.startswith(("events", "componentstatuses"))]
+        found = run("kubectl", "-n", self.namespace, "get", ",".join(kinds), "-o", "name", "--ignore-not-found",
+                    check=False).stdout.split()  # fmt: skip
+        wide = ["clusterrole", "clusterrolebinding", "priorityclass"]
+        found += run("kubectl", "get", ",".join(wide), "-l", self._selector, "-o", "name").stdout.split()
+        own = ("secret/tba-tokens", "secret/tba-store", "serviceaccount/default", "configmap/kube-root-ca.crt")
+        return [name for name in found if name not in own and not name.startswith("secret/default-token-")]
+
+    def why(self) -> str:
+        """Pods, their last words and the newest events: what a person would look at."""
+        parts = [run("kubectl", "-n", self.namespace, "get", "pods,jobs", "-o", "wide", check=False).stdout]
+        for pod in self.pods():
+            name = pod["metadata"]["name"]
+            logs = run("kubectl", "-n", self.namespace, "logs", name, "--all-containers", "--tail=15", check=False)
+            parts.append(f"--- {name}\n{logs.stdout}{logs.stderr}")
+        events = run("kubectl", "-n", self.namespace, "get", "events", "--sort-by=.lastTimestamp", check=False).stdout
+        return "\n".join([*parts, "\n".join(events.splitlines()[-25:])])

@@ -1,0 +1,151 @@
+"""`docker compose` of this repository as one throw-away project, and what it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tba.api import RunInfo
+from tba.clients import BufferClient
+from tba.errors import TbaError
+from tba.tokens import operator_token
+
+ROOT = Path(__file__).parents[3]
+FILES = ("docker-compose.yml", "compose.cpu.yml")
+
+
+class ComposeError(Exception):
+    """A stage failed; the text says what was expected and what was found."""
+
+
+def why_not() -> str | None:
+    """Why there is no engine to test with; None when there is one."""
+    if shutil.which("docker") is None:
+        return "docker is not on PATH"
+    for words in (("docker", "info", "--format", "{{.ServerVersion}}"), ("docker", "compose", "version", "--short")):
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        if answer.returncode != 0:
+            return f"`{' '.join(words)}` fails: {answer.stderr.strip()[-300:]}"
+    return None
+
+
+def until(what: str, is_true: Callable[[], Any], *, deadline_s: float, every_s: float = 0.5) -> Any:
+    """Poll until it is true, and give what it was.
+
+    Raises:
+        ComposeError: it is not within `deadline_s`.
+    """
+    end_s = time.monotonic() + deadline_s
+    while True:
+        if found := is_true():
+            return found
+        if time.monotonic() > end_s:
+            raise ComposeError(f"waited {deadline_s:.0f} s in vain until {what}")
+        time.sleep(every_s)
+
+
+class Project:
+    """One Compose project.
+
+    Args:
+        name: of the project; its containers, networks and volumes have it as a label.
+        folder: secrets are made there.
+        port: of the buffer on loopback.
+    """
+
+    def __init__(self, name: str, folder: Path, *, port: int) -> None:
+        self.name = name
+        self._files = [str(ROOT / file) for file in FILES]
+        secrets = folder / "secrets"
+        subprocess.run([str(ROOT / "deploy/make-secrets"), str(secrets)], check=True, capture_output=True)
+        self._environ = {**os.environ, "TBA_SECRETS": str(secrets), "TBA_BUFFER_PORT": str(port)}
+        token = operator_token(secrets / "tokens.json")
+        self.url, self.tokens_file = f"http://127.0.0.1:{port}", secrets / "tokens.json"
+        self._client = BufferClient(self.url, token=token, retry_s=0.1)
+
+    def compose(self, *words: str, check: bool = True, timeout_s: float = 900) -> str:
+        """What `docker compose` prints.
+
+        Raises:
+            ComposeError: it fails.
+        """
+        files = [word for file in self._files for word in ("-f", file)]
+        return run(
+            "docker",
+            "compose",
+            "-p",
+            self.name,
+            *files,
+            *words,
+            check=check,
+            timeout_s=timeout_s,
+            environ=self._environ,
+        )
+
+    def container(self, service: str) -> str:
+        """The id of a service's container."""
+        found = self.compose("ps", "--all", "--quiet", service).split()
+        if len(found) != 1:
+            raise ComposeError(f"service {service} has {len(found)} containers")
+        return found[0]
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        """`docker inspect` of it."""
+        return json.loads(run("docker", "inspect", self.container(service)))[0]
+
+    def kill(self, service: str) -> None:
+        """kill -9 of the service's process from within, so that the engine sees a crash and its restart policy acts."""
+        run(
+            "docker", "exec", self.container(service), "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)", check=False
+        )
+
+    def info(self) -> RunInfo | None:
+        """GET /v1/run; None while nobody answers."""
+        try:
+            return self._client.run()
+        except TbaError:
+            return None
+
+    def step(self) -> int:
+        """The run's step; -1 while nobody answers."""
+        info = self.info()
+        return -1 if info is None else info.step
+
+    def rollouts(self) -> int:
+        """Rollouts that the buffer ever acknowledged."""
+        return self._client.stats().rollouts_generated
+
+    def left_over(self) -> list[str]:
+        """Containers, volumes and networks of the project that exist."""
+        label = f"label=com.docker.compose.project={self.name}"
+        kinds = (("container", "--all"), ("volume",), ("network",))
+        return [
+            f"{kind} {name}"
+            for kind, *more in kinds
+            for name in run("docker", kind, "ls", "--quiet", *more, "--filter", label).split()
+        ]
+
+    def why(self) -> str:
+        """What people need to see after a failure."""
+        return self.compose("ps", "--all", check=False) + self.compose("logs", "--tail", "25", check=False)
+
+
+def run(*words: str, check: bool = True, timeout_s: float = 300, environ: dict[str, str] | None = None) -> str:
+    """What a command prints on stdout.
+
+    Raises:
+        ComposeError: it fails, or takes too long.
+    """
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=environ)
+    except subprocess.TimeoutExpired:
+        raise ComposeError(f"`{' '.join(words)}` took longer than {timeout_s:.0f} s") from None
+    if check and answer.returncode != 0:
+        raise ComposeError(f"`{' '.join(words)}` ended with {answer.returncode}: {answer.stderr.strip()[-2000:]}")
+    return answer.stdout

@@ -1,0 +1,140 @@
+"""The estimates of `tba sizing` beside what is really written and held."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tba_trainer.model import load_policy
+from tba_trainer.optim import Optimizer
+
+from tba.cli.main import main
+from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError
+from tba.sizing import SHAPES, Load, estimate, shape_of_folder
+from tba.wire import VersionSpan, encode_rollout
+from tests.support.tiny_model import make_tiny_model
+from tests.support.wire_values import scored_rollout
+
+ROOT = Path(__file__).parents[2]
+LOAD = Load(prompt_tokens=20, response_tokens=1000, step_s=10.0, num_searchers=3, concurrent_rollouts=64)
+
+
+def recipe_of(*sets: str, name: str = "gsm8k") -> Recipe:
+    return load_recipe(ROOT / f"recipes/{name}.toml", sets=list(sets), environ={})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("sizing") / "model", hidden_size=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"), [("1b", 1_100_048_384), ("7b", 7_615_616_512), ("32b", 32_763_876_352)]
+)
+def test_the_known_sizes_count_what_was_published(name: str, num_params: int) -> None:
+    assert SHAPES[name].num_params == num_params
+
+
+def test_a_model_at_hand_is_counted_in_its_files(model: Path) -> None:
+    shape = shape_of_folder(model)
+    assert shape.num_params == sum(t.numel() for path in model.glob("*.safetensors") for t in load_file(path).values())
+    config = json.loads((model / "config.json").read_text())
+    assert (shape.hidden_size, shape.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("num_tokens", [64, 1000, 4000])
+def test_a_rollout_is_as_long_as_estimated(num_tokens: int) -> None:
+    text = "abcd" * num_tokens
+    rollout = replace(scored_rollout(num_tokens), prompt_tokens=np.arange(20, dtype=np.int32), response_text=text)
+    rollout = replace(rollout, version_spans=(VersionSpan(version=rollout.version, start=0, end=num_tokens),))
+    load = replace(LOAD, response_tokens=num_tokens)
+    assert estimate(recipe_of(), SHAPES["1b"], load).rollout_bytes == pytest.approx(
+        len(encode_rollout(rollout)), rel=0.1
+    )
+
+
+def test_weights_gradients_and_moments_take_what_is_estimated(model: Path) -> None:
+    section = recipe_of(f"model.path={json.dumps(str(model))}").model
+    policy = load_policy(section, device="cpu", gradient_checkpointing=False)
+    trainer = recipe_of().trainer
+    optimizer = Optimizer(policy, trainer)
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in policy.parameters())
+    optimizer.apply(learning_rate=1e-4)
+    held = sum(p.numel() * p.element_size() for p in policy.parameters())
+    moments = sum(t.numel() * t.element_size() for name, t in optimizer.state_tensors() if not name.startswith("step."))
+    shape = shape_of_folder(model)
+    found = estimate(recipe_of(), shape, LOAD)
+    assert found.checkpoint_bytes == held + moments
+    # a behaviour anchor needs no reference: what is left of the state is these, the rest is activations and logits
+    recipe = recipe_of('objective.preset="kimi"', "trainer.micro_batch_tokens=1", name="quickstart")
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"micro_batch_tokens": 1})})
+    bare = estimate(recipe, shape, LOAD).trainer_gpu_bytes
+    assert held + gradients + moments < bare < 1.5 * (held + gradients + moments) + 100_000
+
+
+def test_processes_share_state_and_lora_has_little_of_it() -> None:
+    whole = estimate(recipe_of("trainer.num_processes=1"), SHAPES["7b"], LOAD).trainer_gpu_bytes
+    shared = estimate(
+        recipe_of("trainer.num_processes=8", "local.gpus.trainer=[0,1,2,3,4,5,6,7]"), SHAPES["7b"], LOAD
+    ).trainer_gpu_bytes
+    lora = estimate(recipe_of("model.lora.rank=16"), SHAPES["7b"], LOAD)
+    assert shared < whole / 3
+    assert lora.trainer_gpu_bytes < whole / 2
+    assert lora.version_bytes == 2 * SHAPES["7b"].num_params  # merged
+
+
+def test_the_command_prints_people_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sizing", str(ROOT / "recipes/math.toml"), "--model", "7b"]
+    assert main(words) == 0
+    assert "7.62B parameters" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["estimate"]["version_bytes"] == 2 * found["shape"]["num_params"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--model", "13b"], "--model '13b' is not known; known are 1b, 7b, 32b"),
+        (["--model", "1b", "--step-s", "0"], "--step-s is 0; it must be above 0"),
+        (["--set", "model.path=nowhere"], "nowhere holds no model"),
+    ],
+)
+def test_bad_input_is_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sizing", str(ROOT / "recipes/gsm8k.toml"), *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="to count the parameters of"):
+        shape_of_folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="does not name hidden size"):
+        shape_of_folder(tmp_path)
+
+
+BLOCKS = re.findall(r"```\n\$ tba (sizing .*)\n((?:.+\n)+?)```", (ROOT / "docs/sizing.md").read_text())
+
+
+@pytest.mark.parametrize(("command", "printed"), BLOCKS, ids=[command for command, _ in BLOCKS])
+def test_the_documented_estimates_are_what_the_command_prints(
+    command: str, printed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_the_documented_sizes_are_there() -> None:
+    assert [command.split()[3] for command, _ in BLOCKS] == ["1b", "7b", "32b", "7b"]

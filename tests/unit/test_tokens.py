@@ -1,0 +1,124 @@
+"""The tokens file: two tokens while one is changed, read again when it changes, never half-way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from tba import watched_file
+from tba.errors import ConfigError, UnauthorizedError
+from tba.service import Authenticator
+from tba.tokens import client_token, load_role_tokens, load_tokens, operator_client_token, operator_token, server_tokens
+
+OLD, NEW, OTHER = "old-token-0123456789", "new-token-0123456789", "operator-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_file, "RECHECK_S", 0.0)
+
+
+def write(path: Path, document: Any) -> Path:
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+def test_a_role_may_have_two_tokens_and_the_first_is_sent(tmp_path: Path) -> None:
+    path = write(tmp_path / "tokens.json", {"searcher": [NEW, OLD], "operator": OTHER})
+    assert load_tokens(path) == {"searcher": NEW, "operator": OTHER}
+    assert load_role_tokens(path) == {"searcher": (NEW, OLD), "operator": (OTHER,)}
+    assert operator_token(path) == OTHER
+    auth = Authenticator(server_tokens(path))
+    assert [auth.role_of(f"Bearer {token}") for token in (OLD, NEW, OTHER)] == ["searcher", "searcher", "operator"]
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({"searcher": []}, "searcher has 0 tokens; it needs one, or 2 while it is changed"),
+        ({"searcher": [OLD, NEW, OTHER]}, "searcher has 3 tokens"),
+        ({"searcher": [OLD, OLD]}, "has one twice"),
+        ({"searcher": OLD, "operator": [OTHER, OLD]}, "two roles share a token"),
+        ({"searcher": "short"}, "16 characters or more"),
+        ({"searcher": "with a blank in it!"}, "an HTTP header cannot carry that"),
+        ({"searcher": "tokén-with-an-accent"}, "an HTTP header cannot carry that"),
+        ({"searcher": 5}, "must be a text"),
+        ({"reader": OLD}, "must map roles"),
+        ([], "must map roles"),
+        ("{", "is not JSON"),
+        ("", "is not JSON"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path, document: Any, says: str) -> None:
+    path = write(tmp_path / "tokens.json", document)
+    with pytest.raises(ConfigError, match=says):
+        server_tokens(path)
+
+
+def test_a_changed_file_holds_at_once_and_old_tokens_die(tmp_path: Path) -> None:
+    path = write(tmp_path / "tokens.json", {"searcher": OLD, "operator": OTHER})
+    auth, sent = Authenticator(server_tokens(path)), client_token(path, "searcher")
+    assert sent is not None
+    assert auth.role_of(f"Bearer {OLD}") == "searcher"
+    write(path, {"searcher": [NEW, OLD], "operator": OTHER})
+    assert auth.role_of(f"Bearer {NEW}") == auth.role_of(f"Bearer {OLD}") == "searcher"
+    assert sent.tokens == (NEW, OLD)
+    write(path, {"searcher": NEW, "operator": OTHER})
+    with pytest.raises(UnauthorizedError):
+        auth.role_of(f"Bearer {OLD}")
+    assert auth.role_of(f"Bearer {NEW}") == "searcher"
+    assert sent.tokens == (NEW,)
+
+
+@pytest.mark.parametrize("broken", ['{"searcher": "new-tok', "", "[]", '{"searcher": "short"}', None])
+def test_a_broken_new_file_keeps_the_old_tokens_and_says_so_once(
+    tmp_path: Path, broken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Mock()
+    monkeypatch.setattr(watched_file, "log", said)
+    path = write(tmp_path / "tokens.json", {"searcher": OLD})
+    auth, sent = Authenticator(server_tokens(path)), client_token(path, "searcher")
+    assert sent is not None
+    if broken is None:
+        path.unlink()
+    else:
+        write(path, broken)
+    for _ in range(3):
+        assert auth.role_of(f"Bearer {OLD}") == "searcher"
+        assert sent.tokens == (OLD,)
+    assert said.error.call_count == 2, "once by the server, once by the client"
+    assert "new-tok" not in str(said.mock_calls)
+    assert OLD not in str(said.mock_calls)
+    write(path, {"searcher": NEW})
+    assert auth.role_of(f"Bearer {NEW}") == "searcher"
+    assert sent.tokens == (NEW,)
+
+
+def test_a_file_that_a_link_leads_to_elsewhere_is_read_again(tmp_path: Path) -> None:
+    """So Kubernetes updates a mounted Secret."""
+    for name, token in (("v1", OLD), ("v2", NEW)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "tokens.json", {"searcher": token})
+    (tmp_path / "data").symlink_to("v1")
+    (tmp_path / "tokens.json").symlink_to("data/tokens.json")
+    auth = Authenticator(server_tokens(tmp_path / "tokens.json"))
+    (tmp_path / "next").symlink_to("v2")
+    (tmp_path / "next").rename(tmp_path / "data")
+    assert auth.role_of(f"Bearer {NEW}") == "searcher"
+
+
+def test_a_person_may_have_a_file_with_one_token(tmp_path: Path) -> None:
+    path = write(tmp_path / "token", f"{OLD}\n")
+    sent = operator_client_token(path)
+    assert sent is not None
+    assert sent.tokens == (OLD,)
+    for wrong in ("", "two words", '{"searcher": "x"}'):
+        with pytest.raises(ConfigError, match="must hold one token"):
+            operator_client_token(write(path, wrong))
+    assert operator_client_token(None) is None
+    assert client_token(None, "searcher") is None
+    assert server_tokens(None) is None

@@ -57,7 +57,7 @@ test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types
 # only where a test is alone in its process
 unit: $(VENV)/.test $(VENV)/.vllm  ## the tests alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract tests/chart
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration tests/e2e tests/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration tests/e2e tests/chaos tests/system/chaos
 
 chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis faults for CHAOS_MINUTES (docs/chaos.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.chaos --minutes $(CHAOS_MINUTES) --seed $(SEED)

@@ -61,7 +61,13 @@ def redis_access(recipe: Recipe) -> RedisAccess:
         ConfigError: the URL is not one of Redis, it holds a password beside that of the file, or a file cannot be used.
     """
     section, ca_file = recipe.buffer, recipe.tls.ca_file
-    parts = urlsplit(section.redis_url)
+    try:
+        parts = urlsplit(section.redis_url)
+    except ValueError:  # what it says may hold the password
+        raise ConfigError(
+            "buffer.redis_url is no URL: its host is wrong; it must be like redis://HOST:6379/0, an IPv6 address in "
+            "brackets"
+        ) from None
     shown = without_secrets(section.redis_url)
     if parts.scheme not in SCHEMES:
         raise ConfigError(

@@ -55,6 +55,8 @@ from tba.api.rollouts import (
 from tba.api.run import (
     ComponentInfo,
     ComponentWait,
+    RunChange,
+    RunChanges,
     RunCommand,
     RunInfo,
     WaitInfo,
@@ -160,6 +162,8 @@ __all__ = [
     "RolloutInfo",
     "RolloutOrder",
     "RolloutPage",
+    "RunChange",
+    "RunChanges",
     "RunCommand",
     "RunEvent",
     "RunInfo",

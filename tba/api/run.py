@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from tba.api.base import Name, RunState, VersionText
 from tba.api.evals import BestVersion, EvalInfo
 from tba.api.scaling import SearchersInfo
+from tba.api.settings import Role
 from tba.api.snapshots import OriginInfo
 from tba.config.base import StrictModel
 
@@ -49,12 +52,38 @@ class ComponentInfo(StrictModel):
     """Why it is in this state, where that is known."""
 
 
+class RunChange(StrictModel):
+    """One change of the state of the run: who, when, why, from what to what, and where the run stood."""
+
+    number: int
+    at_s: float
+    command: Literal["pause", "resume", "stop", "done", "fail", "lineage"]
+    """`lineage`: a trainer went on with a run that was stopping or over."""
+    role: Role
+    reason: str | None
+    old: RunState
+    new: RunState
+    lineage: int
+    step: int
+    """The last acked step at the time; no batch is drawn after a pause or stop, and the step under way is finished."""
+
+
+class RunChanges(StrictModel):
+    """GET /v1/run/changes?after=NUMBER: the changes of the state after one of them, oldest first."""
+
+    changes: list[RunChange]
+    next: int | None
+    """Send it as `after` for the changes that follow; null at the end."""
+
+
 class RunInfo(StrictModel):
     """GET /v1/run."""
 
     run: str
     state: RunState
     state_reason: str | None
+    last_change: RunChange | None = None
+    """Who brought the run into this state, and when; None: it is as it began."""
     step: int
     lineage: int
     parents: dict[int, VersionText]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Mapping
 
-from tba.api import ComponentInfo, EvalInfo, RunCommand, RunInfo, SettingsInfo, Stats
+from tba.api import ComponentInfo, EvalInfo, RunChange, RunCommand, RunInfo, SettingsInfo, Stats
 from tba.cli.scale import searchers_line
 from tba.cli.target import open_client
 from tba.clients.buffer import Command
@@ -65,6 +66,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
     lines = [
         state_line(info),
+        *([] if info.last_change is None else [f"  {change_line(info.last_change)}"]),
         f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
         f"{stats.num_failed} failed), {stats.rollouts_trained} trained; samples per insert {ratio}",
@@ -98,6 +100,13 @@ def state_line(info: RunInfo) -> str:
     """State, reason, step and lineage."""
     reason = f" ({info.state_reason})" if info.state_reason else ""
     return f"run {info.run!r}: {info.state}{reason}, step {info.step}, lineage {info.lineage}"
+
+
+def change_line(change: RunChange) -> str:
+    """Who brought the run into its state, and when, by this machine's clock."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at_s))
+    said = "a new start" if change.command == "lineage" else repr(change.command)
+    return f"{change.old} -> {change.new} by the {change.role} ({said}) at {at}, after step {change.step}"
 
 
 def component_line(item: ComponentInfo) -> str:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from tba.api import ComponentInfo, EvalInfo, RunEvent, RunInfo, SettingsAudit, WaitChange
-from tba.cli.control import component_line, eval_line, state_line
+from tba.cli.control import change_line, component_line, eval_line, state_line
 from tba.clients import BufferClient
 from tba.errors import BusyError, UnavailableError
 from tba.local.eval_table import best_text
@@ -118,6 +118,8 @@ class Teller:
         lines = []
         if changed.keys() & {"state", "state_reason", "lineage"}:
             lines.append(state_line(info))
+            if "last_change" in changed and info.last_change is not None:
+                lines.append(change_line(info.last_change))
         elif "step" in changed or "latest_version" in changed:
             lines.append(f"step {info.step}, latest version {info.latest_version or 'none'}")
         if "searchers" in changed and info.searchers is not None:

@@ -35,6 +35,7 @@ from tba.api import (
     RolloutDetail,
     RolloutOrder,
     RolloutPage,
+    RunChanges,
     RunCommand,
     RunEvent,
     RunInfo,
@@ -332,6 +333,10 @@ class BufferClient(ServiceClient):
 
     def _hear(self, reply: Reply) -> None:
         self.settings_revision = int(reply.headers.get(SETTINGS_HEADER, "0"))
+
+    def run_changes(self, *, after: int = 0) -> RunChanges:
+        """Who changed the state of the run, when and why: the changes after number `after`."""
+        return parse_reply(self._call("GET", "/v1/run/changes", params={"after": after}), RunChanges)
 
     def command(self, name: Command, command: RunCommand) -> RunInfo:
         """Change the state of the run."""

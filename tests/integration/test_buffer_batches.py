@@ -367,6 +367,17 @@ def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> 
     second = start_lineage(client, PolicyVersion(1, 1))
     assert client.run().state == "running"
     ack(client, second, 2, draw(client, second, 2))
+    whole = client.run_changes()
+    assert [(item.number, item.role, item.command, item.reason, item.old, item.new) for item in whole.changes] == [
+        (1, "operator", "pause", "look", "running", "paused"),
+        (2, "operator", "resume", None, "paused", "running"),
+        (3, "operator", "stop", None, "running", "stopping"),
+        (4, "trainer", "done", None, "stopping", "done"),  # said twice, changed once
+        (5, "trainer", "lineage", None, "done", "running"),
+    ]
+    assert [(item.lineage, item.step) for item in whole.changes] == [(1, 0), (1, 0), (1, 0), (1, 1), (2, 1)]
+    assert all(abs(item.at_s - time.time()) < 600 for item in whole.changes)
+    assert client.run_changes(after=4).changes == [client.run().last_change]
 
 
 def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:  # noqa: F811

@@ -13,6 +13,7 @@ from tba_buffer import buffer as buffer_module
 from tba_buffer.base import BaseWriter
 from tba_buffer.buffer import Buffer
 from tba_buffer.promise import Promise
+from tba_buffer.scaling.wishes import Wishes
 from tba_buffer.scripts import NAMES, Scripts
 from tba_buffer.snapshots.load import SnapshotLoad
 from tba_buffer.snapshots.save import SnapshotSave
@@ -31,11 +32,12 @@ from tba.api import (
     LoadRequest,
     MarkRequest,
     RunCommand,
+    ScaleRequest,
     SettingsRequest,
 )
 from tba.config import parse_live
 from tba.store import FileStore
-from tba.wire import decode_batch, encode_rollout
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, decode_batch, encode_rollout
 from tba.wire.snapshot import SnapshotSource
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
 from tests.support.buffer_fixtures import redis  # noqa: F401
@@ -157,7 +159,17 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
     await lineages.new(LineageRequest(trainer_id="t", parent="1-1"))
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0", rollback=True))
-    await buffer.run.command("pause", RunCommand(reason="look"))
+    await buffer.run.command("pause", RunCommand(reason="look"), "operator")
+    await buffer.run.command("stop", RunCommand(), "operator")
+    await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    assert [change.command for change in (await buffer.run.changes(after=0)).changes] == ["pause", "stop", "lineage"]
+    assert await Wishes(buffer.context).change(ScaleRequest(num_searchers=2)) == 1
+    gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
+    beat = Heartbeat(
+        component_id="t", kind="trainer", run="test", state="training", version=None, wait=None, gauges=gauges
+    )
+    await buffer.components.trainer_waits.count(beat)
+    assert await buffer.components.trainer_waits.totals() == {"rollouts": 2.5}
     await BaseWriter(buffer.context, min_tail=1).keep_up(await buffer.view.level())
     await save_and_load(buffer, redis, twice, tmp_path)
     assert twice.names == set(NAMES)

@@ -28,7 +28,8 @@ def waits_in_code() -> set[str]:
     """Names of waits in the services, local mode, and what prepares a deployment."""
     names = set(WAIT_SENTENCES)
     names.update(f"run-{state}" for state in get_args(RunState) if state != "running")  # leases.py
-    own = (path for part in ("cli", "folders", "local", "setup", "store") for path in (ROOT / "tba" / part).glob("*.py"))
+    parts = ("cli", "folders", "local", "setup", "store")
+    own = (path for part in parts for path in (ROOT / "tba" / part).glob("*.py"))
     for path in (*(ROOT / "services").glob("*/tba_*/**/*.py"), *own):
         text = path.read_text()
         for pattern in PATTERNS:

@@ -199,6 +199,7 @@ class Buffer:
             run=self.context.run,
             state=fields.state,
             state_reason=fields.reason,
+            last_change=fields.change,
             step=fields.step,
             lineage=fields.lineage,
             parents={lineage: str(parent) for lineage, parent in self.lineages.tree.parents.items()},

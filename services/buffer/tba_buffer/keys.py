@@ -37,11 +37,13 @@ the pieces of a base that was never completed expire by themselves.
 | lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | lineage, adopt        |
 | lineage_        | hash   | request id -> "lineage token" that it took                        | lineage               |
 | requests        |        |                                                                   |                       |
-| run             | hash   | state, reason, lineage, token, step, latest_version, checkpoint,  | lineage, mark, ack,   |
+| run             | hash   | state, reason, change (the last line of run_changes), lineage,    | lineage, mark, ack,   |
+|                 |        | token, step, latest_version, checkpoint,                          |                       |
 |                 |        | checkpoint_key; lineage_position (log position at the start of    | command, checkpoint,  |
 |                 |        | the lineage); origin (JSON of the snapshot that the run began     | adopt                 |
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
 |                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
+| run_changes     | list   | JSON lines, oldest first: who changed the state, when and why     | command, lineage      |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | waited                |
 |                 |        | JSON of what that trainer had waited when it was last counted     |                       |
@@ -118,6 +120,7 @@ class Keys:
         self.lineages = self._prefix + "lineages"
         self.lineage_requests = self._prefix + "lineage_requests"
         self.run = self._prefix + "run"
+        self.run_changes = self._prefix + "run_changes"
         self.components = self._prefix + "components"
         self.trainer_waits = self._prefix + "trainer_waits"
         self.open_batches = self._prefix + "open_batches"

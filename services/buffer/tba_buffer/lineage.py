@@ -92,6 +92,7 @@ class Lineages:
                 keys.lineage_requests,
                 keys.replica,
                 keys.settings,
+                keys.run_changes,
             ],
             [
                 token,
@@ -103,6 +104,7 @@ class Lineages:
                 self._context.replica.number,
                 request.checkpoint_key or "",
                 int(request.rollback),
+                now,
             ],
         )
         if reply == replica.SUPERSEDED:

@@ -4,14 +4,18 @@ running <-> paused        pause (operator, or a guard of the trainer with the li
 running, paused -> stopping        stop (operator): no new visits, no new batches; evaluations go on
 any -> done, failed                done, fail (the trainer with the living token)
 stopping, done, failed -> running  a new lineage: a trainer starts again
+
+Every change is a line of the audit, written in the same call.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from tba.api import RunCommand, RunState
+from tba.api import MAX_CHANGES_PER_PAGE, RunChange, RunChanges, RunCommand, RunState
+from tba.api.settings import Role
 from tba.errors import ConflictError
 from tba_buffer.context import Context
 from tba_buffer.lineage import fenced
@@ -42,6 +46,8 @@ class RunFields:
     checkpoint: str | None
     checkpoint_key: str | None
     num_rollbacks: int
+    change: RunChange | None
+    """The last one of the state."""
 
 
 class RunControl:
@@ -73,10 +79,29 @@ class RunControl:
             checkpoint=fields.get("checkpoint"),
             checkpoint_key=fields.get("checkpoint_key"),
             num_rollbacks=int(fields.get("rollbacks", 0)),
+            change=RunChange.model_validate_json(fields["change"]) if "change" in fields else None,
         )
 
-    async def command(self, name: Command, command: RunCommand) -> None:
+    async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> RunChanges:
+        """At most `limit` changes of the state after one of them, oldest first.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        key, last = self._context.keys.run_changes, after + limit
+        with redis_errors("read the audit of the run"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.lrange(key, after, last - 1)
+                pipe.llen(key)
+                lines, num_lines = await pipe.execute()
+        changes = [RunChange.model_validate_json(line) for line in lines]
+        return RunChanges(changes=changes, next=last if changes and last < num_lines else None)
+
+    async def command(self, name: Command, command: RunCommand, role: Role) -> None:
         """Change the state; repeating a command changes nothing.
+
+        Args:
+            role: who asks, for the audit.
 
         Raises:
             FencedError: done or fail without the living token; any command with another token.
@@ -85,8 +110,21 @@ class RunControl:
         """
         state, allowed_from, needs_token = COMMANDS[name]
         checks_token = needs_token or command.token is not None
-        args = [state, command.reason or "", command.token or "", int(checks_token), *allowed_from]
-        reply = await self._context.scripts.run("command", [self._context.keys.run], args)
+        keys = self._context.keys
+        said = [json.dumps(name), json.dumps(role), json.dumps(command.reason)]
+        reply = await self._context.scripts.run(
+            "command",
+            [keys.run, keys.run_changes],
+            [
+                state,
+                command.reason or "",
+                command.token or "",
+                int(checks_token),
+                self._context.clock(),
+                *said,
+                *allowed_from,
+            ],
+        )
         if reply[0] == b"fenced":
             raise fenced(f"the command {name!r}")
         if reply[0] == b"refused":

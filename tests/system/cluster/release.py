@@ -53,15 +53,25 @@ class Release:
         return sorted(set(re.findall(r'^ *image: "?([^"\s]+)', self.helm("template"), flags=re.MULTILINE)))
 
     def pods(self, component: str | None = None) -> list[dict[str, Any]]:
-        """Pods that are not on their way out, of one component or of all."""
+        """Pods that have not ended and are not on their way out, of one component or of all."""
         selector = self._selector + (f",app.kubernetes.io/component={component}" if component else "")
         items = get(self.namespace, "pods", "-l", selector)["items"]
-        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+        over = ("Succeeded", "Failed")
+        return [
+            pod for pod in items if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] not in over
+        ]
 
     def ready(self, component: str) -> list[str]:
         """Names of the pods of a component that are ready."""
+        return [pod["metadata"]["name"] for pod in self._ready(component)]
+
+    def ready_uids(self, component: str) -> set[str]:
+        """Of the same pods; one of a StatefulSet has the name of the one before it."""
+        return {pod["metadata"]["uid"] for pod in self._ready(component)}
+
+    def _ready(self, component: str) -> list[dict[str, Any]]:
         return [
-            pod["metadata"]["name"]
+            pod
             for pod in self.pods(component)
             if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
         ]
@@ -91,12 +101,13 @@ class Release:
         return time.monotonic() - begun_s
 
     def kill(self, component: str) -> list[str]:
-        """Delete the pods of a component at once, without any grace; returns their names."""
-        names = [pod["metadata"]["name"] for pod in self.pods(component)]
-        if not names:
+        """Delete the pods of a component at once, without any grace; returns their uids."""
+        pods = self.pods(component)
+        if not pods:
             raise ClusterError(f"there is no pod of {component} to kill")
+        names = [pod["metadata"]["name"] for pod in pods]
         run("kubectl", "-n", self.namespace, "delete", "pod", *names, "--grace-period=0", "--force", "--wait=false")
-        return names
+        return [pod["metadata"]["uid"] for pod in pods]
 
     def left_over(self) -> list[str]:
         """Whatever carries this release's label or is in its namespace, but what the test itself made."""

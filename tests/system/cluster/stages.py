@@ -53,12 +53,12 @@ def kill_every_kind(release: Release, report: Report) -> None:
     for component in KINDS:
         with report.stage(f"kill {component}") as found:
             before = release.status()
-            names = release.kill(component)
-            found["pods"] = len(names)
+            killed = release.kill(component)
+            found["pods"] = len(killed)
 
-            def is_replaced(component: str = component, names: list[str] = names) -> bool:
-                ready = release.ready(component)
-                return len(ready) >= len(names) and not set(ready) & set(names)
+            def is_replaced(component: str = component, killed: list[str] = killed) -> bool:
+                ready = release.ready_uids(component)
+                return len(ready) >= len(killed) and ready.isdisjoint(killed)
 
             until(f"other pods of {component} are ready", is_replaced, deadline_s=RECOVERY_DEADLINE_S)
             lineage, step = before["run"]["lineage"], before["run"]["step"]
@@ -144,8 +144,17 @@ def finish(release: Release, report: Report, *, deadline_s: float) -> None:
 
 
 def uninstall(release: Release, report: Report) -> None:
-    """helm uninstall; nothing is left."""
+    """helm uninstall leaves the claims of Redis and the object store alone; without them nothing is left."""
     with report.stage("helm uninstall") as found:
         run("helm", "uninstall", release.name, "-n", release.namespace, "--wait", "--cascade", "foreground")
+        claims = "persistentvolumeclaim/"
+        until(
+            "only claims are left",
+            lambda: all(name.startswith(claims) for name in release.left_over()),
+            deadline_s=120,
+        )
+        found["claims"] = len(release.left_over())
+        # as NOTES says
+        run("kubectl", "-n", release.namespace, "delete", "pvc", "-l", f"app.kubernetes.io/instance={release.name}")
         until("nothing is left", lambda: not release.left_over(), deadline_s=120)
         found["left"] = len(release.left_over())

@@ -3,10 +3,10 @@
 -- changes nothing, however late it comes and whatever started since. A registered checkpoint after the parent is not
 -- what a resume starts from any more: the parent's is, or none.
 -- KEYS: 1 run, 2 lineages, 3 open_batches, 4 counters, 5 batches_since_mark, 6 open_steps, 7 ledger, 8 ledger_steps,
---       9 announced, 10 lineage_requests, 11 replica, 12 settings
+--       9 announced, 10 lineage_requests, 11 replica, 12 settings, 13 run_changes
 -- ARGV: 1 token, 2 JSON of the lineage, 3 lineage of the parent, 4 step of the parent,
 --       5 JSON of the ledger line, 'LINEAGE' in place of the new number, 6 request id,
---       7 replica, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback
+--       7 replica, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback, 10 now_s
 -- Returns 'superseded', {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
 -- A parent is a version that was made: the starting model, the start of its lineage, the result of an acked step, or
 -- an announced, checkpointed or adopted one.
@@ -42,8 +42,16 @@ if registered and tonumber(string.match(registered, '%-(%d+)$')) > tonumber(ARGV
   end
 end
 if ARGV[9] == '1' then redis.call('HINCRBY', KEYS[1], 'rollbacks', 1) end
-if redis.call('HGET', KEYS[1], 'state') ~= 'paused' then
+local state = redis.call('HGET', KEYS[1], 'state') or 'running'
+if state ~= 'paused' then
   redis.call('HSET', KEYS[1], 'state', 'running', 'reason', '')
+end
+if state ~= 'paused' and state ~= 'running' then
+  local change = '{"number":' .. redis.call('LLEN', KEYS[13]) + 1 .. ',"at_s":' .. ARGV[10] .. ',"command":"lineage"'
+    .. ',"role":"trainer","reason":null,"old":"' .. state .. '","new":"running","lineage":' .. lineage
+    .. ',"step":' .. ARGV[4] .. '}'
+  redis.call('RPUSH', KEYS[13], change)
+  redis.call('HSET', KEYS[1], 'change', change)
 end
 local num_rollouts = 0
 for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 
-from tba.api import RunCommand, RunInfo, Stats
+from tba.api import RunChanges, RunCommand, RunInfo, Stats
 from tba.service import MSGPACK_BODY, Authenticator, problems, raw_body
 from tba.wire import decode_heartbeat
 from tba_buffer.buffer import Buffer
@@ -40,6 +40,16 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """State of the run, components, waits, evaluations."""
         return await buffer.run_info()
 
+    @api.get(
+        "/run/changes",
+        operation_id="run_changes",
+        dependencies=[Depends(auth.require("viewer", "trainer"))],
+        responses=problems(),
+    )
+    async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
+        """Who paused, resumed, stopped or ended the run, when and why."""
+        return await buffer.run.changes(after=after)
+
     _add_command(api, "done", ["trainer"], buffer, auth)
     _add_command(api, "fail", ["trainer"], buffer, auth)
     _add_command(api, "pause", ["operator", "trainer"], buffer, auth)
@@ -52,7 +62,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def command(command: Literal["resume", "stop"], body: RunCommand) -> RunInfo:
         """Resume or stop the run."""
-        await buffer.run.command(command, body)
+        await buffer.run.command(command, body, "operator")
         return await buffer.run_info()
 
     @api.get("/stats", operation_id="stats", dependencies=[Depends(auth.require("viewer", "trainer"))])
@@ -67,8 +77,8 @@ def _add_command(
     api: APIRouter, name: Literal["done", "fail", "pause"], roles: list[str], buffer: Buffer, auth: Authenticator
 ) -> None:
     async def change(body: RunCommand, request: Request) -> RunInfo:
-        operator_or_trainer(auth, request, token=body.token, what=f"says {name!r}")
-        await buffer.run.command(name, body)
+        role = operator_or_trainer(auth, request, token=body.token, what=f"says {name!r}")
+        await buffer.run.command(name, body, role)
         return await buffer.run_info()
 
     # before /run/{command}, which would refuse the name

@@ -68,6 +68,13 @@ def redis_access(recipe: Recipe) -> RedisAccess:
             "buffer.redis_url is no URL: its host is wrong; it must be like redis://HOST:6379/0, an IPv6 address in "
             "brackets"
         ) from None
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ConfigError(
+            "buffer.redis_url: its port is no number from 0 to 65535; in a password / ? # @ and : must be written as "
+            "%2F %3F %23 %40 and %3A, or give it in buffer.redis_password_file"
+        ) from None
     shown = without_secrets(section.redis_url)
     if parts.scheme not in SCHEMES:
         raise ConfigError(
@@ -91,6 +98,9 @@ def redis_access(recipe: Recipe) -> RedisAccess:
 
 
 def without_secrets(url: str) -> str:
-    """A URL without user, password and options."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+    """A URL, or what was meant as one, without user, password and options."""
+    scheme, slashes, rest = url.rpartition("://")
+    place = rest.partition("?")[0].partition("#")[0]
+    if "@" in rest and "@" not in place:  # a password that was not encoded, or options: nobody knows where it ends
+        place = "..."
+    return scheme + slashes + place.rpartition("@")[2]

@@ -22,8 +22,9 @@ log = get_logger("files")
 class WatchedFile(Generic[T]):
     """Reads the value at once, and again once a file has changed; safe to share between threads.
 
-    A changed file that cannot be used keeps the old value and is logged once for each of its states: somebody may be
-    half-way through writing it. Symbolic links are followed, so that a Secret that Kubernetes updates is seen.
+    A changed file that cannot be used keeps the old value, is tried again, and is logged once for each of its states:
+    somebody may be half-way through writing it, or this process has too many files open. Symbolic links are followed,
+    so that a Secret that Kubernetes updates is seen.
 
     Args:
         paths: the files that the value comes from.
@@ -37,6 +38,7 @@ class WatchedFile(Generic[T]):
     def __init__(self, paths: Sequence[str | Path], load: Callable[[], T], *, what: str) -> None:
         self._paths, self._load, self._what = [Path(path) for path in paths], load, what
         self._lock = threading.Lock()
+        self._refused: Stamp | None = None
         self._stamp = self._stat()  # before reading: what changes meanwhile is seen next time
         self._value = load()
         self._next_check_s = time.monotonic() + RECHECK_S
@@ -56,12 +58,14 @@ class WatchedFile(Generic[T]):
         stamp = self._stat()
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._value = self._load()
-        except ConfigError as error:
-            log.error("changed_file_not_used", what=self._what, problem=str(error), still="what was read before")
+        except (ConfigError, OSError, ValueError) as error:
+            if stamp != self._refused:
+                log.error("changed_file_not_used", what=self._what, problem=str(error), still="what was read before")
+            self._refused = stamp
         else:
+            self._stamp, self._refused = stamp, None
             log.info("changed_file_used", what=self._what)
 
     def _stat(self) -> Stamp:

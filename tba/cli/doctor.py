@@ -39,6 +39,8 @@ def doctor_command(args: argparse.Namespace) -> int:
 
 
 def _print(finding: Finding) -> None:
-    say(f"{MARKS[finding.level]} {finding.code}: {finding.found}")
+    # what servers answer must not steer the terminal
+    found = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in finding.found)
+    say(f"{MARKS[finding.level]} {finding.code}: {found}")
     if finding.mend is not None:
         say(f"     mend: {finding.mend}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tba.cli.setup import say
 from tba.config import Recipe, load_recipe
-from tba.errors import ConfigError
+from tba.errors import ConfigError, MalformedError
 from tba.folders import NeededFolder, Shelf, needed_folders
 from tba.folders.needed import check_name, name_of
 from tba.folders.pulling import pull_folders
@@ -53,15 +53,23 @@ def pull_command(args: argparse.Namespace) -> int:
 def list_command(args: argparse.Namespace) -> int:
     """Every folder that is whole in the store."""
     _, shelf = _open(args)
-    found = [manifest for kind, name in shelf.names() if (manifest := shelf.find(kind, name)) is not None]
+    found, damaged = [], None
+    for kind, name in shelf.names():
+        try:
+            manifest = shelf.find(kind, name)
+        except MalformedError as error:  # the others are shown all the same
+            damaged = error
+        else:
+            found += [] if manifest is None else [manifest]
     if args.json:
         print(json.dumps([manifest.model_dump(mode="json", exclude={"files"}) for manifest in found], indent=1))
-        return 0
-    for manifest in found:
+    for manifest in () if args.json else found:
         pushed = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(manifest.created_at_s))
         size = f"{len(manifest.files):>5} files {manifest.size_bytes / 2**20:>12,.1f} MiB"
         print(f"{manifest.kind:<8}{manifest.name:<32} {size}  {manifest.digest[:12]}  {pushed}")
-    if not found:
+    if damaged is not None:
+        raise damaged
+    if not found and not args.json:
         print(f"no model and no data set in {shelf.url}; tba model push puts them there")
     return 0
 

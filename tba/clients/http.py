@@ -242,7 +242,8 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
         BadReplyError: it is not what this client expects; the two sides may run different releases.
     """
     try:
-        return reply.model_validate_json(response.content)
+        # a newer release may say more; while an upgrade rolls, the two sides differ
+        return reply.model_validate_json(response.content, extra="ignore")
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -295,7 +296,8 @@ def sentence_of(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
-        return f"unknown key {key!r} (value {first['input']!r}){hint}{more}"
+        is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
+        return f"unknown key {key!r} (value {'not shown' if is_secret else repr(first['input'])}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
     if first["type"] == "value_error" and _model_at(loc, model) not in (None, Schedule):  # so does that of a section

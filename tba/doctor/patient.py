@@ -22,6 +22,7 @@ SERVICES = ("buffer", "reward", "searcher", "trainer")
 CALL_TIMEOUT_S = 5.0
 """Deadline of one call of a service."""
 MAX_BODY_BYTES = 4 * 2**20
+MAX_DETAIL_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,15 @@ class Answer:
     def detail(self) -> str:
         """The sentence of a problem document, else the beginning of the body."""
         try:
-            return str(json.loads(self.body)["detail"])
-        except (ValueError, KeyError, TypeError):
+            return str(json.loads(self.body)["detail"])[:MAX_DETAIL_CHARS]
+        except (ValueError, KeyError, TypeError, RecursionError):
             return self.body[:200].decode(errors="replace")
 
     def json(self) -> Any:
         """The body as JSON; None where it is none."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):  # brackets without end
             return None
 
 

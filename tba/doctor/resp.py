@@ -18,6 +18,10 @@ TIMEOUT_S = 5.0
 """Deadline of a connection, and of each answer."""
 DEFAULT_PORT = 6379
 MAX_REPLY_BYTES = 4 * 2**20
+MAX_REPLY_ITEMS = 10_000
+MAX_REPLY_DEPTH = 4
+"""Far more than INFO, CONFIG GET and TIME answer; beyond it is no Redis."""
+MAX_SHOWN_CHARS = 500
 
 
 class RespError(Exception):
@@ -27,8 +31,9 @@ class RespError(Exception):
 class Redis:
     """One connection that is open until the block ends."""
 
-    def __init__(self, sock: socket.socket, where: str) -> None:
+    def __init__(self, sock: socket.socket, where: str, password: str | None = None) -> None:
         self._file: Any = sock.makefile("rwb")
+        self._password = password
         self.where = where
 
     def __enter__(self) -> Redis:
@@ -55,7 +60,8 @@ class Redis:
             self._file.flush()
             return self._reply()
         except (OSError, ValueError) as error:
-            raise RespError(f"Redis at {self.where} does not answer ({type(error).__name__}: {error})") from None
+            why = self._hidden(f"{type(error).__name__}: {error}")
+            raise RespError(f"Redis at {self.where} does not answer ({why})") from None
 
     def info(self) -> dict[str, str]:
         """INFO as a map."""
@@ -75,11 +81,17 @@ class Redis:
     def time_s(self) -> float:
         """The clock of Redis, as Unix time."""
         found = self.call("TIME")
-        if not isinstance(found, list) or len(found) != 2:
-            raise RespError(f"Redis at {self.where} did not say its time")
-        return int(str(found[0])) + int(str(found[1])) / 1e6
+        try:
+            seconds, micros = map(int, map(str, found if isinstance(found, list) else ()))
+        except ValueError:
+            raise RespError(f"Redis at {self.where} did not say its time") from None
+        return seconds + micros / 1e6
 
-    def _reply(self) -> object:
+    def _hidden(self, text: str) -> str:
+        """A text of the server without the password: a Redis without AUTH answers with the words of the command."""
+        return text.replace(self._password, "***") if self._password else text
+
+    def _reply(self, depth: int = 0) -> object:
         line = self._file.readline(MAX_REPLY_BYTES)
         if not line.endswith(b"\r\n"):
             raise OSError("the connection was closed")
@@ -87,14 +99,16 @@ class Redis:
         if kind == b"+":
             return text
         if kind == b"-":
-            raise RespError(f"Redis at {self.where} answers: {text}")
+            raise RespError(f"Redis at {self.where} answers: {self._hidden(text)[:MAX_SHOWN_CHARS]}")
         if kind == b":":
             return int(text)
         if kind == b"$":
-            return None if int(text) < 0 else self._file.read(int(text) + 2)[:-2].decode(errors="replace")
-        if kind == b"*":
-            return [self._reply() for _ in range(int(text))]
-        raise ValueError(f"this is not Redis: {line[:40]!r}")
+            if int(text) < 0:
+                return None
+            return self._file.read(_bounded(text, MAX_REPLY_BYTES) + 2)[:-2].decode(errors="replace")
+        if kind == b"*" and depth < MAX_REPLY_DEPTH:
+            return [self._reply(depth + 1) for _ in range(_bounded(text, MAX_REPLY_ITEMS))]
+        raise ValueError(f"this is not Redis: {self._hidden(line.decode(errors='replace'))[:40]!r}")
 
 
 @contextmanager
@@ -123,13 +137,19 @@ def open_redis(recipe: Recipe) -> Iterator[Redis]:
             if url.scheme == "rediss":
                 context = ssl.create_default_context(cafile=recipe.tls.ca_file)
                 sock = context.wrap_socket(raw, server_hostname=url.hostname)
-            with Redis(sock, access.shown) as redis:
+            with Redis(sock, access.shown, login[-1] if login else None) as redis:
                 if login:
                     redis.call("AUTH", *login)
                 redis.call("PING")
                 yield redis
     except OSError as error:
         raise RespError(f"Redis at {access.shown} cannot be reached ({type(error).__name__}: {error})") from None
+
+
+def _bounded(text: str, most: int) -> int:
+    if int(text) > most:
+        raise ValueError(f"this is not Redis: a reply of {text} where {most} is much")
+    return int(text)
 
 
 def _login_of(url: SplitResult) -> tuple[str, ...]:

@@ -74,7 +74,9 @@ def decode_folder_manifest(data: bytes, *, where: str) -> FolderManifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "document"
-        raise MalformedError(f"{where} is no manifest of a folder: {place}: {first['msg']}; push it again") from None
+        raise MalformedError(
+            f"{where} is no manifest of a folder: {place}: {first['msg']}; push it again with --replace"
+        ) from None
     if manifest.digest != folder_digest(manifest.files):
         raise MalformedError(f"{where}: the digest is not that of its files; push the folder again with --replace")
     return manifest

@@ -24,7 +24,7 @@ def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
     """(files to push with their digests, paths that are left out), both sorted.
 
     Raises:
-        ConfigError: no such folder, it is empty, or only a part of a download.
+        ConfigError: no such folder, it is empty, only a part of a download, or holds something that is no file.
         StoreError: a file cannot be read.
     """
     if not folder.is_dir():
@@ -36,6 +36,8 @@ def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
         name = path.relative_to(folder).as_posix()
         if is_left_out(name):
             left_out.append(name)
+        elif not path.is_file():  # reading a pipe waits for ever
+            raise ConfigError(f"{path} is no file that could be pushed (a broken link, a pipe?); remove it")
         else:
             files.append(FolderFile(path=name, size_bytes=path.stat().st_size, sha256=sha256_of_file(path)))
     if not files:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tba
-from tba.errors import ConfigError, DigestError, ObjectExistsError, ObjectNotFoundError, StoreError
+from tba.errors import ConfigError, DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError, StoreError
 from tba.folders.document import FolderFile, FolderManifest, decode_folder_manifest, folder_digest
 from tba.folders.local import RECORD, files_of
 from tba.folders.needed import SHELVES, Kind
@@ -81,7 +81,8 @@ class Shelf:
         files, left_out = files_of(folder)
         if left_out:
             self._say(f"{folder}: left out {', '.join(left_out[:3])}{' ...' if len(left_out) > 3 else ''}")
-        digest, before = folder_digest(files), self.find(kind, name)
+        digest = folder_digest(files)
+        before, is_damaged = self._found(kind, name, may_be_damaged=replace)
         where = f"{SHELVES[kind]}/{name} in {self._store.url}"
         if before is not None and before.digest == digest and not replace:
             self._say(f"{where} is there already ({told(before)})")
@@ -104,8 +105,8 @@ class Shelf:
             key = _file_key(kind, name, file)
             if replace or self._store.size_bytes(key) != file.size_bytes:
                 self._store.put_file(key, folder / file.path)
-        manifest = self._publish(manifest, replaces=before is not None)
-        if before is not None:
+        manifest = self._publish(manifest, replaces=before is not None or is_damaged)
+        if before is not None or is_damaged:
             self._remove_others(manifest)
         self._say(f"{where} is pushed")
         return manifest
@@ -130,6 +131,15 @@ class Shelf:
     def was_pulled(folder: Path) -> bool:
         """Whether the folder came from a store: a pull of it goes on where it stopped."""
         return (folder / RECORD).is_file()
+
+    def _found(self, kind: Kind, name: str, *, may_be_damaged: bool) -> tuple[FolderManifest | None, bool]:
+        """What is stored, and whether its manifest is damaged; only a push that replaces it may go on then."""
+        try:
+            return self.find(kind, name), False
+        except MalformedError:
+            if not may_be_damaged:
+                raise
+            return None, True
 
     def _publish(self, manifest: FolderManifest, *, replaces: bool) -> FolderManifest:
         data = manifest.model_dump_json(indent=1).encode()
@@ -216,6 +226,8 @@ def _recorded(path: Path) -> FolderManifest | None:
         return decode_folder_manifest(path.read_bytes(), where=str(path))
     except FileNotFoundError:
         return None
+    except MalformedError:
+        raise ConfigError(f"{path} is damaged; remove the folder {path.parent} and pull it again") from None
 
 
 def _difference(before: Sequence[FolderFile], now: Sequence[FolderFile]) -> str:

@@ -154,7 +154,7 @@ class Crew:
             count = f"{self._num_searcher_restarts} of {self._max_searcher_restarts}"
             self._console.result(f"warning: {self._obituary(child, code)}; starting it again ({count} restarts)")
             await asyncio.sleep(RESTART_DELAY_S)
-            if child not in self._retired:
+            if child not in self._retired and not self._run_is_over:
                 await self.start(child.spec)
             return
         self._given_up.add(child)

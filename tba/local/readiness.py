@@ -7,6 +7,7 @@ import ssl
 import urllib.error
 import urllib.request
 
+from tba.errors import ConfigError
 from tba.trust import check_ca_file
 
 READY_POLL_S = 0.1
@@ -19,7 +20,7 @@ async def wait_until_ready(url: str, ca_file: str | None = None) -> None:
         ca_file: the authorities that are trusted for an https URL; none: the system's.
 
     Raises:
-        ConfigError: the URL is https and `ca_file` cannot be used.
+        ConfigError: the URL is https and `ca_file` cannot be used, or the certificate there is not accepted.
     """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if url.startswith("https://"):
@@ -34,5 +35,12 @@ def _is_ready(opener: urllib.request.OpenerDirector, url: str) -> bool:
     try:
         with opener.open(f"{url}/readyz", timeout=2.0):
             return True
-    except (urllib.error.URLError, OSError):
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLCertVerificationError):  # waiting does not make it better
+            raise ConfigError(
+                f"{url}: its certificate is not accepted ({error.reason.verify_message}); correct tls.cert_file, or "
+                "tls.ca_file"
+            ) from None
+        return False
+    except OSError:
         return False

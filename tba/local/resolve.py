@@ -104,7 +104,7 @@ def _check_made_so(report_path: Path, recipe: Recipe) -> None:
     """A cached model must have been made with the recipe's settings; a folder without a report is somebody's model."""
     if not report_path.is_file() or recipe.model.warm_start is None:
         return
-    differs = made_with_other(json.loads(report_path.read_text()), recipe)
+    differs = made_with_other(report_path.read_bytes(), recipe, where=str(report_path))
     if differs is not None:
         raise ConfigError(
             f"model.path {recipe.model.path} was made by a warm start with {differs}; remove that folder to make it "
@@ -112,12 +112,20 @@ def _check_made_so(report_path: Path, recipe: Recipe) -> None:
         )
 
 
-def made_with_other(report: Mapping[str, Any], recipe: Recipe) -> str | None:
+def made_with_other(data: bytes, recipe: Recipe, *, where: str) -> str | None:
     """The first setting of [model.warm_start] in which the recipe differs from the report of a model that was made:
-    "NAME = FOUND, not WANTED"; None: there is none."""
+    "NAME = FOUND, not WANTED"; None: there is none.
+
+    Raises:
+        ConfigError: it is no such report; `where` it lies.
+    """
     assert recipe.model.warm_start is not None, "only a recipe with a warm start is compared"
     wanted = {"seed": recipe.warm_start_seed, **recipe.model.warm_start.model_dump(mode="json", exclude={"seed"})}
-    found = {**report["settings"], "seed": report["seed"]}
+    try:
+        report = json.loads(data)
+        found = {**report["settings"], "seed": report["seed"]}
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{where} is damaged; remove the folder that holds it, and its model is made anew") from None
     differs = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     return f"{differs[0]} = {found.get(differs[0])}, not {wanted.get(differs[0])}" if differs else None
 

@@ -9,7 +9,6 @@ no            no              make (warm start, `prepare`), then push; else an e
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -97,7 +96,7 @@ def _make_starting_model(recipe: Recipe, shelf: Shelf, say: Say) -> None:
     else:
         _warm_start(recipe, say)
         return
-    differs = None if report is None else made_with_other(json.loads(report), recipe)
+    differs = None if report is None else made_with_other(report, recipe, where=f"warmstart.json of {where}")
     if differs is not None:
         raise ConfigError(
             f"{where} was made by a warm start with {differs}; give the recipe another model.path, or remove it there"

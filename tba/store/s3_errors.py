@@ -19,8 +19,8 @@ from s3transfer.exceptions import RetriesExceededError
 
 from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError
 
-S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RetriesExceededError)
-"""Everything that boto3 raises on purpose."""
+S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RetriesExceededError, RecursionError)
+"""Everything that boto3 raises on purpose; it follows a server that redirects every request until the stack ends."""
 
 _CONNECTION_ERRORS = (
     ConnectionError,
@@ -52,6 +52,11 @@ def store_error(error: Exception, *, verb: str, key: str, url: str, endpoint: st
     what = f"cannot {verb} {key or 'the store'} in {url} at {endpoint}"
     if isinstance(error, ClientError):
         return _answer_error(error, what=what, where=f"object {key} in {url}", url=url, timeout_s=timeout_s)
+    if isinstance(error, RecursionError):
+        return StoreUnavailableError(
+            f"{what}: the server redirects every request, as a web page does, or an address that wants https; correct "
+            "store.endpoint_url"
+        )
     if isinstance(error, _CREDENTIAL_ERRORS):
         return StoreUnavailableError(
             f"{what}: no credentials were found ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

@@ -117,11 +117,14 @@ def test_every_port_names_its_protocol_and_every_service_finds_its_port(path: Pa
 
 
 def test_labels_of_the_user_are_on_everything() -> None:
-    made = render_file(next(path for path in FILES if path.name == "external.yaml"))
+    made_by = next(path for path in FILES if path.name == "external.yaml")
+    made = render_file(made_by)
     assert {x["metadata"].get("labels", {}).get("team") for x in made.objects if x["metadata"]["name"] != "t-more"} == {
         "rl"
     }
     assert {pod.metadata["labels"]["team"] for pod in made.pods()} == {"rl"}
+    rival = render_file(made_by, "--set", "commonLabels.app\\.kubernetes\\.io/name=mine")
+    assert {pod.metadata["labels"]["app.kubernetes.io/name"] for pod in rival.pods()} == {"tba"}
 
 
 def test_what_the_chart_brings_along_is_what_lies_in_the_repository() -> None:

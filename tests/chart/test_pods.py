@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.support.chart import Pod, needs_helm, render, render_file, value_files
+from tests.support.chart import CHART, TOKENS, Pod, needs_helm, render, render_file, value_files
 
 pytestmark = needs_helm
 FILES = value_files()
@@ -142,6 +144,10 @@ def test_placement_reaches_the_pods() -> None:
     assert trainer["runtimeClassName"] == "nvidia"
     spread = trainer["topologySpreadConstraints"][0]
     assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
+    own = {"maxSkew": 1, "topologyKey": "z", "labelSelector": {"matchLabels": {"a": "b"}}}
+    text = f"pod.topologySpreadConstraints={json.dumps([own])}"
+    given = render("-f", str(NODES), *TOKENS, "--set-json", text).pod("searcher").spec
+    assert given["topologySpreadConstraints"] == [own]
     assert trainer["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert made.pod("searcher").spec["tolerations"] == [{"key": "amd.com/gpu", "operator": "Exists"}]
     other = render_file(EXTERNAL)
@@ -191,5 +197,37 @@ def test_the_promised_number_of_gpus_is_used(file: str, num_gpus: int) -> None:
     num_searchers = int(environment(made.pod("buffer"))["TBA_SCALING__NUM_SEARCHERS"])
     assert gpus["buffer"] == gpus["reward"] == 0
     assert gpus["trainer"] + num_searchers * gpus["searcher"] == num_gpus
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    for component in ("trainer", "setup", "searcher"):  # the recipe's engine is vLLM, which the images for a CPU lack
+        images = {container["image"].rpartition(":")[2] for container in made.pod(component).containers}
+        assert images == {f"{version}-gpu"}
     tolerated = [toleration["key"] for toleration in made.pod("trainer").spec["tolerations"]]
     assert tolerated == ["nvidia.com/gpu"]
+
+
+def test_large_numbers_stay_whole_numbers() -> None:
+    """Helm reads numbers as floats, and would print a million as 1e+06, which neither Kubernetes nor tba takes."""
+    numbers = ("scaling.maxSearchers", "trainer.backoffLimit", "models.waitS", "reward.replicas", "searcher.replicas")
+    large = [f"--set-json={key}=2000000" for key in (*numbers, "setup.backoffLimit", "setup.ttlSecondsAfterFinished")]
+    for backend in ("kubernetes", "none"):
+        made = render("-f", str(NODES), *TOKENS, "--set", f"scaling.backend={backend}", *large)
+        assert "e+0" not in str(made.objects)
+        assert made.one("Deployment", "t-reward")["spec"]["replicas"] == 2000000
+
+
+def test_a_new_pod_does_not_wait_for_the_gpu_of_the_old_one() -> None:
+    for component in ("reward", "searcher"):
+        strategy = render_file(NODES).one("Deployment", f"t-{component}")["spec"]["strategy"]
+        assert strategy == {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    assert "strategy" not in render_file(QUICKSTART).one("Deployment", "t-reward")["spec"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_redis_refuses_writes_before_the_kernel_kills_it(path: Path) -> None:
+    for pod in render_file(path).pods():
+        if pod.component == "redis":
+            (container,) = pod.containers
+            limit, args = container["resources"]["limits"]["memory"], container["args"]
+            bound = args[args.index("--maxmemory") + 1]
+            assert int(bound.removesuffix("mb")) * 2 == int(limit[:-2]) * {"Mi": 1, "Gi": 1024}[limit[-2:]]
+            assert args[args.index("--maxmemory-policy") + 1] == "noeviction"

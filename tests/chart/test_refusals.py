@@ -20,6 +20,7 @@ OWN_ACCOUNTS = ",".join(
 CASES: dict[str, str] = {
     "objectstore.enabled=true,auth.existingSecret=t": "recipe is required",
     f"{BUNDLED},recipe=x": "recipe and recipeName quickstart are both given",
+    "auth.existingSecret=t,recipe=recipes/mine.toml": 'recipe is "recipes/mine.toml", which is no TOML',
     "auth.existingSecret=t,recipeName=chess": "recipeName chess is not a recipe of this chart, which has gsm8k",
     "recipeName=quickstart,auth.existingSecret=": "auth.existingSecret is required",
     f"{GOOD},fullnameOverride=1.run": 'objects would be called "1.run"',
@@ -27,6 +28,7 @@ CASES: dict[str, str] = {
     f"{GOOD},searcher.image.tag=latest": "the tag of image tba-searcher is latest",
     f"{GOOD},redis.image.tag=latest": "the tag of image redis is latest",
     f"{GOOD},store.url=file:///models": 'store.url is "file:///models"',
+    f"{GOOD},store.url=s3://": 'store.url is "s3://"',
     f"{BUNDLED},store.endpointUrl=http://s3:9000": "store.endpointUrl http://s3:9000 names a store and objectstore",
     f"{GOOD},store.endpointUrl=s3:9000": 'store.endpointUrl is "s3:9000"',
     f"{GOOD},redis.external.url=redis://other:6379": "redis.external names a Redis and redis.enabled brings another",
@@ -34,20 +36,31 @@ CASES: dict[str, str] = {
     f"{GOOD},redis.enabled=false,redis.external.url=redis://r,redis.external.urlSecret=r": "are both given",
     f"{GOOD},redis.enabled=false,redis.external.url=http://r": 'redis.external.url is "http://r"',
     f"{GOOD},redis.enabled=false,redis.external.url=redis://:secret@r:6379/0": "contains a password",
+    f"{GOOD},redis.external.caSecret=ca": "redis.external.caSecret ca is for a Redis of yours",
+    f"{GOOD},redis.enabled=false,redis.external.url=redis://r,redis.tls.existingSecret=s": "is for the bundled Redis",
+    f"{GOOD},redis.enabled=false,redis.external.url=redis://r,redis.external.caSecret=ca": "is for TLS, and redis.ext",
+    f"{GOOD},redis.enabled=false,redis.external.url=rediss://r,redis.external.caSecret=ca,tls.existingSecret=s": (
+        "tls.existingSecret s brings the authorities that the buffer trusts, and redis.external.caSecret ca would not"
+    ),
     f"{GOOD},searcher.replicas=0,scaling.backend=keda,scaling.keda.serverAddress=http://p": "makes an offline run",
     f"{GOOD},scaling.backend=keda": "scaling.keda.serverAddress is empty",
+    f"{GOOD},scaling.backend=keda,scaling.keda.serverAddress=prometheus:9090": 'serverAddress is "prometheus:9090"',
     f"{GOOD},scaling.backend=keda,scaling.keda.serverAddress=http://p,scaling.keda.minReplicas=5,"
     "scaling.keda.maxReplicas=4": "scaling.keda.maxReplicas 4 is below scaling.keda.minReplicas 5",
     f"{GOOD},scaling.keda.serverAddress=http://p": "KEDA and `tba scale` would fight over one number",
     f"{GOOD},searcher.replicas=9,scaling.maxSearchers=8": "searcher.replicas 9 is above scaling.maxSearchers 8",
     f"{GOOD},trainer.gpu.count=2,trainer.processesPerNode=4": "processesPerNode 4 is more than trainer.gpu.count 2",
+    f"{GOOD},trainer.gpu.count=4,trainer.processesPerNode=2": "processesPerNode 2 is less than trainer.gpu.count 4",
     f"{GOOD},trainer.terminationGracePeriodSeconds=5": "trainer.terminationGracePeriodSeconds is 5",
     f"{GOOD},searcher.drainS=55": "searcher.terminationGracePeriodSeconds 60 is less than searcher.drainS 55",
     f"{GOOD},searcher.gpu.count=1,searcher.gpu.resource=": "searcher.gpu.count is 1 and searcher.gpu.resource is empty",
     f"{GOOD},buffer.pdb.maxUnavailable=null": "buffer.pdb is enabled without minAvailable and maxUnavailable",
     f"{GOOD},serviceAccounts.create=false": "serviceAccounts.create is false and buffer.serviceAccount.name is empty",
     f"{GOOD},setup.hubToken.existingSecret=hub": "setup.hubToken is for setup.prepare, which is false",
+    f"{GOOD},setup.enabled=false,setup.prepare=true": "setup.prepare is true and setup.enabled is false",
     f"{GOOD},extraEnv[0].name=A,extraEnv[1].name=A": "extraEnv has A twice",
+    f"{GOOD},extraEnv[0].name=A,extraEnv[0].value=1x,extraEnv[0].valueFrom.a=b": "extraEnv gives A by value and by",
+    f"{GOOD},pod.extraVolumes[0].name=tmp": "extraVolumes of buffer has a volume tmp, as the chart has",
 }
 OF_OLD_CLUSTERS = {
     f"{GOOD},trainer.nodes=2": "trainer.nodes is 2, which needs indexed Jobs of Kubernetes 1.22 or newer"
@@ -106,6 +119,14 @@ def says(sentence: str, text: str) -> bool:
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("auth.existingSecret=Not_A_Name", "existingSecret"),
         ("trainer.backoffLimit=-1", "backoffLimit"),
+        ("searcher=null", "searcher"),
+        ("trainer.gpu=null", "gpu"),
+        ("networkPolicy.dns.ports=null", "ports"),  # no ports would be all ports
+        ("networkPolicy.metricsFrom[0].pod=x", "metricsFrom"),
+        ("redis.persistence.size=0Gi", "size"),
+        ("redis.maxmemory=12Gi", "maxmemory"),
+        ("searcher.resources.limits.memory=lots", "memory"),
+        ("extraEnv[0].name=a-b c", "name"),
     ],
 )
 def test_the_schema_refuses_unknown_keys_and_wrong_types(values: str, sentence: str) -> None:

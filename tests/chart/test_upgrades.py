@@ -112,3 +112,18 @@ def test_replicas_are_left_to_whoever_scales() -> None:
     assert fixed["spec"]["replicas"] == 1
     assert render_file(QUICKSTART).one("Deployment", "t-buffer")["spec"]["replicas"] == 1
     assert render_file(QUICKSTART).one("Deployment", "t-buffer")["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_a_cluster_that_learns_of_failure_policies_gets_another_job() -> None:
+    """Kubernetes lets nobody add podFailurePolicy to a Job: the same name would make every upgrade fail."""
+    old, new = (render_file(QUICKSTART, kube=kube).one("Job", "t-trainer") for kube in ("1.25.0", "1.26.0"))
+    assert "podFailurePolicy" not in old["spec"]
+    assert [rule["action"] for rule in new["spec"]["podFailurePolicy"]["rules"]] == ["Ignore", "Ignore", "FailJob"]
+    assert old["metadata"]["name"] != new["metadata"]["name"]
+
+
+def test_the_budget_of_the_trainer_is_one_that_kubernetes_understands_for_jobs() -> None:
+    made = render_file(NODES, "--set", "trainer.pdb.enabled=true")
+    budget = made.one("PodDisruptionBudget", "t-trainer")["spec"]
+    assert budget.keys() == {"minAvailable", "selector"}
+    assert budget["minAvailable"] == 2

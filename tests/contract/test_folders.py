@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.errors import ConfigError, DigestError, ObjectNotFoundError, WaitTimeoutError
+from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, WaitTimeoutError
 from tba.folders import NeededFolder, Shelf
 from tba.folders.local import RECORD
 from tba.folders.pulling import pull_folders
@@ -109,6 +109,31 @@ def test_a_damaged_object_is_not_believed_and_pushed_again(
     shelf.push("model", "tiny", model, replace=True)
     shelf.pull(manifest, copy)
     assert contents(copy) == contents(model)
+
+
+def test_a_damaged_manifest_is_replaced_by_a_push_that_may(shelf: Shelf, store: ObjectStore, model: Path) -> None:
+    pushed = shelf.push("model", "tiny", model)
+    store.put("models/tiny/manifest.json", b'{"schema_version": 1, "ki')
+    with pytest.raises(MalformedError, match="push it again with --replace"):
+        shelf.push("model", "tiny", model)
+    assert shelf.push("model", "tiny", model, replace=True).digest == pushed.digest
+    found = shelf.find("model", "tiny")
+    assert found is not None
+    assert found.digest == pushed.digest
+
+
+def test_a_damaged_record_of_a_pull_says_what_to_remove(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+    pushed, copy = shelf.push("model", "tiny", model), tmp_path / "copy"
+    shelf.pull(pushed, copy)
+    (copy / RECORD).write_bytes(b"{")
+    with pytest.raises(ConfigError, match=f"remove the folder {copy} and pull it again"):
+        shelf.pull(pushed, copy)
+
+
+def test_a_pipe_in_a_folder_is_refused_and_not_read(shelf: Shelf, model: Path) -> None:
+    os.mkfifo(model / "pipe")
+    with pytest.raises(ConfigError, match="pipe is no file that could be pushed"):
+        shelf.push("model", "tiny", model)
 
 
 def test_a_pull_mends_what_it_fetched_and_touches_nothing_else(shelf: Shelf, model: Path, tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ def test_access_denied_is_one_sentence_and_is_not_retried(proxy: FaultyProxy, pr
     assert proxy.num_requests == 1
 
 
+def test_a_server_that_redirects_everything_is_one_sentence(proxy: FaultyProxy, proxied: ObjectStore) -> None:
+    proxy.faults = [302] * 2000
+    with pytest.raises(StoreUnavailableError, match=r"redirects every request.*correct store\.endpoint_url"):
+        proxied.get("a")
+
+
 def test_a_server_that_stays_overloaded_is_given_up_at_the_deadline(
     proxy: FaultyProxy, s3_section: StoreSection
 ) -> None:

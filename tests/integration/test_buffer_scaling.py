@@ -87,6 +87,9 @@ def test_what_was_asked_for_survives_a_restart_and_a_superseded_buffer_takes_not
     with pytest.raises(Exception, match="newer buffer process owns run"):
         scale(old.client(), 1)
     assert new.scaling().searchers.wanted == 5
+    lowered = serve_buffer(scaling={**LOCAL, "max_searchers": 4}).client().scaling().searchers
+    assert (lowered.wanted, lowered.source) == (4, "operator")
+    assert lowered.note == "5 were asked for when scaling.max_searchers was higher; it is 4 now"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,16 @@ def test_operators_scale_and_viewers_look(serve_buffer: ServeBuffer) -> None:  #
                 client.scaling()
         else:
             assert client.scaling().searchers.wanted in (2, 3)
+
+
+def test_a_searcher_cannot_say_that_a_trainer_waits(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    served = serve_buffer(tokens=TOKENS)
+    base = {"component_id": "x", "run": "test", "state": "s", "version": None, "wait": None}
+    for role, kind in (("searcher", "trainer"), ("searcher", "reward"), ("trainer", "searcher")):
+        with pytest.raises(UnauthorizedError, match=f"role '{role}' sends heartbeats of kind '{role}', not '{kind}'"):
+            served.client(token=TOKENS[role]).heartbeat(Heartbeat(kind=kind, **base))  # pyright: ignore[reportArgumentType]
+    for role in ("searcher", "trainer"):
+        served.client(token=TOKENS[role]).heartbeat(Heartbeat(kind=role, **base))  # pyright: ignore[reportArgumentType]
 
 
 def tba(served: BufferThread, *words: str) -> int:

@@ -146,10 +146,16 @@ def test_nobody_there_is_one_sentence():
         BufferClient("http://127.0.0.1:1", retry_s=0).lease(LEASE)
 
 
-@pytest.mark.parametrize("body", [b"not json", {"leases": []}, {**LEASED[1], "surprise": 1}])
+@pytest.mark.parametrize("body", [b"not json", {"leases": []}, {**LEASED[1], "leases": 1}])
 def test_an_answer_of_another_kind_is_refused(body: Any):
     with answering((200, body)) as (url, _), pytest.raises(BadReplyError, match="is not a LeaseReply"):
         BufferClient(url, retry_s=0).lease(LEASE)
+
+
+def test_what_a_newer_service_says_more_is_ignored():
+    """While an upgrade rolls, old searchers talk to a new buffer."""
+    with answering((200, {**LEASED[1], "surprise": 1})) as (url, _):
+        assert BufferClient(url, retry_s=0).lease(LEASE).run_state == "running"
 
 
 @pytest.mark.parametrize(

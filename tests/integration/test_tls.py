@@ -60,6 +60,8 @@ def test_clients_trust_the_authority_of_the_recipe_alone(served: ServedApp) -> N
     assert ask(served) == "ok"
     assert ask(served, served.url.replace("127.0.0.1", "localhost")) == "ok"
     asyncio.run(wait_until_ready(served.url, str(AUTHORITY)))
+    with pytest.raises(ConfigError, match=r"its certificate is not accepted \(.*\); correct tls.cert_file"):
+        asyncio.run(wait_until_ready(served.url, str(TLS_FOLDER / "other.crt")))
     for untrusted in (TLS_FOLDER / "other.crt", None):
         with pytest.raises(UnavailableError, match=r"is not trusted \(.*\); tls.ca_file must hold the authority"):
             ask(served, ca=untrusted)

@@ -18,6 +18,7 @@ from boto3.session import Session
 from botocore.config import Config
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret"}
+CODES = {302: "Found", 403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}
 
 
 def free_port() -> int:
@@ -137,7 +138,7 @@ class FaultyProxy:
                 fault = proxy.faults.pop(0) if proxy.faults else None
                 if isinstance(fault, int):
                     self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                    code = {403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}[fault]
+                    code = CODES[fault]
                     text = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
                     self._answer(fault, [("Content-Type", "application/xml")], text, len(text))
                     return

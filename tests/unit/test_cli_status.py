@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from tba.api import RunInfo, SettingsInfo, WaitInfo
 from tba.cli.control import status_lines
 from tests.support.history_values import evaluation, stats
@@ -45,6 +47,18 @@ def test_evictions_are_shown_by_reason_and_waits_by_name() -> None:
     lines = status_lines(info, counts, make_settings())
     assert "  evicted: max_rollouts 7, policy_age 2" in lines
     assert "  trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more" in lines
+
+
+def test_who_paused_the_run_and_when_is_shown() -> None:
+    paused = {"number": 1, "at_s": 1_800_000_000.0, "command": "pause", "role": "operator", "reason": "lunch"}
+    paused |= {"old": "running", "new": "paused", "lineage": 1, "step": 3}
+    info = RunInfo.model_validate({**INFO, "state": "paused", "state_reason": "lunch", "last_change": paused})
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_800_000_000))
+    lines = status_lines(info, stats(), make_settings())
+    assert lines[:2] == [
+        "run 'demo': paused (lunch), step 3, lineage 1",
+        f"  running -> paused by the operator ('pause') at {at}, after step 3",
+    ]
 
 
 def test_services_are_shown_with_their_reason_and_without_weights() -> None:

@@ -110,6 +110,24 @@ def test_redis_keeps_what_the_buffer_demands_and_only_the_buffer_reaches_it():
     assert inside == {"redis", "buffer", "chaos"}
 
 
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_redis_refuses_writes_before_the_kernel_kills_it(files: tuple[str, ...]):
+    assert "--maxmemory $$MAXMEMORY" in GPU["services"]["redis"]["command"][-1]
+    redis = {key: value for name in files for key, value in compose(name)["services"]["redis"].items()}
+    units = {"m": 1, "g": 1024}
+    limit, bound = redis["deploy"]["resources"]["limits"]["memory"], redis["environment"]["MAXMEMORY"].removesuffix("b")
+    assert int(bound[:-1]) * units[bound[-1]] <= int(limit[:-1]) * units[limit[-1]] / 2
+
+
+def test_compiled_kernels_are_cached_where_they_may_be_loaded():
+    """A tmpfs of Docker is mounted noexec, and Triton's and vLLM's caches below HOME are shared libraries."""
+    for name in OURS:
+        service = GPU["services"][name]
+        folders = {str(volume).split(":")[-1 if ":" not in str(volume) else 1] for volume in service["volumes"]}
+        for key in ("HOME", "TMPDIR"):
+            assert service["environment"][key] in folders, f"{name}: {key}"
+
+
 def test_every_mounted_file_is_there():
     for service in GPU["services"].values():
         for volume in service.get("volumes", []):

@@ -99,6 +99,10 @@ def load_recipe_of(text: str) -> Recipe:
         ),
         ({**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "seeed": 1}}}, "did you mean 'seed'"),
         ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
+        (
+            {**MINIMAL, "buffer": {"redis_password": "hunter2"}},
+            r"unknown key 'buffer\.redis_password' \(value not shown\); did you mean 'redis_password_file'\?$",
+        ),
         ({**MINIMAL, "buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
         ({**MINIMAL, "buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),
         (

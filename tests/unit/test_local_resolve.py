@@ -125,6 +125,10 @@ def test_a_cached_starting_model_is_never_overwritten_by_one_with_other_settings
     warm["warm_start"] = {"task": "addition", "wrong_digit": 0.5}
     with pytest.raises(ConfigError, match=r"with wrong_digit = 0\.13, not 0\.5"):
         check_model(make(model=warm))
+    for damaged in ('{"settings": {', "{}", "[]"):
+        (tmp_path / "warmstart.json").write_text(damaged)
+        with pytest.raises(ConfigError, match=r"warmstart\.json is damaged; remove the folder that holds it"):
+            check_model(recipe)
 
 
 def test_children_inherit_no_recipe_overrides():

@@ -98,6 +98,19 @@ def test_a_broken_new_file_keeps_the_old_tokens_and_says_so_once(
     assert sent.tokens == (NEW,)
 
 
+def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "tokens.json", {"searcher": OLD})
+    sent = client_token(path, "searcher")
+    assert sent is not None
+    write(path, {"searcher": NEW})
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", Mock(side_effect=OSError(24, "Too many open files")))
+        assert sent.tokens == (OLD,)
+    assert sent.tokens == (NEW,)  # and the file has not changed since
+
+
 def test_a_file_that_a_link_leads_to_elsewhere_is_read_again(tmp_path: Path) -> None:
     """So Kubernetes updates a mounted Secret."""
     for name, token in (("v1", OLD), ("v2", NEW)):

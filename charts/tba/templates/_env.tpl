@@ -67,9 +67,12 @@ TBA_BUFFER__REDIS_PASSWORD_FILE: {value: /etc/tba-redis/{{ .Values.redis.auth.ke
 {{- if include "tba.scales" . }}
 TBA_SCALING__BACKEND: {value: kubernetes}
 TBA_SCALING__DEPLOYMENT: {value: {{ include "tba.fullname" . }}-searcher}
-TBA_SCALING__MAX_SEARCHERS: {value: {{ .Values.scaling.maxSearchers | quote }}}
+TBA_SCALING__MAX_SEARCHERS: {value: {{ .Values.scaling.maxSearchers | int | quote }}}
 TBA_SCALING__RELEASE_WHEN_OVER: {value: {{ .Values.scaling.releaseWhenOver | quote }}}
-TBA_SCALING__NUM_SEARCHERS: {value: {{ .Values.searcher.replicas | quote }}}
+TBA_SCALING__NUM_SEARCHERS: {value: {{ .Values.searcher.replicas | int | quote }}}
+{{- else }}
+# whatever the recipe says: here nobody but KEDA or `helm upgrade` sets the number
+TBA_SCALING__BACKEND: {value: none}
 {{- end }}
 {{- include "tba.env.tlsServer" . }}
 {{- end }}
@@ -80,7 +83,7 @@ TBA_SCALING__NUM_SEARCHERS: {value: {{ .Values.searcher.replicas | quote }}}
 
 {{- define "tba.env.searcher" }}
 TBA_SEARCHER__WHEN_OVER: {value: wait}
-TBA_SEARCHER__DRAIN_S: {value: {{ .Values.searcher.drainS | quote }}}
+TBA_SEARCHER__DRAIN_S: {value: {{ .Values.searcher.drainS | int | quote }}}
 {{- end }}
 
 {{- define "tba.env.trainer" }}
@@ -119,6 +122,7 @@ HF_TOKEN: {valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.setup.hubT
 {{- $seen := dict }}
 {{- range $entry := $list }}
 {{- if hasKey $seen $entry.name }}{{ fail (printf "extraEnv has %s twice; remove one of them" $entry.name) }}{{ end }}
+{{- if and (hasKey $entry "value") (hasKey $entry "valueFrom") }}{{ fail (printf "extraEnv gives %s by value and by valueFrom; remove one of them" $entry.name) }}{{ end }}
 {{- $_ := set $seen $entry.name true }}
 {{- $_ := set $own $entry.name $entry }}
 {{- $order = append $order $entry.name }}

@@ -6,12 +6,8 @@
 
 {{/* Labels of an object: dict root, component. */}}
 {{- define "tba.labels" -}}
-{{ include "tba.selector" . }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-{{- range $key, $value := .root.Values.commonLabels }}
-{{ $key }}: {{ $value | quote }}
-{{- end }}
+{{- $own := dict "app.kubernetes.io/managed-by" .root.Release.Service "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{ toYaml (merge (include "tba.selector" . | fromYaml) $own .root.Values.commonLabels) }}
 {{- end }}
 
 {{/* What selects the pods of a component: dict root, component. Never changes in the life of a release. */}}

@@ -3,7 +3,8 @@
 {{/* `pod` of the values with that of the component merged over it: dict root, component. */}}
 {{- define "tba.podValues" -}}
 {{- $own := (index .root.Values .component).pod | default dict -}}
-{{- $merged := mergeOverwrite (deepCopy .root.Values.pod) (deepCopy $own) -}}
+{{- $empty := dict "labels" dict "annotations" dict "podSecurityContext" dict "securityContext" dict -}}
+{{- $merged := mergeOverwrite $empty (deepCopy .root.Values.pod) (deepCopy $own) -}}
 {{- if $own.tmpVolume }}{{ $_ := set $merged "tmpVolume" $own.tmpVolume }}{{ end -}}
 {{ toYaml $merged }}
 {{- end }}
@@ -50,7 +51,8 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- with $pod.topologySpreadConstraints }}
 topologySpreadConstraints:
   {{- range . }}
-  - {{ toYaml (merge (dict) . (dict "labelSelector" (dict "matchLabels" (include "tba.selector" $ | fromYaml)))) | nindent 4 | trim }}
+  {{- $selector := hasKey . "labelSelector" | ternary dict (dict "labelSelector" (dict "matchLabels" (include "tba.selector" $ | fromYaml))) }}
+  - {{ toYaml (merge (dict) . $selector) | nindent 4 | trim }}
   {{- end }}
 {{- end }}
 {{- with $pod.priorityClassName }}

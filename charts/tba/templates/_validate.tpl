@@ -3,6 +3,7 @@
 {{- include "tba.validate.needed" . }}
 {{- include "tba.validate.store" . }}
 {{- include "tba.validate.redis" . }}
+{{- include "tba.validate.redisUnused" . }}
 {{- include "tba.validate.scaling" . }}
 {{- include "tba.validate.trainer" . }}
 {{- include "tba.validate.pods" . }}
@@ -20,7 +21,7 @@
 
 {{- define "tba.validate.store" -}}
 {{- $store := .Values.store }}
-{{- if not (hasPrefix "s3://" $store.url) }}
+{{- if not (regexMatch "^s3://[^/]" $store.url) }}
 {{- fail (printf "store.url is %q; give an s3://BUCKET/PREFIX URL: pods share no folder" $store.url) }}
 {{- end }}
 {{- if and .Values.objectstore.enabled $store.endpointUrl }}
@@ -50,12 +51,32 @@
 {{- end }}
 {{- end }}
 
+{{/* What would not be read: dropped in silence, it would be missed too late. */}}
+{{- define "tba.validate.redisUnused" -}}
+{{- $external := .Values.redis.external }}
+{{- if and .Values.redis.enabled $external.caSecret }}
+{{- fail (printf "redis.external.caSecret %s is for a Redis of yours, and redis.enabled brings another one; its TLS is redis.tls.existingSecret" $external.caSecret) }}
+{{- end }}
+{{- if and (not .Values.redis.enabled) .Values.redis.tls.existingSecret }}
+{{- fail (printf "redis.tls.existingSecret %s is for the bundled Redis, and redis.enabled is false; give the authorities of yours in redis.external.caSecret" .Values.redis.tls.existingSecret) }}
+{{- end }}
+{{- if and $external.caSecret (hasPrefix "redis://" $external.url) }}
+{{- fail (printf "redis.external.caSecret %s is for TLS, and redis.external.url %s is without; give a rediss:// URL, or remove the Secret" $external.caSecret $external.url) }}
+{{- end }}
+{{- if and .Values.tls.existingSecret $external.caSecret (ne .Values.tls.existingSecret $external.caSecret) }}
+{{- fail (printf "tls.existingSecret %s brings the authorities that the buffer trusts, and redis.external.caSecret %s would not be read; put both into ca.crt of the first, and name it in both" .Values.tls.existingSecret $external.caSecret) }}
+{{- end }}
+{{- end }}
+
 {{- define "tba.validate.scaling" -}}
 {{- $scaling := .Values.scaling }}
 {{- $keda := $scaling.keda }}
 {{- if eq $scaling.backend "keda" }}
 {{- if not $keda.serverAddress }}
 {{- fail "scaling.backend is keda and scaling.keda.serverAddress is empty; give the URL of the Prometheus that scrapes the buffer service" }}
+{{- end }}
+{{- if not (regexMatch "^https?://[^/]" $keda.serverAddress) }}
+{{- fail (printf "scaling.keda.serverAddress is %q; give http://HOST:PORT or https://HOST:PORT" $keda.serverAddress) }}
 {{- end }}
 {{- if eq (int .Values.searcher.replicas) 0 }}
 {{- fail "searcher.replicas is 0, which makes an offline run, and scaling.backend keda would start searchers; set scaling.backend to none" }}
@@ -80,6 +101,9 @@
 {{- if and (gt (int $trainer.gpu.count) 0) (gt $processes (int $trainer.gpu.count)) }}
 {{- fail (printf "trainer.processesPerNode %d is more than trainer.gpu.count %d: every process needs a GPU of its own; lower it" $processes (int $trainer.gpu.count)) }}
 {{- end }}
+{{- if and (gt (int $trainer.gpu.count) 0) (lt $processes (int $trainer.gpu.count)) }}
+{{- fail (printf "trainer.processesPerNode %d is less than trainer.gpu.count %d: GPUs would lie idle; lower the count, or leave processesPerNode 0" $processes (int $trainer.gpu.count)) }}
+{{- end }}
 {{- if lt (int $trainer.terminationGracePeriodSeconds) 20 }}
 {{- fail (printf "trainer.terminationGracePeriodSeconds is %d, too short for a checkpoint; give at least 20" (int $trainer.terminationGracePeriodSeconds)) }}
 {{- end }}
@@ -96,20 +120,34 @@
 {{- fail (printf "%s.gpu.count is %d and %s.gpu.resource is empty; name the resource, for example nvidia.com/gpu" $component (int $gpu.count) $component) }}
 {{- end }}
 {{- end }}
-{{- range $component := list "buffer" "reward" "searcher" "trainer" }}
+{{- range $component := list "buffer" "reward" "searcher" }}
 {{- $pdb := (index $.Values $component).pdb }}
 {{- if and $pdb.enabled (kindIs "invalid" $pdb.minAvailable) (kindIs "invalid" $pdb.maxUnavailable) }}
 {{- fail (printf "%s.pdb is enabled without minAvailable and maxUnavailable; give one of them" $component) }}
 {{- end }}
 {{- end }}
 {{- if not .Values.serviceAccounts.create }}
-{{- range $component := list "buffer" "reward" "searcher" "trainer" "test" }}
+{{- $components := list "buffer" "reward" "searcher" "trainer" "test" }}
+{{- range $part := list "setup" "redis" "objectstore" }}
+{{- if (index $.Values $part).enabled }}{{ $components = append $components $part }}{{ end }}
+{{- end }}
+{{- range $component := $components }}
 {{- if not (index $.Values $component).serviceAccount.name }}
 {{- fail (printf "serviceAccounts.create is false and %s.serviceAccount.name is empty; name a ServiceAccount of yours" $component) }}
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if and .Values.setup.prepare (not .Values.setup.enabled) }}
+{{- fail "setup.prepare is true and setup.enabled is false: nobody would fetch anything; set setup.enabled to true, or setup.prepare to false" }}
+{{- end }}
 {{- if and (not .Values.setup.prepare) .Values.setup.hubToken.existingSecret }}
 {{- fail "setup.hubToken is for setup.prepare, which is false: nothing would use the token; set setup.prepare to true or remove it" }}
+{{- end }}
+{{- range $component := list "buffer" "reward" "searcher" "trainer" "setup" "redis" "objectstore" "test" }}
+{{- range (include "tba.podValues" (dict "root" $ "component" $component) | fromYaml).extraVolumes }}
+{{- if has .name (list "recipe" "tokens" "tmp" "tls" "ca" "store-ca" "redis-password" "password" "models" "data" "shm" "script") }}
+{{- fail (printf "extraVolumes of %s has a volume %s, as the chart has; give it another name" $component .name) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}

@@ -115,7 +115,7 @@
 initContainers:
   - name: models
     {{- include "tba.containerBase" (dict "root" .root "component" .component "image" $values.image) | nindent 4 }}
-    command: [tba, model, pull, --config, /etc/tba/recipe.toml, --for, {{ .component }}, --wait-s, {{ .root.Values.models.waitS | quote }}]
+    command: [tba, model, pull, --config, /etc/tba/recipe.toml, --for, {{ .component }}, --wait-s, {{ .root.Values.models.waitS | int | quote }}]
     env: {{- include "tba.env" . | nindent 6 }}
     resources: {{- toYaml $values.resources | nindent 6 }}
     volumeMounts: {{- include "tba.volumeMounts" . | nindent 6 }}

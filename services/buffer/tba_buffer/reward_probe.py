@@ -64,7 +64,11 @@ class RewardProbe:
 
     async def _run(self) -> None:
         while not self._ending.is_set():
-            state, note = await self._ask()
+            try:
+                state, note = await self._ask()
+            except Exception as error:  # a defect must show in the log, and must not end the task
+                log.exception("reward_probe_failed")
+                state, note = "unreachable", f"it cannot be asked ({type(error).__name__}); the buffer's log has more"
             if state != self._state:
                 log.info("reward_state", state=state, note=note)
             self._state, self._note = state, note

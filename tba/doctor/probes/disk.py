@@ -93,7 +93,7 @@ def _shared_memory(patient: Patient) -> Iterator[Finding]:
         yield warn(
             "shared-memory",
             f"{text}, little for {' and '.join(users)}",
-            "give it 1 GiB or more (docker: shm_size; chart: sharedMemory.size)",
+            "give it 1 GiB or more (docker: shm_size; chart: shm.sizeLimit of trainer and searcher)",
         )
     else:
         yield ok("shared-memory", text)

@@ -100,8 +100,9 @@ def _no_gpu(answer: dict[str, Any]) -> str:
     if answer["cuda"] is None:
         return "install the CUDA build of torch, or the GPU image; or set trainer.device and searcher.device to cpu"
     return (
-        "give the container a GPU (compose: deploy.resources.reservations.devices; chart: gpu.count, and the NVIDIA "
-        "device plugin on the node), install a driver that is new enough for this CUDA, or set the device to cpu"
+        "give the container a GPU (compose: deploy.resources.reservations.devices; chart: gpu.count of the service, "
+        "and the NVIDIA device plugin on the node), install a driver that is new enough for this CUDA, or set the "
+        "device to cpu"
     )
 
 

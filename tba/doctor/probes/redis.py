@@ -55,7 +55,14 @@ def _from_afar(patient: Patient, reason: str) -> Iterator[Finding]:
     answer = patient.ask("buffer", "/metrics")
     if isinstance(answer, Answer) and answer.status == 200:
         found = re.search(rb"^tba_redis_keeps_promise (\S+)", answer.body, re.MULTILINE)
-        if found is not None and float(found[1]) == 1:
+        if found is None:
+            yield fail(
+                "redis",
+                f"{patient.url('buffer')} has no tba_redis_keeps_promise in its /metrics, so it is no buffer service",
+                "correct buffer.url",
+            )
+            return
+        if found[1] in (b"1", b"1.0"):
             yield ok("redis", "not reached from here; the buffer says that Redis keeps what it acknowledges")
             return
         yield fail(
@@ -109,7 +116,7 @@ def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) -> Iterator[Finding]:
-    limit, used = int(config.get("maxmemory", "0")), int(info.get("used_memory", "0"))
+    limit, used = _number(config, "maxmemory"), _number(info, "used_memory")
     policy, need = config.get("maxmemory-policy"), int(MEMORY_FACTOR * recipe.buffer.max_bytes)
     if policy != "noeviction":
         yield fail(
@@ -117,7 +124,7 @@ def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) 
             f"maxmemory-policy is {policy}, so Redis may drop any key when it is full",
             "set `maxmemory-policy noeviction`",
         )
-    room = limit or int(info.get("total_system_memory", "0"))
+    room = limit or _number(info, "total_system_memory")
     what = "maxmemory" if limit else "memory of its machine"
     text = f"{used / GIB:.1f} GiB used, {what} {room / GIB:.1f} GiB; buffer.max_bytes asks for {need / GIB:.1f} GiB"
     if room < need:
@@ -130,8 +137,15 @@ def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) 
         yield ok("redis-memory", text)
 
 
+def _number(fields: Mapping[str, str], name: str) -> int:
+    text = fields.get(name, "0")
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"Redis says that {name} is {text[:40]!r}, which is no number; is that a Redis?")
+    return int(text)
+
+
 def _tuning(config: Mapping[str, str]) -> Iterator[Finding]:
-    least = int(config.get("auto-aof-rewrite-min-size", "0"))
+    least = _number(config, "auto-aof-rewrite-min-size")
     if least < GIB:
         yield warn(
             "redis-tuning",

@@ -62,11 +62,14 @@ def events(release: Release) -> str:
 
 
 def last_words(release: Release) -> str:
-    """Termination messages of the release's containers, as `kubectl describe pod` shows them."""
+    """Termination messages of the release's containers, as `kubectl describe pod` shows them, and the ends of logs."""
     words = []
     for pod in release.pods():
         status = pod["status"]
         for container in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
             for when in ("state", "lastState"):
                 words.append(container.get(when, {}).get("terminated", {}).get("message", ""))
+        name = pod["metadata"]["name"]
+        logs = run("kubectl", "-n", release.namespace, "logs", name, "--all-containers", "--tail=20", check=False)
+        words.append(logs.stdout)
     return "\n".join(words)

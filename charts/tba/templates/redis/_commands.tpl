@@ -6,6 +6,10 @@
 - always
 - --maxmemory-policy
 - noeviction
+{{- with include "tba.redis.maxmemory" . }}
+- --maxmemory
+- {{ . | quote }}
+{{- end }}
 - --auto-aof-rewrite-min-size
 - 1gb
 - --rdbcompression
@@ -59,4 +63,14 @@ command: [redis-server]
 {{- $tls := empty .Values.redis.tls.existingSecret | ternary "" "--tls --cacert /etc/redis-tls/ca.crt " -}}
 {{- $auth := empty .Values.redis.auth.existingSecret | ternary "" (printf "REDISCLI_AUTH=$(cat /etc/redis-password/%s) " .Values.redis.auth.key) -}}
 {{ $auth }}redis-cli {{ $tls }}ping | grep -q PONG
+{{- end }}
+
+{{/* Redis refuses writes there, and the buffer says so; killed at its limit it would be killed again while it reads its file. */}}
+{{- define "tba.redis.maxmemory" -}}
+{{- $limit := (.Values.redis.resources.limits | default dict).memory | default "" | toString -}}
+{{- if .Values.redis.maxmemory }}{{ .Values.redis.maxmemory }}
+{{- else if regexMatch "^[0-9]+[MG]i$" $limit }}
+{{- $number := regexFind "^[0-9]+" $limit | int }}
+{{- hasSuffix "Gi" $limit | ternary (mul $number 512) (div $number 2) }}mb
+{{- end }}
 {{- end }}

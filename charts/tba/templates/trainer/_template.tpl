@@ -63,6 +63,25 @@ args: [--config, /etc/tba/recipe.toml]
 {{ sub (int .Values.trainer.terminationGracePeriodSeconds) 10 }}
 {{- end }}
 
+{{/* Which ends of a pod count against backoffLimit; Kubernetes knows of it since 1.26. */}}
+{{- define "tba.trainer.failurePolicy" -}}
+{{- if semverCompare ">=1.26-0" .Capabilities.KubeVersion.Version -}}
+podFailurePolicy:
+  rules:
+    # moved or preempted: not the trainer's fault
+    - action: Ignore
+      onPodConditions: [{type: DisruptionTarget, status: "True"}]
+    # stopped by SIGTERM before the run was over
+    - action: Ignore
+      onExitCodes: {containerName: trainer, operator: In, values: [143]}
+    # fenced: a newer trainer owns the run
+    - action: FailJob
+      onExitCodes: {containerName: trainer, operator: In, values: [3]}
+{{- end }}
+{{- end }}
+
+{{/* Made of all that nobody may change in a Job: a cluster that is upgraded to 1.26 gets another Job with the next release. */}}
 {{- define "tba.trainer.jobName" -}}
-{{ include "tba.fullname" . }}-trainer-{{ printf "%s %v" (include "tba.trainer.template" .) .Values.trainer.nodes | sha256sum | trunc 8 }}
+{{- $fixed := printf "%s %v %s" (include "tba.trainer.template" .) .Values.trainer.nodes (include "tba.trainer.failurePolicy" .) -}}
+{{ include "tba.fullname" . }}-trainer-{{ $fixed | sha256sum | trunc 8 }}
 {{- end }}

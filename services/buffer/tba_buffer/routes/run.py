@@ -8,10 +8,13 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from tba.api import RunChanges, RunCommand, RunInfo, Stats
 from tba.service import MSGPACK_BODY, Authenticator, problems, raw_body
+from tba.service.auth import ForbiddenError
 from tba.wire import decode_heartbeat
 from tba_buffer.buffer import Buffer
 from tba_buffer.routes.who import operator_or_trainer
 
+_KINDS = {"searcher": ("searcher",), "trainer": ("trainer", "launcher")}
+"""Whose signs of life a role may send; what a trainer waited decides how many searchers an autoscaler starts."""
 _SENTENCES = {
     "done": "The trainer with the living token says that the run is done.",
     "fail": "The trainer with the living token says that the run has failed.",
@@ -33,7 +36,11 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def heartbeat(request: Request) -> None:
         """A sign of life (msgpack `tba.wire.encode_heartbeat`)."""
-        await buffer.components.beat(decode_heartbeat(await raw_body(request)))
+        beat = decode_heartbeat(await raw_body(request))
+        role = auth.role_of(request.headers.get("authorization", ""))
+        if role in _KINDS and beat.kind not in _KINDS[role]:
+            raise ForbiddenError(f"role {role!r} sends heartbeats of kind {_KINDS[role][0]!r}, not {beat.kind!r}")
+        await buffer.components.beat(beat)
 
     @api.get("/run", operation_id="run", dependencies=[Depends(auth.require("viewer", "searcher", "trainer"))])
     async def run() -> RunInfo:

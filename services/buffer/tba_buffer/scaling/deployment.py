@@ -116,7 +116,7 @@ class Deployment:
 
     def _call(self, verb: str, call: Callable[[AppsV1Api, dict[str, Any]], Any]) -> int:
         from kubernetes.client.exceptions import ApiException
-        from urllib3.exceptions import HTTPError, SSLError, TimeoutError
+        from urllib3.exceptions import HTTPError, NewConnectionError, SSLError, TimeoutError
 
         self._api.api_client.default_headers["authorization"] = f"Bearer {self._token()}"
         try:
@@ -131,6 +131,8 @@ class Deployment:
                 f"the Kubernetes API shows a certificate that {self._account / 'ca.crt'} does not vouch for "
                 f"({_short(error)})",
             ) from None
+        except NewConnectionError as error:  # refused, or no such host; for urllib3 a kind of TimeoutError
+            raise ScalingFailure("unreachable", f"the Kubernetes API cannot be reached ({_short(error)})") from None
         except TimeoutError:
             raise ScalingFailure(
                 "timeout",

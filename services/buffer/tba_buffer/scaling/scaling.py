@@ -142,7 +142,7 @@ class Scaling:
         if self._keeper is not None and self._section.release_when_over and state in OVER:
             return RELEASED
         if wish.num is not None:
-            return wish.num, "operator"
+            return min(wish.num, self._section.max_searchers), "operator"  # the most may have been lowered since
         if self._keeper is not None:
             own = self._section.num_searchers
             return (self._keeper.own, "deployment") if own is None else (own, "recipe")
@@ -156,12 +156,15 @@ class Scaling:
             source=source,
             alive=num_alive(components),
             backend=self._section.backend,
-            note=self._note(state),
+            note=self._note(wish, state),
         )
 
-    def _note(self, state: RunState) -> str | None:
+    def _note(self, wish: Wish, state: RunState) -> str | None:
         if self._problem is not None:
             return str(self._problem)
+        most = self._section.max_searchers
+        if self._section.backend != "none" and wish.num is not None and wish.num > most and state not in OVER:
+            return f"{wish.num} were asked for when scaling.max_searchers was higher; it is {most} now"
         if self._keeper is None:
             return None
         if self._section.release_when_over and state in OVER:

@@ -21,6 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from tba.config import load_recipe
+from tba.errors import ConfigError
+from tba.main import EXIT_ERROR
 
 LOOPBACK = "127.0.0.1"
 
@@ -78,10 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, others = parser.parse_known_args(argv)
     if (args.nodes > 1) != (args.rendezvous is not None):
         parser.error("--nodes and --rendezvous go together: several machines must know where they meet")
+    try:
+        stop_timeout_s = load_recipe(args.config).local.stop_timeout_s
+    except ConfigError as error:
+        print(f"error: trainer: {error}", file=sys.stderr, flush=True)
+        return EXIT_ERROR
     return launch(
         args.num_processes,
         ["--config", args.config, *others],
-        stop_timeout_s=load_recipe(args.config).local.stop_timeout_s,
+        stop_timeout_s=stop_timeout_s,
         num_nodes=args.nodes,
         rendezvous=args.rendezvous,
     )

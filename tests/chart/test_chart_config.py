@@ -118,6 +118,9 @@ def test_only_the_buffer_may_scale(tmp_path: Path) -> None:
     assert recipe.scaling.max_searchers == 8
     for path in (EXTERNAL, BARE):
         assert recipe_of(path, "buffer", tmp_path).scaling.backend == "none"
+        # said outright: a recipe that names a backend would have the buffer ask an API that it may not use
+        container = render_file(path).pod("buffer").spec["containers"][0]
+        assert environment(container)["TBA_SCALING__BACKEND"] == "none"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -167,3 +170,10 @@ def test_the_readme_of_a_recipe_from_a_file_is_kept_to_the_letter(tmp_path: Path
     file.write_text(odd)
     made = render("--set-file", f"recipe={file}", "--set", "auth.existingSecret=x,objectstore.enabled=true")
     assert made.one("ConfigMap", "t-recipe")["data"]["recipe.toml"] == odd
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != EXTERNAL], ids=name)
+def test_redis_has_room_for_what_the_buffer_keeps(path: Path, tmp_path: Path) -> None:
+    args = render_file(path).pod("redis").spec["containers"][0]["args"]
+    bound = int(args[args.index("--maxmemory") + 1].removesuffix("mb")) * 2**20
+    assert bound >= 1.3 * recipe_of(path, "buffer", tmp_path).buffer.max_bytes

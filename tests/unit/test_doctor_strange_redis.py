@@ -1,0 +1,94 @@
+"""The doctor before something at the address of Redis that is none: one finding, no password, no defect."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tba.doctor import Finding, examine
+from tba.doctor.patient import patient_of
+from tba.doctor.probes import PROBES
+from tba.doctor.resp import RespError, open_redis
+from tests.support.buffer import make_recipe
+
+PASSWORD = "a-password-of-redis"
+Answer = Callable[[bytes], bytes]
+
+
+@contextmanager
+def listening(answer: Answer) -> Iterator[str]:
+    """A server that answers whatever it is sent; its address as that of Redis."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = server.accept()
+                with client, contextlib.suppress(OSError):
+                    while asked := client.recv(65536):
+                        client.sendall(answer(asked))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"redis://u:{PASSWORD}@127.0.0.1:{server.getsockname()[1]}/0"
+    finally:
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join(timeout=10)
+
+
+def look(answer: Answer) -> list[Finding]:
+    with listening(answer) as url:
+        recipe = make_recipe(buffer={"redis_url": url, "url": "http://127.0.0.1:1"})
+        return examine(
+            patient_of(recipe, service="buffer"), probes=[(name, PROBES[name]) for name in ("redis", "clocks")]
+        )
+
+
+def bulk(text: str) -> bytes:
+    return f"${len(text)}\r\n{text}\r\n".encode()
+
+
+def strange_numbers(asked: bytes) -> bytes:
+    if b"INFO" in asked:
+        return bulk("redis_version:x.y\r\nrole:master\r\nused_memory:much\r\n")
+    if b"CONFIG" in asked:
+        return b"*2\r\n" + bulk("maxmemory") + bulk("all")
+    if b"TIME" in asked:
+        return b"*2\r\n" + bulk("noon") + bulk("0")
+    return b"+OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda asked: b"-ERR unknown command, with args: " + asked.replace(b"\r\n", b" ") + b"\r\n", "***"),
+        (lambda asked: asked.replace(b"\r\n", b" ")[20:] + b"\r\n", "this is not Redis"),
+        (lambda asked: b"*1\r\n" * 100_000, "this is not Redis"),
+        (lambda asked: b"$99999999999999\r\n", "this is not Redis"),
+        (lambda asked: b"*99999999999999\r\n", "this is not Redis"),
+        (strange_numbers, "which is no number"),
+    ],
+    ids=["words of AUTH", "words back", "deep", "long", "many", "numbers"],
+)
+def test_what_is_no_redis_is_said_without_the_password(answer: Answer, says: str) -> None:
+    found = look(answer)
+    assert PASSWORD not in str(found)
+    assert not [finding for finding in found if "broke" in finding.found], found
+    assert any(says in finding.found and finding.level == "fail" for finding in found), found
+
+
+def test_a_clock_that_says_no_time_is_an_error() -> None:
+    with (
+        listening(strange_numbers) as url,
+        open_redis(make_recipe(buffer={"redis_url": url})) as redis,
+        pytest.raises(RespError, match="did not say its time"),
+    ):
+        redis.time_s()

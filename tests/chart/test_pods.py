@@ -56,6 +56,9 @@ def test_pods_are_bounded_and_say_why_they_fail(path: Path) -> None:
             resources = container["resources"]
             assert {"cpu", "memory"} <= resources["requests"].keys(), f"{pod.name}: {container['name']}"
             assert "memory" in resources["limits"], f"{pod.name}: {container['name']}"
+            # server-side apply (Helm 4) refuses a number, as `nvidia.com/gpu: 1`
+            for quantity in (*resources["requests"].values(), *resources["limits"].values()):
+                assert isinstance(quantity, str), f"{pod.name}: {container['name']}: {resources}"
             assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 

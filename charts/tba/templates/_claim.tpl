@@ -12,5 +12,5 @@ spec:
   storageClassName: {{ . }}
   {{- end }}
   resources:
-    requests: {storage: {{ .persistence.size }}}
+    requests: {storage: {{ include "tba.quantity" .persistence.size | quote }}}
 {{- end }}

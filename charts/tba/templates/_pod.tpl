@@ -74,14 +74,26 @@ securityContext: {{- toYaml (mergeOverwrite $fence $pod.securityContext) | ninde
 terminationMessagePolicy: FallbackToLogsOnError
 {{- end }}
 
-{{/* Requests and limits with GPUs in them: dict resources, gpu. */}}
+{{/* A quantity as text: server-side apply refuses a number (`nvidia.com/gpu: 1`). */}}
+{{- define "tba.quantity" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- end }}
+
+{{/* Requests and limits, with GPUs in them: dict resources, gpu. */}}
 {{- define "tba.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- if and .gpu (gt (int .gpu.count) 0) }}
 {{- $gpus := dict .gpu.resource (int .gpu.count) }}
 {{- $resources = mergeOverwrite $resources (dict "limits" (merge $gpus ($resources.limits | default dict))) }}
 {{- end -}}
-{{ toYaml $resources }}
+{{- range $kind := list "requests" "limits" }}
+{{- $texts := dict -}}
+{{- range $name, $quantity := get $resources $kind | default dict }}
+{{- $_ := set $texts $name (include "tba.quantity" $quantity) }}
+{{- end }}
+{{- if $texts }}{{ $_ := set $resources $kind $texts }}{{ end }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}
 
 {{/* A probe over HTTP: dict root, path, port, own (fields merged over it), and its numbers. */}}

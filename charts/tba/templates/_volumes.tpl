@@ -101,7 +101,7 @@
 {{- end }}
 {{- with (dig "shm" "sizeLimit" "" (index $root.Values .component)) }}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ include "tba.quantity" . | quote }}}
 {{- end }}
 {{- with $pod.extraVolumes }}
 {{ toYaml . }}
@@ -117,7 +117,7 @@ initContainers:
     {{- include "tba.containerBase" (dict "root" .root "component" .component "image" $values.image) | nindent 4 }}
     command: [tba, model, pull, --config, /etc/tba/recipe.toml, --for, {{ .component }}, --wait-s, {{ .root.Values.models.waitS | int | quote }}]
     env: {{- include "tba.env" . | nindent 6 }}
-    resources: {{- toYaml $values.resources | nindent 6 }}
+    resources: {{- include "tba.resources" (dict "resources" $values.resources) | nindent 6 }}
     volumeMounts: {{- include "tba.volumeMounts" . | nindent 6 }}
 {{- end }}
 {{- end }}

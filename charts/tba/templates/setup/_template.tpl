@@ -21,7 +21,7 @@ spec:
         - --prepare
         {{- end }}
       env: {{- include "tba.env" $of | nindent 8 }}
-      resources: {{- toYaml .Values.setup.resources | nindent 8 }}
+      resources: {{- include "tba.resources" (dict "resources" .Values.setup.resources) | nindent 8 }}
       volumeMounts: {{- include "tba.volumeMounts" $of | nindent 8 }}
   volumes: {{- include "tba.volumes" $of | nindent 4 }}
 {{- end }}

@@ -44,6 +44,8 @@ def everything(namespace: str, report: Report) -> None:
                 until("a pod says why", lambda check=is_told, r=release: check(r), deadline_s=DEADLINE_S)
             finally:
                 run("helm", "uninstall", release.name, "-n", namespace, "--ignore-not-found", check=False)
+                claims = f"app.kubernetes.io/instance={release.name}"
+                run("kubectl", "-n", namespace, "delete", "pvc", "-l", claims, "--wait=false", check=False)
 
 
 def make_a_tokens_file_of_a_viewer(namespace: str) -> None:

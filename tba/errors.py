@@ -10,6 +10,7 @@
     |  |- ObjectNotFoundError                no object has this key
     |  |- ObjectExistsError                  create-only write, and the key is taken
     |  |- StoreUnavailableError              the store cannot be reached, or answers with errors
+    |  |- StoreTlsError                      its TLS is not as the settings say; a retry cannot help
     |  `- DigestError                        the bytes read are not the bytes that were written
     |- ServiceError           (RuntimeError) another service answered with a problem, or not at all
     |  |- BadReplyError                      the answer is not what it should be; it is not used
@@ -21,6 +22,7 @@
     |  |  |- VoidBatchError                  the batch is past its deadline or unknown; draw a new one
     |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
     |  |- BusyError                          429: come back after `retry_after_s`
+    |  |- TlsError                           its TLS is not as the settings say; a retry cannot help
     |  `- UnavailableError                   5xx, or no connection
     |     `- SupersededError                 a newer buffer process owns the run; this one serves nothing
     |- TeamError                             another process of the same trainer is gone or does not answer
@@ -98,6 +100,12 @@ class StoreUnavailableError(StoreError):
     """The store cannot be reached, or answers with errors."""
 
     slug = "store-unavailable"
+
+
+class StoreTlsError(StoreError):
+    """The store never answered, since its TLS is not as the settings say: a retry cannot help."""
+
+    slug = "store-tls"
 
 
 class DigestError(StoreError):
@@ -191,6 +199,13 @@ class BusyError(ServiceError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.wait = wait
+
+
+class TlsError(ServiceError):
+    """The service never answered, since its TLS is not as the settings say: a retry cannot help."""
+
+    slug = "tls"
+    status = 502
 
 
 class UnavailableError(ServiceError):

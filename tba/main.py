@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from tba.config import Recipe, load_recipe
 from tba.errors import FencedError, TbaError
 from tba.logs import configure_logging
+from tba.starting import EXIT_INTERRUPTED, EXIT_STOPPED
 
+__all__ = ["EXIT_ERROR", "EXIT_FENCED", "EXIT_STOPPED", "service_main"]
 EXIT_ERROR = 2
 EXIT_FENCED = 3
-EXIT_STOPPED = 143
-"""A trainer that SIGTERM stopped before the run was over, as a shell says it: 128 + 15. A Job must not count it as
-success."""
 
 
 def service_main(name: str, run: Callable[[Recipe], int | None], argv: Sequence[str] | None = None) -> int:
@@ -45,4 +44,4 @@ def service_main(name: str, run: Callable[[Recipe], int | None], argv: Sequence[
         print(f"error: {name}: {error}", file=sys.stderr, flush=True)
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED

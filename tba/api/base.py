@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import AfterValidator, Field, Strict
 
 from tba.config.base import StrictModel
+from tba.plain_text import control_problem, one_line
 
 RunState = Literal["running", "paused", "stopping", "done", "failed"]
 Split = Literal["train", "heldout"]
 VersionText = Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_REASON_CHARS = 10_000
+
+
+def _without_controls(text: str) -> str:
+    if problem := control_problem(text):
+        raise ValueError(problem)
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_without_controls)]
+"""An id or another short text of a client; control characters are refused."""
+Reason = Annotated[str, Field(max_length=MAX_REASON_CHARS), AfterValidator(one_line)]
+"""Why somebody asks for something, for people; a space takes the place of control characters."""
 MAX_LINEAGE = 10**9 - 1
 MAX_STEP = 10**12 - 1
 """The largest that a version text holds."""

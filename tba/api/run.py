@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from tba.api.base import Name, RunState, VersionText
+from tba.api.base import Name, Reason, RunState, VersionText
 from tba.api.evals import BestVersion, EvalInfo
 from tba.api.scaling import SearchersInfo
 from tba.api.settings import Role
@@ -82,6 +80,8 @@ class RunInfo(StrictModel):
     run: str
     state: RunState
     state_reason: str | None
+    note: str | None = None
+    """What else people should know: that no trainer is there. It does not change the state."""
     last_change: RunChange | None = None
     """Who brought the run into this state, and when; None: it is as it began."""
     step: int
@@ -106,5 +106,5 @@ class RunInfo(StrictModel):
 class RunCommand(StrictModel):
     """POST /v1/run/{pause,resume,stop,done,fail}; reason is shown to people. `token`: a trainer sends its own."""
 
-    reason: str | None = Field(default=None, max_length=10_000)
+    reason: Reason | None = None
     token: Name | None = None

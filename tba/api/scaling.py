@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tba.api.base import Name
+from tba.api.base import Name, Reason
 from tba.config.base import StrictModel
 from tba.wire.ids import new_id
 
@@ -38,7 +38,7 @@ class ScaleRequest(StrictModel):
     """
 
     num_searchers: int | None = Field(ge=0, strict=True)
-    reason: str | None = Field(default=None, max_length=10_000)
+    reason: Reason | None = None
     request_id: Name = Field(default_factory=lambda: new_id("request"))
 
 

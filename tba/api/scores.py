@@ -27,6 +27,8 @@ ScoreReason = Literal[
 """Why a score is unknown; docs/rewards.md says what each means."""
 TRANSIENT_REASONS: frozenset[ScoreReason] = frozenset({"crashed", "out_of_memory", "timeout", "unreachable"})
 """Those that may have been chance: it is worth asking again."""
+AWAY_REASONS: frozenset[ScoreReason] = frozenset({"unreachable"})
+"""Those that say nothing of the item: what scores it is away. It is pending, not failed, and is asked for later."""
 
 
 class ScoreItem(StrictModel):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from tba.api.base import Name
+from tba.api.base import Name, Reason
 from tba.config.base import StrictModel
 from tba.config.live import LIVE_NAMES, LiveName, LiveSettings
 from tba.config.schedules import Schedule
@@ -27,7 +27,7 @@ class SettingsRequest(StrictModel):
     """
 
     settings: LiveSettings
-    reason: str | None = Field(default=None, max_length=10_000)
+    reason: Reason | None = None
     token: Name | None = None
     revision: int | None = Field(default=None, ge=0, le=2**53)
     request_id: Name = Field(default_factory=lambda: new_id("request"))

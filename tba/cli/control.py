@@ -13,6 +13,7 @@ from tba.cli.target import open_client
 from tba.clients.buffer import Command
 from tba.local.eval_table import best_text
 from tba.local.setting_changes import changed_text
+from tba.plain_text import shown
 
 WITH_WEIGHTS = ("searcher", "trainer")
 
@@ -32,7 +33,7 @@ def status_command(args: argparse.Namespace) -> int:
         found = {"run": info, "stats": stats, "settings": settings}
         print(json.dumps({name: value.model_dump(mode="json") for name, value in found.items()}, indent=2))
     else:
-        print("\n".join(status_lines(info, stats, settings)))
+        print("\n".join(map(shown, status_lines(info, stats, settings))))
     return 0
 
 
@@ -57,7 +58,7 @@ def _change(args: argparse.Namespace, name: Command) -> int:
         info = client.command(name, RunCommand(reason=args.reason))
     finally:
         client.close()
-    print(info.model_dump_json(indent=2) if args.json else state_line(info))
+    print(info.model_dump_json(indent=2) if args.json else shown(state_line(info)))
     return 0
 
 
@@ -66,6 +67,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
     lines = [
         state_line(info),
+        *([] if info.note is None else [f"  {info.note}"]),
         *([] if info.last_change is None else [f"  {change_line(info.last_change)}"]),
         f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "

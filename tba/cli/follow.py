@@ -15,6 +15,7 @@ from tba.clients import BufferClient
 from tba.errors import BusyError, UnavailableError
 from tba.local.eval_table import best_text
 from tba.local.setting_changes import change_lines
+from tba.plain_text import shown
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
 AWAY_S = 120.0
@@ -31,7 +32,7 @@ def follow(client: BufferClient, *, as_json: bool) -> int:
     """
     teller = Teller()
     for event in lasting_events(client, say=lambda text: print(text, file=sys.stderr, flush=True)):
-        lines = [event.model_dump_json()] if as_json else [f"{_now()} {line}" for line in teller.lines(event)]
+        lines = [event.model_dump_json()] if as_json else [f"{_now()} {shown(line)}" for line in teller.lines(event)]
         for line in lines:
             print(line, flush=True)
         if (state := event.data.get("state")) in OVER and event.event in ("run", "change"):
@@ -104,7 +105,8 @@ class Teller:
     def _whole(self) -> list[str]:
         info = RunInfo.model_validate(self._run)
         waits = [WaitChange(**wait.model_dump(), over=False) for wait in info.waits]
-        return [state_line(info), *(component_line(item) for item in info.components), *map(_wait_line, waits)]
+        note = [] if info.note is None else [info.note]
+        return [state_line(info), *note, *(component_line(item) for item in info.components), *map(_wait_line, waits)]
 
     def _component(self, item: ComponentInfo) -> list[str]:
         """Nothing when a trainer has only made a step: that is told as the run's."""
@@ -122,6 +124,8 @@ class Teller:
                 lines.append(change_line(info.last_change))
         elif "step" in changed or "latest_version" in changed:
             lines.append(f"step {info.step}, latest version {info.latest_version or 'none'}")
+        if "note" in changed:
+            lines.append(info.note or "a trainer is heard of again")
         if "searchers" in changed and info.searchers is not None:
             wanted = "" if info.searchers.wanted is None else f" of {info.searchers.wanted} wanted"
             note = f": {info.searchers.note}" if info.searchers.note else ""

@@ -49,14 +49,16 @@ def resumed_recipe(folder: RunFolder, args: argparse.Namespace) -> Recipe:
     """The recipe that the run began with, plus --set; later changes of the file or the environment do not count.
 
     Raises:
-        ConfigError: --seed differs from the seed of the run.
+        ConfigError: --seed or --set run.seed differs from the seed of the run.
     """
+    began = load_recipe(folder.recipe_path, environ={}).run
     recipe = load_recipe(folder.recipe_path, sets=args.set, environ={})
-    if args.seed is not None and args.seed != recipe.run.seed:
-        raise ConfigError(
-            f"run {recipe.run.name!r} began with seed {recipe.run.seed}, not {args.seed}; leave out --seed to resume "
-            "it, or begin another run with --run-name"
-        )
+    for seed, what in ((args.seed, "--seed"), (recipe.run.seed, "--set run.seed")):
+        if seed is not None and seed != began.seed:
+            raise ConfigError(
+                f"run {began.name!r} began with seed {began.seed}, not {seed}; leave out {what} to resume it, or begin "
+                "another run with --run-name"
+            )
     return recipe
 
 

@@ -9,6 +9,7 @@ from tba.api import ScaleAudit, ScaleRequest, ScalingInfo, SearchersInfo
 from tba.cli.target import open_client
 from tba.clients import BufferClient
 from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
+from tba.plain_text import shown
 
 AS_RECIPE = "recipe"
 POLL_S = 0.5
@@ -33,7 +34,7 @@ def scale_command(args: argparse.Namespace) -> int:
                 info = until_there(client, info, timeout_s=args.timeout_s)
     finally:
         client.close()
-    print(info.model_dump_json(indent=2) if args.json else "\n".join(scaling_lines(info)))
+    print(info.model_dump_json(indent=2) if args.json else "\n".join(map(shown, scaling_lines(info))))
     return 0
 
 

@@ -11,6 +11,7 @@ from tba.config import LIVE_NAMES, parse_live
 from tba.config.recipe import toml_value
 from tba.errors import ConfigError
 from tba.local.setting_changes import AS_RECIPE, change_lines, value_text, whole_settings
+from tba.plain_text import shown
 
 
 def set_command(args: argparse.Namespace) -> int:
@@ -25,7 +26,7 @@ def set_command(args: argparse.Namespace) -> int:
             info = client.change_settings(SettingsRequest(settings=settings, reason=args.reason))
     finally:
         client.close()
-    print(info.model_dump_json(indent=2) if args.json else "\n".join(settings_lines(info)))
+    print(info.model_dump_json(indent=2) if args.json else "\n".join(map(shown, settings_lines(info))))
     return 0
 
 

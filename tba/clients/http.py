@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +24,13 @@ from tba.errors import (
     NotFoundError,
     RunOverError,
     ServiceError,
+    TlsError,
     UnauthorizedError,
     UnavailableError,
     VoidBatchError,
 )
 from tba.tokens import ClientToken
-from tba.trust import check_ca_file
+from tba.trust import check_ca_file, missed_tls, tls_trouble
 
 M = TypeVar("M", bound=StrictModel)
 _BY_SLUG: dict[str, type[ServiceError]] = {kind.slug: kind for kind in (FencedError, RunOverError, VoidBatchError)}
@@ -86,6 +86,8 @@ class ServiceClient:
         self._accepted: str | None = None
         """The token that a service let in last."""
         self._timeout_s = timeout_s
+        self._ca_file = ca_file
+        self._has_answered = False
         self._path = parse_url(self.base_url).path or ""
         trust = tls_trust(self.base_url, ca_file)
         self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False, **trust)
@@ -98,6 +100,7 @@ class ServiceClient:
         """Why the service says that it cannot do its work now (GET /readyz); None: it can.
 
         Raises:
+            TlsError: it never answered, and its TLS is not as the settings say.
             UnavailableError: it does not answer.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self._timeout_s)
@@ -157,7 +160,8 @@ class ServiceClient:
             try:
                 answer = self._http.urlopen(method, target, body=body, headers=sent, redirect=False, timeout=timeout)
             except urllib3.exceptions.HTTPError as error:
-                raise UnavailableError(_unreachable(self.base_url, error)) from None
+                raise self._no_answer(error) from None
+            self._has_answered = True
             reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
             if reply.status != 401:
                 self._accepted = token
@@ -192,14 +196,25 @@ class ServiceClient:
                     self._accepted = token
                     break
             assert answer is not None
+            self._has_answered = True
             if answer.status != 200:
                 raise _error_of(Reply(self.base_url + path, answer.status, answer.headers, answer.read()))
             yield answer
         except urllib3.exceptions.HTTPError as error:
-            raise UnavailableError(_unreachable(self.base_url, error)) from None
+            raise self._no_answer(error) from None
         finally:
             if answer is not None:
                 answer.close()
+
+    def _no_answer(self, error: urllib3.exceptions.HTTPError) -> ServiceError:
+        """A service that answered before may be getting a new certificate: that passes. Else somebody must mend it."""
+        trouble = tls_trouble(error, where=self.base_url, ca_file=self._ca_file)
+        if trouble is None and isinstance(error, urllib3.exceptions.ProtocolError) and not self._has_answered:
+            trouble = missed_tls(self.base_url, ca_file=self._ca_file)
+        if trouble is None:
+            trouble = f"{self.base_url} does not answer ({type(error).__name__}); is the service running there?"
+            return UnavailableError(trouble)
+        return UnavailableError(trouble) if self._has_answered else TlsError(trouble)
 
     def _tokens_to_try(self) -> tuple[str | None, ...]:
         """The one that worked first: of two services one may have read the changed file later."""
@@ -219,20 +234,6 @@ def tls_trust(url: str, ca_file: str | None) -> dict[str, Any]:
         return {}
     check_ca_file(ca_file)
     return {"cert_reqs": "CERT_REQUIRED", **({} if ca_file is None else {"ca_certs": ca_file})}
-
-
-def _unreachable(base_url: str, error: urllib3.exceptions.HTTPError) -> str:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLError):
-        cause = next((arg for arg in cause.args if isinstance(arg, BaseException)), None)
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return (
-            f"the certificate of {base_url} is not trusted ({cause.verify_message}); tls.ca_file must hold the "
-            "authority that signed it, and it must name this host"
-        )
-    if isinstance(cause, ssl.SSLError):
-        return f"{base_url} does not speak TLS as this client does ({cause.reason or cause}); is it an http service?"
-    return f"{base_url} does not answer ({type(error).__name__}); is the service running there?"
 
 
 def parse_reply(response: Reply, reply: type[M]) -> M:

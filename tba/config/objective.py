@@ -82,8 +82,9 @@ class ObjectiveSection(StrictModel):
         "ppo_clip",
         "reinforce",
         "online_dpo",
-    ] = "tb"
-    """A member of the family (the first five) or a baseline."""
+    ] = "tba_prime"
+    """A member of the family (the first five) or a baseline. The default is what held at a lag of 16 steps where the
+    others fell behind (docs/asynchrony.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
     """KL coefficient. Default: 0.05 in the family, 0 for the baselines (no KL), 0.1 for `online_dpo`."""
     anchor: Anchor | None = None

@@ -22,7 +22,7 @@ from tba.config.data import DataSection
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
 from tba.config.prepare import PrepareItem
-from tba.config.reward import RewardSection
+from tba.config.reward import BUILT_IN_TASKS, RewardSection
 from tba.config.scaling import ScalingSection
 from tba.config.schedules import Schedule
 from tba.config.searcher import SearcherSection
@@ -81,6 +81,12 @@ class Recipe(StrictModel):
                 f"trainer.compile = true is for one process, and trainer.num_processes is "
                 f"{self.trainer.num_processes}; set trainer.compile to false or trainer.num_processes to 1"
             )
+        if self.trainer.num_processes > 1 and ":" in self.trainer.device:
+            raise ValueError(
+                f"trainer.device is {self.trainer.device!r}, a single one, and trainer.num_processes is "
+                f"{self.trainer.num_processes}; give {self.trainer.device.partition(':')[0]!r}: every process then "
+                "takes one of its own (local.gpus.trainer says which)"
+            )
         gpus = self.local.gpus.trainer
         if gpus is not None and len(gpus) < self.trainer.num_processes:
             raise ValueError(
@@ -121,6 +127,15 @@ class Recipe(StrictModel):
                 f"sampling.min_size_to_sample {self.sampling.min_size_to_sample} is above buffer.max_rollouts "
                 f"{self.buffer.max_rollouts}: no batch could ever be drawn"
             )
+        tasks = sorted({*self.reward.tasks, *BUILT_IN_TASKS})
+        for task in self.searcher.tasks:
+            if task not in tasks:
+                near = difflib.get_close_matches(task, tasks, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"searcher.tasks.{task} is for a task that nothing scores, so no prompt can have it; known are "
+                    f"{', '.join(tasks)} (reward.tasks and the built-in ones){hint}"
+                )
         temperature = self.model.policy_temperature
         if self.searcher.engine == "vllm" and temperature > VLLM_MAX_TEMPERATURE:
             raise ValueError(

@@ -322,6 +322,10 @@ class TaskReward(StrictModel):
         return self
 
 
+BUILT_IN_TASKS = ("addition", "exact", "gsm8k", "make_n", "math")
+"""Tasks that the reward service scores without an entry in a recipe."""
+
+
 class RewardSection(StrictModel):
     """The reward service."""
 
@@ -345,7 +349,7 @@ class RewardSection(StrictModel):
     url: str | None = None
     """Where searchers find the service; default: http://host:port."""
     tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
-    """How tasks are scored. `addition`, `exact`, `gsm8k`, `math` and `make_n` need no entry."""
+    """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`, `make_n`."""
     max_items: int = Field(default=1024, ge=1)
     """Most completions in one request."""
     max_pending_items: int = Field(default=4096, ge=1)

@@ -37,7 +37,7 @@ class TrainerSection(StrictModel):
     compile: bool = False
     """torch.compile the decoder layers; the first pass takes a minute longer. For one process only."""
     device: str = "cpu"
-    """torch device."""
+    """torch device. With several processes `cuda`, without a number: each takes a GPU of its own."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast; master weights and optimizer stay float32."""
     torch_num_threads: int = Field(default=1, ge=1)

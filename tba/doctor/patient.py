@@ -17,12 +17,19 @@ from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.local.run_folder import RunFolder
 from tba.loopback import is_loopback
+from tba.trust import missed_tls, tls_trouble
 
 SERVICES = ("buffer", "reward", "searcher", "trainer")
 CALL_TIMEOUT_S = 5.0
 """Deadline of one call of a service."""
 MAX_BODY_BYTES = 4 * 2**20
 MAX_DETAIL_CHARS = 1000
+
+
+class TlsTrouble(str):
+    """Why there is no answer, where that will not pass by itself."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +104,14 @@ def http_get(url: str, *, token: str | None = None, ca_file: str | None = None) 
             body = reply.read(MAX_BODY_BYTES)
             took_s = time.monotonic() - begun_s
             reply.release_conn()
-    except urllib3.exceptions.SSLError as error:
-        return f"{url}: the TLS certificate was not accepted ({error})"
-    except (urllib3.exceptions.HTTPError, ConfigError) as error:
+    except ConfigError as error:
+        return TlsTrouble(error)
+    except urllib3.exceptions.HTTPError as error:
+        trouble = tls_trouble(error, where="/".join(url.split("/")[:3]), ca_file=ca_file)
+        if trouble is None and isinstance(error, urllib3.exceptions.ProtocolError):
+            trouble = missed_tls(url, ca_file=ca_file)
+        if trouble is not None:
+            return TlsTrouble(trouble)
         return f"{url} does not answer ({type(error).__name__}: {_short(error)})"
     return Answer(reply.status, reply.headers, body, asked_at_s, took_s)
 

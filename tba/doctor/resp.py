@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.redis_access import redis_access
+from tba.trust import missed_tls, tls_trouble
 
 TIMEOUT_S = 5.0
 """Deadline of a connection, and of each answer."""
@@ -138,12 +139,28 @@ def open_redis(recipe: Recipe) -> Iterator[Redis]:
                 context = ssl.create_default_context(cafile=recipe.tls.ca_file)
                 sock = context.wrap_socket(raw, server_hostname=url.hostname)
             with Redis(sock, access.shown, login[-1] if login else None) as redis:
-                if login:
-                    redis.call("AUTH", *login)
-                redis.call("PING")
+                _greet(redis, login, recipe)
                 yield redis
     except OSError as error:
-        raise RespError(f"Redis at {access.shown} cannot be reached ({type(error).__name__}: {error})") from None
+        ca_file = recipe.tls.ca_file
+        trouble = tls_trouble(error, where=f"Redis at {access.shown}", ca_file=ca_file, plain="redis")
+        if trouble is None:
+            trouble = f"Redis at {access.shown} cannot be reached ({type(error).__name__}: {error})"
+            if url.scheme == "rediss" and isinstance(error, TimeoutError):
+                trouble += "; one without TLS waits for ever there: is it redis://?"
+        raise RespError(trouble) from None
+
+
+def _greet(redis: Redis, login: tuple[str, ...], recipe: Recipe) -> None:
+    try:
+        if login:
+            redis.call("AUTH", *login)
+        redis.call("PING")
+    except RespError:
+        trouble = missed_tls(redis.where, ca_file=recipe.tls.ca_file)
+        if trouble is None:
+            raise
+        raise RespError(f"Redis at {trouble}") from None
 
 
 def _bounded(text: str, most: int) -> int:

@@ -1,4 +1,5 @@
-"""The guard: a small process that kills the children of `tba run` when the supervisor dies, even by kill -9.
+"""The guard: a small process that kills the children of `tba run`, and the programs that `tba setup` and
+`tba data prepare` start, when their parent dies, even by kill -9.
 
     supervisor --(pipe: "+PID" started, "-PID" ended)--> guard --(at end of file: SIGKILL)--> process groups
 
@@ -27,14 +28,14 @@ class Guard:
     """The supervisor's end of the pipe.
 
     Args:
-        lock_fd: descriptor of the run folder's lock, which the guard keeps open as well.
+        lock_fd: descriptor of the run folder's lock, which the guard keeps open as well; None: there is none.
     """
 
-    def __init__(self, lock_fd: int) -> None:
+    def __init__(self, lock_fd: int | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(__file__).resolve())],
             stdin=subprocess.PIPE,
-            pass_fds=(lock_fd,),
+            pass_fds=() if lock_fd is None else (lock_fd,),
             start_new_session=True,
         )
 

@@ -19,6 +19,7 @@ from tba.config import Recipe
 from tba.config.prepare import PrepareItem
 from tba.errors import ConfigError
 from tba.local.console import Console
+from tba.local.guard import Guard
 from tba.local.hub import download
 from tba.local.prepared import begin_record, is_there, read_record, write_record
 from tba.local.prompts import prompts_of
@@ -140,25 +141,35 @@ def _show_prompts(prompts: Sequence[Prompt], console: Console) -> None:
 
 
 def run_program(module: str, words: Sequence[str]) -> str:
-    """Run a program of the trainer service and return what it wrote to stdout.
+    """Run a program of the trainer service and return what it wrote to stdout. It ends with this process, even when
+    that is killed.
 
     Raises:
         ConfigError: it is not installed, ran into its deadline, or says what is wrong.
     """
+    guard = Guard()
+    program = subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        env=child_environ(os.environ, num_threads=1),  # threads that spin make small models slower
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *words],
-            env=child_environ(os.environ, num_threads=1),  # threads that spin make small models slower
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROGRAM_TIMEOUT_S,
-            check=False,
-        )
+        guard.add(program.pid)
+        out, err = program.communicate(timeout=PROGRAM_TIMEOUT_S)
+        guard.discard(program.pid)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{module} did not end within {PROGRAM_TIMEOUT_S:.0f} s") from None
-    if done.returncode == 0:
-        return done.stdout
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    finally:  # also at Ctrl-C, which does not reach another session
+        if program.poll() is None:
+            program.kill()
+            program.wait()
+        guard.close()
+    if program.returncode == 0:
+        return out
+    last = (err.strip().splitlines() or [f"exit code {program.returncode}"])[-1]
     hint = "; install the trainer service: pip install tba-trainer" if "No module named 'tba_trainer" in last else ""
     raise ConfigError(f"{last.removeprefix('error: ')}{hint}")

@@ -10,6 +10,8 @@ from pathlib import Path
 from tba.errors import ConfigError
 
 HOST = "127.0.0.1"
+START_SCRIPT = Path(__file__).parent / "start_redis.sh"
+"""Compose mounts it into the container of Redis, and the chart has a copy of it."""
 POLL_S = 0.05
 
 
@@ -36,7 +38,10 @@ def find_redis_server(configured: str | None) -> str:
 
 
 def redis_command(binary: str, *, port: int, folder: Path) -> list[str]:
-    """The command line: loopback only, every write on disk before it is acknowledged, nothing ever evicted."""
+    """The command line: loopback only, every write on disk before it is acknowledged, nothing ever evicted.
+
+    A script that becomes redis-server: it first cuts off what a crash left written by half.
+    """
     flags = {
         "--bind": HOST,
         "--port": str(port),
@@ -50,7 +55,7 @@ def redis_command(binary: str, *, port: int, folder: Path) -> list[str]:
         "--maxmemory-policy": "noeviction",
         "--daemonize": "no",
     }
-    return [binary, *(word for pair in flags.items() for word in pair)]
+    return ["sh", str(START_SCRIPT), binary, *(word for pair in flags.items() for word in pair)]
 
 
 def redis_url(port: int) -> str:

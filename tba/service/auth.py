@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -62,22 +62,30 @@ class Authenticator:
                 return role
         raise UnauthorizedError("the bearer token is not known here; check the tokens file of both sides")
 
-    def require(self, *roles: str) -> Callable[[Request], Awaitable[None]]:
-        """A FastAPI dependency that lets these roles pass; the operator may do whatever a viewer may.
+    def check(self, authorization: str, roles: Iterable[str]) -> None:
+        """Let these roles pass; the operator may do whatever a viewer may.
 
-        Raises (in the request):
+        Raises:
             UnauthorizedError: no token or an unknown one.
             ForbiddenError: a token of another role.
         """
-        allowed = {*roles, *(("operator",) if "viewer" in roles else ())}
+        role, allowed = self.role_of(authorization), _allowed(roles)
+        if role is not None and role not in allowed:
+            raise ForbiddenError(f"role {role!r} may not do this; it needs {' or '.join(allowed)}")
+
+    def require(self, *roles: str) -> Callable[[Request], Awaitable[None]]:
+        """`check` as a FastAPI dependency."""
 
         async def check(request: Request) -> None:
-            role = self.role_of(request.headers.get("authorization", ""))
-            if role is not None and role not in allowed:
-                raise ForbiddenError(f"role {role!r} may not do this; it needs {' or '.join(sorted(allowed))}")
+            self.check(request.headers.get("authorization", ""), roles)
 
-        check.roles = sorted(allowed)  # pyright: ignore[reportFunctionMemberAccess]  # OpenAPI names them (openapi.py)
+        check.roles = _allowed(roles)  # pyright: ignore[reportFunctionMemberAccess]  # OpenAPI names them (openapi.py)
         return check
+
+
+def _allowed(roles: Iterable[str]) -> list[str]:
+    named = set(roles)
+    return sorted(named | {"operator"} if "viewer" in named else named)
 
 
 class TokenGate:

@@ -7,7 +7,8 @@ import asyncio
 import errno
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,6 +21,7 @@ from tba.loopback import is_loopback
 from tba.service.certificate import Certificate
 from tba.service.memory import keep_freed_memory
 from tba.service.protocol import BoundedHttpProtocol
+from tba.starting import quit_if_starting, start_is_over
 from tba.tokens import TokensFile
 
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -58,14 +60,23 @@ class Server(uvicorn.Server):
     Args:
         config: of uvicorn.
         certificate: what it shows, or None for plain HTTP.
+        start: awaited before anything else; what it raises ends the server, without the traceback of uvicorn.
     """
 
-    def __init__(self, config: uvicorn.Config, certificate: Certificate | None = None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        certificate: Certificate | None = None,
+        start: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__(config)
         self._certificate = certificate
+        self._start = start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; what uvicorn does, and a deadline for TLS handshakes, which it does not pass on."""
+        """Start, then listen; what uvicorn does, and a deadline for TLS handshakes, which it does not pass on."""
+        if self._start is not None:
+            await self._start()
         if self._certificate is None:
             await super().startup(sockets)
             return
@@ -90,6 +101,13 @@ class Server(uvicorn.Server):
         ]
         self.started = True
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or SIGINT; before anything is served, where uvicorn would wait for the end of the start, at once."""
+        if not self.started:
+            quit_if_starting(sig)
+        start_is_over()  # uvicorn raises the signal again when everything is closed
+        super().handle_exit(sig, frame)
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: look for a renewed certificate now and then."""
         if self._certificate is not None:
@@ -98,9 +116,18 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    app: FastAPI, *, host: str, port: int, tokens: Mapping[str, str] | TokensFile | None, tls: TlsSection | None = None
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    tokens: Mapping[str, str] | TokensFile | None,
+    tls: TlsSection | None = None,
+    start: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        start: awaited in the loop of the server, before it serves; what it raises is raised here.
 
     Raises:
         ConfigError: no tokens on an address that is not loopback, the address cannot be bound, or the certificate
@@ -126,4 +153,4 @@ def serve(
         log_config=None,
         timeout_graceful_shutdown=10,
     )
-    Server(config, certificate).run(sockets=[sock])
+    Server(config, certificate, start).run(sockets=[sock])

@@ -9,6 +9,7 @@ from tba.config.sections import StoreSection
 from tba.errors import ConfigError, StoreError
 from tba.store.base import ObjectStore, check_prefix
 from tba.store.file import FileStore
+from tba.trust import check_ca_file
 
 
 def open_store(section: StoreSection, *, part_bytes: int | None = None) -> ObjectStore:
@@ -18,7 +19,8 @@ def open_store(section: StoreSection, *, part_bytes: int | None = None) -> Objec
         part_bytes: size of the parts in which S3 is sent large files; default: as the store thinks best.
 
     Raises:
-        ConfigError: the URL is neither `file://folder` nor `s3://bucket/prefix`, or the endpoint is not a URL.
+        ConfigError: the URL is neither `file://folder` nor `s3://bucket/prefix`, the endpoint is not a URL, or
+            `ca_file` cannot be used.
     """
     scheme, _, rest = section.url.partition("://")
     if scheme == "file" and rest:
@@ -35,6 +37,8 @@ def open_store(section: StoreSection, *, part_bytes: int | None = None) -> Objec
     endpoint = section.endpoint_url
     if endpoint is not None and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
         raise ConfigError(f"store.endpoint_url {endpoint!r} is not a URL such as https://s3.example.com:9000")
+    if endpoint is None or endpoint.startswith("https://"):
+        check_ca_file(section.ca_file, "store.ca_file")
     from tba.store.s3 import S3Store  # boto3 takes 0.3 s to import
 
     return S3Store(

@@ -22,10 +22,10 @@ from boto3.s3.transfer import TransferConfig
 from boto3.session import Session
 from botocore.config import Config
 
-from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreUnavailableError
+from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError, StoreUnavailableError
 from tba.store.base import check_key, check_prefix
 from tba.store.file import new_file
-from tba.store.s3_errors import S3_ERRORS, is_transient, store_error
+from tba.store.s3_errors import S3_ERRORS, is_transient, lacks_tls, store_error
 
 T = TypeVar("T")
 
@@ -55,7 +55,8 @@ class S3Store:
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._timeout_s, self._part_bytes = timeout_s, part_bytes
+        self._timeout_s, self._part_bytes, self._ca_file = timeout_s, part_bytes, ca_file
+        self._has_answered = False
         config = Config(
             s3={"addressing_style": "path"},
             request_checksum_calculation="when_required",
@@ -191,12 +192,32 @@ class S3Store:
                 on=is_transient, attempts=None, timeout=self._timeout_s, wait_initial=0.1, wait_max=2.0, wait_jitter=0.2
             ):
                 with attempt:
-                    return operation()
+                    return self._try(verb, operation)
         except S3_ERRORS as error:
             raise store_error(
-                error, verb=verb, key=key, url=self.url, endpoint=self._endpoint, timeout_s=self._timeout_s
+                error,
+                verb=verb,
+                key=key,
+                url=self.url,
+                endpoint=self._endpoint,
+                timeout_s=self._timeout_s,
+                ca_file=self._ca_file,
             ) from error
         raise AssertionError("a retry loop ends with a result or an error")
+
+    def _try(self, verb: str, operation: Callable[[], T]) -> T:
+        """Once. A store that answered before may be getting a new certificate: that passes. Else somebody has to mend
+        it."""
+        try:
+            result = operation()
+        except S3_ERRORS as error:
+            if not self._has_answered:
+                trouble = lacks_tls(error, endpoint=self._endpoint, ca_file=self._ca_file)
+                if trouble is not None:
+                    raise StoreTlsError(f"cannot {verb} the store {self.url}: {trouble}") from error
+            raise
+        self._has_answered = True
+        return result
 
     def _put(
         self,

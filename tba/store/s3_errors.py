@@ -6,6 +6,7 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
     ConnectionError,
     CredentialRetrievalError,
     HTTPClientError,
@@ -18,6 +19,7 @@ from botocore.exceptions import (
 from s3transfer.exceptions import RetriesExceededError
 
 from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError
+from tba.trust import missed_tls, tls_trouble
 
 S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RetriesExceededError, RecursionError)
 """Everything that boto3 raises on purpose; it follows a server that redirects every request until the stack ends."""
@@ -36,23 +38,45 @@ _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLo
 
 def is_transient(error: Exception) -> bool:
     """True if the same request may succeed a moment later: no connection, 409, 429, or the server's own fault."""
+    if _is_endless(error):
+        return False
     if isinstance(error, ClientError):
         code, status = _code(error), _status(error)
         return status >= 500 or status in (409, 429) or code in _TRANSIENT_CODES
-    return isinstance(error, _CONNECTION_ERRORS) and not isinstance(error, SSLError)
+    if isinstance(error, SSLError):
+        return tls_trouble(error, where="", ca_file=None) is None  # else a handshake that was cut off
+    return isinstance(error, _CONNECTION_ERRORS)
 
 
-def store_error(error: Exception, *, verb: str, key: str, url: str, endpoint: str, timeout_s: float) -> StoreError:
+def _is_endless(error: Exception) -> bool:
+    """Whether the stack ended over redirects; where it does so within urllib3, botocore wraps that."""
+    wrapped = error.kwargs.get("error") if isinstance(error, HTTPClientError) else error
+    return isinstance(wrapped, RecursionError)
+
+
+def lacks_tls(error: Exception, *, endpoint: str, ca_file: str | None) -> str | None:
+    """What is wrong with the TLS of a store that never answered, and how to mend it; None: something else is wrong."""
+    trouble = tls_trouble(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")
+    is_refusal = isinstance(error, ClientError) and _status(error) == 400  # what some say to plain http
+    if trouble is None and (is_refusal or isinstance(error, ConnectionClosedError)):
+        trouble = missed_tls(endpoint, ca_file=ca_file, setting="store.ca_file")
+    return trouble
+
+
+def store_error(
+    error: Exception, *, verb: str, key: str, url: str, endpoint: str, timeout_s: float, ca_file: str | None
+) -> StoreError:
     """The error to raise instead of `error`.
 
     Args:
         verb: what was tried: read, write, list, delete, check.
         timeout_s: how long it was tried.
+        ca_file: what is trusted behind an https endpoint.
     """
     what = f"cannot {verb} {key or 'the store'} in {url} at {endpoint}"
     if isinstance(error, ClientError):
         return _answer_error(error, what=what, where=f"object {key} in {url}", url=url, timeout_s=timeout_s)
-    if isinstance(error, RecursionError):
+    if _is_endless(error):
         return StoreUnavailableError(
             f"{what}: the server redirects every request, as a web page does, or an address that wants https; correct "
             "store.endpoint_url"
@@ -61,10 +85,9 @@ def store_error(error: Exception, *, verb: str, key: str, url: str, endpoint: st
         return StoreUnavailableError(
             f"{what}: no credentials were found ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    if isinstance(error, SSLError):
-        return StoreUnavailableError(
-            f"{what}: the TLS certificate was not accepted ({error}); set AWS_CA_BUNDLE to the file of its authority"
-        )
+    trouble = tls_trouble(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")
+    if trouble is not None:
+        return StoreUnavailableError(f"{what}: {trouble}")
     if isinstance(error, _CONNECTION_ERRORS):
         return StoreUnavailableError(
             f"{what}: no answer after trying for {timeout_s:g} s ({error}); check that the server runs and that "

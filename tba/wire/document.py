@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Meta
 
 from tba.errors import MalformedError
+from tba.plain_text import control_problem
 from tba.versions import PolicyVersion
 from tba.wire.codec import Document, Name, unpack
 from tba.wire.refusals import short
@@ -137,6 +138,7 @@ def _check_rules(document: RolloutDocument) -> None:
         and len(document.sampler_logprobs) == num_bytes
         and document.prompt_tokens
         and not len(document.prompt_tokens) % 4
+        and (document.searcher_id.isprintable() or control_problem(document.searcher_id) is None)
         and sampling.temperature >= 0
         and 0 < sampling.top_p <= 1
         and (ref is None or math.isfinite(ref[0]))
@@ -160,6 +162,8 @@ def _broken_rule(document: RolloutDocument) -> MalformedError:
             f"({short(document.rollout_id)})"
         )
     what = f"rollout {document.rollout_id.hex()}"
+    if problem := control_problem(document.searcher_id):
+        return MalformedError(f"{what}: field 'searcher_id' {problem} (value {document.searcher_id!r})")
     sampling, ref, reward, status = document.sampling, document.ref_logprob, document.reward, document.reward_status
     numbers = {
         "sampling.temperature": sampling.temperature,

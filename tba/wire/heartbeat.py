@@ -11,8 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from tba.errors import MalformedError
+from tba.plain_text import control_problem
 from tba.versions import PolicyVersion
-from tba.wire.codec import Document, Name, pack, unpack
+from tba.wire.codec import MAX_NAME_CHARS, Document, Name, pack, unpack
 
 SCHEMA = 1
 MAX_HEARTBEAT_BYTES = 64 * 1024
@@ -106,6 +107,12 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
         choices={"kind": get_args(Kind)},
     )
     wait = document.wait
+    texts = {"component_id": document.component_id, "state": document.state, "gauges": "".join(document.gauges)}
+    if wait is not None:
+        texts["wait.name"] = wait.name
+    for name, text in texts.items():
+        if problem := control_problem(text):
+            raise MalformedError(f"heartbeat: field {name!r} {problem} (value {text[:MAX_NAME_CHARS]!r})")
     numbers = {f"gauges.{name}": value for name, value in document.gauges.items()}
     if wait is not None:
         numbers |= {"wait.for_s": wait.for_s, "wait.deadline_in_s": wait.deadline_in_s}

@@ -32,7 +32,7 @@ def half_bodies(stack: Stack, rng: random.Random) -> None:
     body = encode_push(make_payloads(["train-0"], per_prompt=8))
     kept: list[socket.socket] = []
     for _ in range(60):
-        sock = socket.create_connection((place.hostname or "", place.port or 0), timeout=5)
+        sock = socket.create_connection((place.hostname or "", place.port or 0), timeout=60)
         head = f"POST /v1/rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         sock.sendall(head + body[: rng.randrange(len(body))])
         match rng.randrange(3):

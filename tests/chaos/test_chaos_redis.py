@@ -16,7 +16,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.support.buffer import Stack, start_stack
-from tests.support.chaos import Trial, until_ready
+from tests.support.chaos import RECOVERY_S, Trial, until_ready
+from tests.support.waiting import until
 
 Counts = list[Counter[str]]
 
@@ -40,12 +41,8 @@ def kill_during_rewrite(stack: Stack, rng: random.Random) -> None:
     kill(stack, rng)
 
 
-def refuse_writes(stack: Stack, rng: random.Random) -> None:
-    """`maxmemory` below what is used: every write is answered with OOM."""
-    with Redis.from_url(stack.redis.url) as redis:
-        redis.config_set("maxmemory", 1_000_000)
-        time.sleep(rng.uniform(0.3, 2.5))
-        redis.config_set("maxmemory", 0)
+def until_a_push_fails(trial: Trial) -> None:
+    until("a push fails", lambda: sum(pusher.num_failures for pusher in trial.load) > 0)
 
 
 def test_kill_9_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
@@ -59,7 +56,7 @@ def test_kill_9_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
 def test_kill_9_of_redis_while_it_evicts_and_gets_bases(tmp_path: Path, seed: int, count: Counts) -> None:
     stack = start_stack(tmp_path, buffer={"max_rollouts": 200, "max_tail_events": 100})
     try:
-        counts = Trial(stack, seed).run(kill, before_s=2.5, after_s=1.5)
+        counts = Trial(stack, seed, with_base=True).run(kill, before_s=2.5)
         assert counts["evicted"] > 0
         assert counts["with_base"] > 0
         count.append(counts)
@@ -99,9 +96,19 @@ def test_kill_9_of_redis_during_an_aof_rewrite(tmp_path: Path, seed: int, count:
 
 
 def test_redis_refuses_writes_and_takes_them_again(tmp_path: Path, seed: int, count: Counts) -> None:
+    """`maxmemory` below what is used: every write is answered with OOM."""
+
+    def refuse_writes(stack: Stack, rng: random.Random) -> None:
+        with Redis.from_url(stack.redis.url) as redis:
+            redis.config_set("maxmemory", 1_000_000)
+            time.sleep(rng.uniform(0.3, 2.5))
+            until_a_push_fails(trial)
+            redis.config_set("maxmemory", 0)
+
     stack = start_stack(tmp_path)
     try:
-        counts = Trial(stack, seed).run(refuse_writes)
+        trial = Trial(stack, seed)
+        counts = trial.run(refuse_writes)
         assert counts["failed_pushes"] > 0
         count.append(counts)
     finally:
@@ -153,11 +160,12 @@ def test_the_disk_under_the_aof_is_full(tmp_path: Path, small_disk: Path, seed: 
                     file.flush()
             except OSError:
                 pass
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + RECOVERY_S
         while _writes(stack) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not _writes(stack), "Redis still writes to a full disk"
         time.sleep(rng.uniform(0, 0.5))
+        until_a_push_fails(trial)
         ballast.unlink()
         if stack.redis.process.poll() is not None:
             stack.redis.start()
@@ -165,7 +173,8 @@ def test_the_disk_under_the_aof_is_full(tmp_path: Path, small_disk: Path, seed: 
 
     stack = start_stack(tmp_path, redis_folder=small_disk / "redis")
     try:
-        counts = Trial(stack, seed).run(fill)
+        trial = Trial(stack, seed)
+        counts = trial.run(fill)
         assert counts["failed_pushes"] > 0
         count.append(counts)
     finally:
@@ -174,7 +183,7 @@ def test_the_disk_under_the_aof_is_full(tmp_path: Path, small_disk: Path, seed: 
 
 def _writes(stack: Stack) -> bool:
     try:
-        with Redis.from_url(stack.redis.url, retry=None, socket_timeout=2) as redis:
+        with Redis.from_url(stack.redis.url, retry=None, socket_timeout=20) as redis:
             return bool(redis.set("probe", "x" * 4096))
     except RedisError:
         return False

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import HTTPClientError
 
 from tba.config.sections import StoreSection
 from tba.errors import ObjectExistsError, StoreUnavailableError
 from tba.store import ObjectStore, open_store
 from tba.store.s3 import S3Store
+from tba.store.s3_errors import is_transient, store_error
 from tests.contract.conftest import BUCKET
-from tests.support.s3_server import FaultyProxy, S3Server, free_port
+from tests.support.redis_process import free_port
+from tests.support.s3_server import FaultyProxy, S3Server
 
 
 @pytest.fixture
@@ -75,6 +78,15 @@ def test_a_server_that_redirects_everything_is_one_sentence(proxy: FaultyProxy, 
     proxy.faults = [302] * 2000
     with pytest.raises(StoreUnavailableError, match=r"redirects every request.*correct store\.endpoint_url"):
         proxied.get("a")
+
+
+def test_where_the_stack_ends_over_redirects_makes_no_difference() -> None:
+    for error in (RecursionError("too deep"), HTTPClientError(error=RecursionError("too deep"))):
+        assert not is_transient(error)
+        sentence = str(
+            store_error(error, verb="read", key="a", url="s3://b", endpoint="http://h", timeout_s=5, ca_file=None)
+        )
+        assert "redirects every request" in sentence
 
 
 def test_a_server_that_stays_overloaded_is_given_up_at_the_deadline(

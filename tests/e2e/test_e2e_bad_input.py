@@ -101,7 +101,7 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx2.get(f"{url}/readyz").status_code == 200
+        return httpx2.get(f"{url}/readyz", timeout=60).status_code == 200
     except httpx2.TransportError:
         return False
 
@@ -138,10 +138,10 @@ def test_no_endpoint_takes_a_bad_body_or_changes_anything(services: Services, na
     before = everything(services)
     num_endpoints = 0
     for base in (services.recipe.buffer_url, services.recipe.reward_url):
-        paths: dict[str, Any] = httpx2.get(f"{base}/openapi.json").json()["paths"]
+        paths: dict[str, Any] = httpx2.get(f"{base}/openapi.json", timeout=60).json()["paths"]
         for path in (path for path, methods in paths.items() if "post" in methods):
             url = base + path.replace("{command}", "pause").replace("{eval_id}", "e").replace("{batch_id}", "b")
-            check_refused(httpx2.post(url, content=body, headers=headers), max_status=422)
+            check_refused(httpx2.post(url, content=body, headers=headers, timeout=60), max_status=422)
             num_endpoints += 1
     assert num_endpoints >= 15
     assert everything(services) == before
@@ -168,7 +168,9 @@ def test_paths_methods_and_ids_that_do_not_exist_are_problems_too(services: Serv
         ("GET", "/v1/ledger?after=-1"),
         ("GET", "/v1/ledger?limit=all"),
     ):
-        check_refused(httpx2.request(method, base + path, content=b"{}" if method == "POST" else b""), max_status=422)
+        check_refused(
+            httpx2.request(method, base + path, content=b"{}" if method == "POST" else b"", timeout=60), max_status=422
+        )
     assert everything(services) == before
 
 
@@ -203,14 +205,14 @@ def test_a_heartbeat_of_another_run_is_refused(services: Services) -> None:
         component_id="s", kind="searcher", run="another", state="running", version=None, wait=None, gauges={}
     )
     url = f"{services.recipe.buffer_url}/v1/heartbeats"
-    check_refused(httpx2.post(url, content=encode_heartbeat(beat), headers=MSGPACK), max_status=409)
+    check_refused(httpx2.post(url, content=encode_heartbeat(beat), headers=MSGPACK, timeout=60), max_status=409)
     assert everything(services) == before
 
 
 def test_a_task_that_nobody_scores_gets_a_reason_and_never_a_number(services: Services) -> None:
     item = {"item_id": "a", "task": "nonsense", "prompt": "1+1=", "response": "2", "data": {}}
     right = item | {"item_id": "b", "task": "addition", "data": {"answer": "2"}}
-    reply = httpx2.post(f"{services.recipe.reward_url}/v1/score", json={"items": [item, right]})
+    reply = httpx2.post(f"{services.recipe.reward_url}/v1/score", json={"items": [item, right]}, timeout=60)
     assert reply.status_code == 200
     unknown, scored = reply.json()["results"]
     assert (unknown["reward"], unknown["error"]["reason"]) == (None, "unknown_task")
@@ -222,7 +224,7 @@ def test_a_push_that_is_too_large_as_a_whole_stores_nothing(services: Services) 
     payload = encode_rollout(make_rollout("addition-x", run="tiny", num_tokens=1000))
     body = encode_push([payload] * 10)
     assert len(body) > MAX_BODY_BYTES
-    response = httpx2.post(f"{services.recipe.buffer_url}/v1/rollouts", content=body, headers=MSGPACK)
+    response = httpx2.post(f"{services.recipe.buffer_url}/v1/rollouts", content=body, headers=MSGPACK, timeout=60)
     assert response.status_code == 413
     check_refused(response, max_status=413)
     assert everything(services) == before

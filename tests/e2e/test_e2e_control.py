@@ -16,7 +16,9 @@ from tests.support.e2e import (
     decode_all,
     freeze_when,
     open_leases,
+    searchers_at_rest,
     stored_rollouts,
+    trainer_at_rest,
     until,
 )
 
@@ -40,7 +42,8 @@ def gauges(info: RunInfo, name: str) -> int:
 def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(place: Place) -> None:
     client, redis_url = place.client(), place.endpoints()["redis_url"]
     pid = place.pid("searcher-0")
-    leases = freeze_when(pid, "open leases of searcher-0", lambda: open_leases(redis_url, "searcher-0"))
+    mine_now = lambda: open_leases(redis_url, "searcher-0")  # noqa: E731
+    leases = freeze_when(pid, "open leases of searcher-0", client, mine_now, same=lambda leases: leases)
     before = stored_rollouts(redis_url)
     mine = {rollout.rollout_id for rollout in decode_all(before) if rollout.searcher_id == "searcher-0"}
     assert mine
@@ -56,10 +59,11 @@ def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(pla
 
     after = stored_rollouts(redis_url)
     assert {rollout_id: after.get(rollout_id) for rollout_id in before} == before
-    stats = client.stats()
-    assert stats.num_rollouts == stats.pushed["new"] >= len(after)
-    assert stats.pushed["refused"] == 0
-    assert "warning: searcher-0 died (killed by SIGKILL)" in place.started[-1].out
+    # the counters are a little newer than the index of the same answer, and the run goes on
+    stats, later = client.stats(), client.stats()
+    assert len(after) <= stats.num_rollouts <= stats.pushed["new"] <= later.num_rollouts <= later.pushed["new"]
+    assert later.pushed["refused"] == 0
+    until("its death is said", lambda: "warning: searcher-0 died (killed by SIGKILL)" in place.started[-1].out)
     assert place.pid("searcher-0") != pid
     client.close()
 
@@ -69,19 +73,13 @@ def test_a_paused_run_makes_no_step_and_goes_on_when_told_to(place: Place) -> No
     paused = place.control("pause", "--reason", "lunch")
     assert (paused.returncode, paused.stderr) == (0, "")
     assert "paused (lunch)" in paused.stdout
-    info = place.until("both sides wait", lambda info: "run-paused" in {wait.name for wait in info.waits})
+    place.until("both sides wait", lambda info: searchers_at_rest(info) and trainer_at_rest(info))
+    still = (client.run().step, client.stats().rollouts_generated)
+    before = client.run().latest_version  # the last step's may be announced only now
     exported = place.control("export", "--out", "exported")  # of a run that is going
-    assert exported.stdout.startswith(f"exported version {info.latest_version} "), exported.stderr
+    versions = {before, client.run().latest_version}
+    assert any(exported.stdout.startswith(f"exported version {version} ") for version in versions), exported.stderr
     assert (place.path / "exported" / "model.safetensors").exists()
-    seen: list[tuple[int, int]] = []
-
-    def is_still() -> bool:
-        seen.append((client.run().step, client.stats().rollouts_generated))
-        time.sleep(0.3)
-        return len(seen) > 5 and len(set(seen[-5:])) == 1
-
-    until("the last batch and the last visits are done", is_still)
-    still = seen[-1]
     for _ in range(8):
         time.sleep(0.25)
         assert (client.run().step, client.stats().rollouts_generated) == still

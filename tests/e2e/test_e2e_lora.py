@@ -17,7 +17,7 @@ from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tests.e2e.conftest import MakePlace
-from tests.support.e2e import ENDLESS, RUN, Place, freeze_when
+from tests.support.e2e import ENDLESS, RUN, Place, freeze_when, stands_at
 
 NUM_MORE_STEPS = 5
 LORA = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -50,7 +50,8 @@ def test_a_lora_run_is_killed_resumed_and_ends_as_a_plain_model(
     killed = place.start(*words)
     place.until("a checkpoint and a step", is_past_a_checkpoint)
     client, pid = place.client(), place.pid("trainer")
-    at_kill = freeze_when(pid, "a step after the checkpoint", lambda: is_past_a_checkpoint(client.run()))
+    past = lambda: is_past_a_checkpoint(client.run())  # noqa: E731
+    at_kill = freeze_when(pid, "a step after the checkpoint", client, past, same=stands_at)
     client.close()
     assert at_kill is not None
     os.kill(pid, signal.SIGKILL)

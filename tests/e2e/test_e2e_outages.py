@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +36,8 @@ from tests.support.e2e import (
     Services,
     decode_all,
     freeze_when,
+    searchers_at_rest,
+    stands_at,
     start_services,
     stored_rollouts,
     until,
@@ -89,25 +90,23 @@ def steps_go_on(services: Services, client: BufferClient, num_steps: int = 6) ->
 
 
 def settled(client: BufferClient) -> dict[str, float]:
-    """Pause the run until nothing moves any more; the searchers' own counts, added up."""
+    """Pause the run until the searchers have nothing left to do; their own counts, added up."""
     client.command("pause", RunCommand(reason="counting"))
-    totals: list[dict[str, float]] = []
 
-    def is_still() -> bool:
-        searchers = [item for item in client.run().components if item.kind == "searcher"]
-        assert len(searchers) == len(SEARCHERS)
-        total: Counter[str] = Counter()
-        for item in searchers:
-            total.update(item.gauges)
-        totals.append({**total, "stored": client.stats().rollouts_generated})
+    def at_rest() -> RunInfo | None:
+        info = client.run()
+        return info if searchers_at_rest(info) else None
 
-        time.sleep(0.5)
-        # longer than a heartbeat's interval
-        return len(totals) > 6 and all(totals[-1] == other for other in totals[-6:])
-
-    until("the paused run is still", is_still)
+    info = until("the searchers rest", at_rest)
+    assert info is not None
+    searchers = [item for item in info.components if item.kind == "searcher"]
+    assert len(searchers) == len(SEARCHERS)
+    total: Counter[str] = Counter()
+    for item in searchers:
+        total.update(item.gauges)
+    stored = client.stats().rollouts_generated
     client.command("resume", RunCommand())
-    return totals[-1]
+    return {**total, "stored": stored}
 
 
 def assert_nothing_lost_or_doubled(services: Services, client: BufferClient, before: dict[bytes, bytes]) -> None:
@@ -140,6 +139,7 @@ def test_while_the_reward_service_is_away_rollouts_are_kept_unscored_and_are_sco
     services.start("reward")
     until("all rollouts are scored", lambda: client.stats().num_pending == 0)
     steps_go_on(services, client)
+    trained = trained_rollouts(client)  # first: what is trained later is not in the store as it is read now
     rollouts = {r.rollout_id.hex(): r for r in decode_all(stored_rollouts(services.redis_url))}
     answers = {prompt.prompt_id: prompt.data["answer"] for prompt in prompts_of(services.recipe)}
     for rollout_id, before in pending.items():
@@ -149,7 +149,7 @@ def test_while_the_reward_service_is_away_rollouts_are_kept_unscored_and_are_sco
         assert version.startswith("exact@")
         assert encode_rollout(after) == encode_rollout(before.with_reward(reward, version))
     assert client.stats().num_failed == 0
-    assert {rollouts[rollout_id].reward_status for rollout_id in trained_rollouts(client)} == {"scored"}
+    assert {rollouts[rollout_id].reward_status for rollout_id in trained} == {"scored"}
 
 
 def trained_rollouts(client: BufferClient) -> set[str]:
@@ -180,13 +180,15 @@ def test_a_killed_buffer_or_redis_comes_back_with_everything_it_acknowledged(
 def assert_refuses_writes(services: Services, push: bytes) -> None:
     """Without Redis every write is a 503, also one that would change nothing; the service itself lives on."""
     url = services.recipe.buffer_url
-    refused = httpx2.post(f"{url}/v1/rollouts", content=push, headers={"content-type": "application/msgpack"})
+    headers = {"content-type": "application/msgpack"}
+    refused = httpx2.post(f"{url}/v1/rollouts", content=push, headers=headers, timeout=DEADLINE_S)
     assert refused.status_code == 503
     assert refused.headers["content-type"] == "application/problem+json"
     assert "nothing was acknowledged" in refused.json()["detail"]
-    assert httpx2.post(f"{url}/v1/leases", json={"searcher_id": "s", "max_leases": 1}).status_code == 503
-    until("not ready", lambda: httpx2.get(f"{url}/readyz").status_code == 503)
-    assert httpx2.get(f"{url}/livez").status_code == 200
+    request = {"searcher_id": "s", "max_leases": 1}
+    assert httpx2.post(f"{url}/v1/leases", json=request, timeout=DEADLINE_S).status_code == 503
+    until("not ready", lambda: httpx2.get(f"{url}/readyz", timeout=DEADLINE_S).status_code == 503)
+    assert httpx2.get(f"{url}/livez", timeout=DEADLINE_S).status_code == 200
     assert services.stack.buffer.process.poll() is None
 
 
@@ -206,7 +208,7 @@ def takeover(services: Services) -> Takeover:
     steps_go_on(services, client)
     until("a checkpoint", lambda: client.run().checkpoint)
     zombie, zombie_log = services.processes["trainer"], services.folder / "zombie.log"
-    at_freeze = freeze_when(zombie.pid, "the zombie holds the run", client.run)
+    at_freeze = freeze_when(zombie.pid, "the zombie holds the run", client, client.run, same=stands_at)
     with Redis.from_url(services.redis_url) as redis:
         token = cast(bytes, redis.hget(f"tba:{RUN}:run", "token")).decode()
     shutil.move(services.folder / "trainer.log", zombie_log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,12 @@ def test_a_trainer_of_two_processes_in_bfloat16_runs_to_the_end_and_searchers_ta
     assert "Traceback" not in log
     assert "num_ranks=2" in log
     with place.redis_of_ended_run() as redis:
-        made_by = {rollout.version for rollout in decode_all(stored_rollouts(redis.url))}
-    assert made_by - {START}  # a searcher has loaded a version that both processes gathered, and its canary agreed
+        rollouts = decode_all(stored_rollouts(redis.url))
+    assert {rollout.version for rollout in rollouts} >= {START}
+    # the last evaluation pins the last version: a searcher has loaded what both processes gathered; its canary agreed
+    searcher = place.log("searcher-0")
+    assert re.search(rf"weights loaded .*version=1-{NUM_STEPS}\b", searcher), searcher[-3000:]
+    assert "version refused" not in searcher
 
     versions = WeightVersions(FileStore(place.folder / "store"), RUN)
     manifest = versions.manifest(PolicyVersion(1, NUM_STEPS))

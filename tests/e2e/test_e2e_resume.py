@@ -19,7 +19,7 @@ from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tests.e2e.conftest import MakePlace
-from tests.support.e2e import ENDLESS, RUN, Place, Started, freeze_when, whole_ledger
+from tests.support.e2e import ENDLESS, RUN, Place, Started, freeze_when, stands_at, whole_ledger
 
 CHECKPOINT_INTERVAL = 5
 NUM_MORE_STEPS = 12
@@ -64,7 +64,8 @@ def story(make_place: MakePlace) -> Story:
     killed = place.start()
     place.until("a checkpoint and a step", is_past_a_checkpoint)
     client, pid = place.client(), place.pid("trainer")
-    at_kill = freeze_when(pid, "a step after the checkpoint", lambda: is_past_a_checkpoint(client.run()))
+    past = lambda: is_past_a_checkpoint(client.run())  # noqa: E731
+    at_kill = freeze_when(pid, "a step after the checkpoint", client, past, same=stands_at)
     client.close()
     assert at_kill is not None
     os.kill(pid, signal.SIGKILL)

@@ -28,7 +28,8 @@ def test_a_run_with_vllm_generates_updates_and_evaluates(tmp_path: Path, pytestc
         trainer={"num_steps": NUM_STEPS, "sync_interval": 2, "max_unpublished_versions": 1},
         eval={"every_steps": 3, "num_prompts": 8, "num_prompts_final": 8},
     )
-    cache = {"VLLM_CACHE_ROOT": str(pytestconfig.cache.mkdir("vllm"))} if pytestconfig.cache else {}
+    cached = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
+    cache = {"VLLM_CACHE_ROOT": str(cached.mkdir("vllm"))} if cached else {}
     place = Place(tmp_path, sections, cache)
     try:
         started = place.start()

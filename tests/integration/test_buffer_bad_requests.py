@@ -65,7 +65,7 @@ def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer
     wrong = []
     for path, body in BODIES:
         content = json.dumps(body).replace("TOKEN", token)
-        reply = httpx2.post(buffer.url + path, content=content, headers=JSON)
+        reply = httpx2.post(buffer.url + path, content=content, headers=JSON, timeout=60)
         if reply.status_code != 422 or reply.json()["type"] != "urn:tba:problem:invalid-body":
             wrong.append((path, body, reply.status_code, reply.text))
     assert wrong == []
@@ -78,7 +78,7 @@ def test_a_prompt_that_could_not_be_read_back_is_not_stored(serve_buffer: ServeB
         deep = {"a": deep}
     buffer = serve_buffer()
     prompts = [{**PROMPT, "prompt_id": "good"}, {**PROMPT, "data": deep}]
-    reply = httpx2.post(f"{buffer.url}/v1/prompts", json={"prompts": prompts})
+    reply = httpx2.post(f"{buffer.url}/v1/prompts", json={"prompts": prompts}, timeout=60)
     assert reply.status_code in (400, 422)
     assert "nested deeper than 32 levels" in reply.json()["detail"]
     assert serve_buffer().client().stats().num_prompts_train == 0  # and a restart can read what is stored
@@ -100,7 +100,7 @@ async def test_a_text_that_cannot_be_written_is_the_fault_of_the_request() -> No
 
 @pytest.mark.parametrize("after", ["-1", "9007199254740993", "99999999999999999999999", "x"])
 def test_a_ledger_position_that_no_ledger_reaches_is_refused(serve_buffer: ServeBuffer, after: str) -> None:  # noqa: F811
-    reply = httpx2.get(f"{serve_buffer().url}/v1/ledger", params={"after": after})
+    reply = httpx2.get(f"{serve_buffer().url}/v1/ledger", params={"after": after}, timeout=60)
     assert (reply.status_code, reply.json()["type"]) == (422, "urn:tba:problem:invalid-body")
 
 

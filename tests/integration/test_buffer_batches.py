@@ -26,9 +26,9 @@ from tba.local.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_t
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
-from tests.support.waiting import until
+from tests.support.waiting import DEADLINE_S, until
 
 
 def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:  # noqa: F811
@@ -132,20 +132,17 @@ def test_an_open_batch_is_answered_again_even_while_another_would_have_to_wait(s
 
 
 def test_a_batch_whose_deadline_is_near_is_not_answered_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
-    client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 2.0})
+    client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 1000.0})
     batch = draw(client, lineage, 1)
-    new = until("another batch for the step", lambda: other_batch(client, lineage, batch))
-    assert new is not None
-    assert time.time() < batch.deadline_s
+    later(client, 450.0)
+    assert draw(client, lineage, 1).batch_id == batch.batch_id
+    later(client, 100.0)
+    new = draw(client, lineage, 1)
+    assert new.batch_id != batch.batch_id
     with pytest.raises(VoidBatchError):
         ack(client, lineage, 1, batch)
     ack(client, lineage, 1, new)
     assert client.stats().rollouts_trained == 16
-
-
-def other_batch(client: BufferClient, lineage: LineageReply, batch: Batch) -> Batch | None:
-    answer = draw(client, lineage, 1)
-    return None if answer.batch_id == batch.batch_id else answer
 
 
 def test_redis_may_forget_its_scripts(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
@@ -157,9 +154,9 @@ def test_redis_may_forget_its_scripts(serve_buffer: ServeBuffer, redis: RedisPro
 
 
 def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuffer) -> None:  # noqa: F811
-    client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 0.3})
+    client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 1000.0})
     batch = draw(client, lineage, 1)
-    time.sleep(0.4)
+    later(client, 1001.0)
     with pytest.raises(VoidBatchError, match="deadline"):
         ack(client, lineage, 1, batch)
     new = draw(client, lineage, 1)
@@ -335,14 +332,11 @@ def test_a_draw_waits_for_rollouts_and_is_woken_by_them(serve_buffer: ServeBuffe
         draw(client, lineage, 1, wait_s=0.2)
     assert caught.value.wait == "rollouts"
     batches: list[Batch] = []
-    thread = threading.Thread(target=lambda: batches.append(draw(buffer.client(), lineage, 1, wait_s=30)))
+    thread = threading.Thread(target=lambda: batches.append(draw(buffer.client(), lineage, 1, wait_s=60)))
     thread.start()
-    deadline = time.monotonic() + 10
-    while not any(wait.owner == "t" and wait.name == "rollouts" for wait in client.run().waits):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until("it waits", lambda: any((wait.owner, wait.name) == ("t", "rollouts") for wait in client.run().waits))
     client.push(make_payloads([f"train-{i}" for i in range(8)]))
-    thread.join(timeout=20)
+    thread.join(timeout=DEADLINE_S)
     assert len(batches) == 1
     assert client.run().waits == []
 
@@ -452,14 +446,14 @@ def test_a_batch_of_an_earlier_interval_that_becomes_void_gives_this_interval_no
         serve_buffer,
         sampling={"alternate": True},
         trainer={"sync_interval": 2},
-        buffer={"batch_deadline_s": 0.5 if how == "deadline" else 120.0},
+        buffer={"batch_deadline_s": 1000.0},
     )
     draw(client, lineage, 1)
     draw(client, lineage, 2)
     client.mark(MarkRequest(version=f"{lineage.lineage}-1", token=lineage.token))
     client.push(make_payloads([f"train-{i}" for i in range(8)]))
     if how == "deadline":
-        time.sleep(0.6)
+        later(client, 1001.0)
     else:
         lineage = start_lineage(client, mark=False)
     draw(client, lineage, 3)
@@ -474,12 +468,12 @@ def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer)
         serve_buffer,
         sampling={"alternate": True},
         trainer={"sync_interval": 1},
-        buffer={"batch_deadline_s": 0.4},
+        buffer={"batch_deadline_s": 1000.0},
     )
     draw(client, lineage, 1)
     with pytest.raises(BusyError, match="generating phase"):
         draw(client, lineage, 2)
-    time.sleep(0.5)
+    later(client, 1001.0)
     assert draw(client, lineage, 1).batch_id
     lineage = start_lineage(client, mark=False)
     assert draw(client, lineage, 1).batch_id

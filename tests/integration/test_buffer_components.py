@@ -6,10 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 import tba_buffer.component_gauges
 import tba_buffer.reward_probe
+import tba_buffer.trainer_waits
+from redis import Redis
+from tba_buffer.keys import Keys
 from tba_buffer.trainer_waits import MAX_NAMES, OTHER_NAMES
 
 from tba.api import BatchRequest, ComponentInfo, RunCommand
@@ -17,8 +21,9 @@ from tba.clients import BufferClient
 from tba.errors import BusyError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait
 from tests.support.buffer import start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later, redis, serve_buffer  # noqa: F401
 from tests.support.metrics import metrics_of, values
+from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
 
 
@@ -98,7 +103,7 @@ def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer)
 
 
 def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer) -> None:  # noqa: F811
-    buffer = serve_buffer(buffer={"heartbeat_timeout_s": 2.0})
+    buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0})
     client = buffer.client()
     beat(client, "s-1", "searcher", wait=Wait(name="no-version", for_s=3.0, deadline_in_s=60.0))
     wait = component(client, "searcher").wait
@@ -106,21 +111,23 @@ def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer)
     assert (wait.name, wait.for_s >= 3.0, wait.deadline_in_s <= 60.0) == ("no-version", True, True)
     assert [(item.owner, item.kind, item.name) for item in client.run().waits] == [("s-1", "searcher", "no-version")]
     assert values(buffer.url, "tba_component_wait_seconds")[("searcher", "no-version")] >= 3.0
-    until("silence is noticed", lambda: not component(client, "searcher").alive)
+    later(client, 1001.0)
+    assert not component(client, "searcher").alive, "silence is noticed"
     assert component(client, "searcher").wait is None
     assert values(buffer.url, "tba_component_wait_seconds") == {}
     assert values(buffer.url, "tba_components_silent")[("searcher",)] == 1
     beat(client, "s-1", "searcher", state="ended")
-    until("its end too", lambda: not component(client, "searcher").alive)
+    later(client, 1001.0)
+    assert not component(client, "searcher").alive, "its end too"
     assert values(buffer.url, "tba_components_silent")[("searcher",)] == 0
 
 
 def test_ages_are_those_of_the_newest_beat_and_late_waits_show(serve_buffer: ServeBuffer) -> None:  # noqa: F811
-    buffer = serve_buffer()
+    buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0})
     client = buffer.client()
     assert ("trainer",) not in values(buffer.url, "tba_component_heartbeat_age_seconds")
     beat(client, "t-1", "trainer")
-    until("a second passes", lambda: component(client, "trainer").heartbeat_age_s > 1.0)
+    later(client, 100.0)
     old_s = component(client, "trainer").heartbeat_age_s
     beat(client, "t-2", "trainer", wait=Wait(name="batch", for_s=50.0, deadline_in_s=-20.0))
     assert values(buffer.url, "tba_component_heartbeat_age_seconds")[("trainer",)] < old_s
@@ -234,3 +241,20 @@ def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:  #
     assert values(buffer.url, "tba_trainer_gauge") == {("loss",): 0.5}
     beat(client, "t-2", "trainer", gauges={f"g{i}": 1.0 for i in range(200)})
     assert len(values(buffer.url, "tba_trainer_gauge")) == tba_buffer.component_gauges.MAX_NAMES
+
+
+def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays_counted(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    redis: RedisProcess,  # noqa: F811
+) -> None:
+    monkeypatch.setattr(tba_buffer.trainer_waits, "MAX_TRAINERS", 3)
+    buffer = serve_buffer()
+    client = buffer.client()
+    for number in range(6):
+        trainer_waited(client, f"t-{number}", 100.0 + number, rollouts=2.0)
+    trainer_waited(client, "t-5", 105.0, rollouts=3.0)
+    with Redis.from_url(redis.url) as known:
+        fields: Any = known.hkeys(Keys("test").trainer_waits)
+    assert sorted(field for field in fields if field.startswith(b"seen:")) == [b"seen:t-3", b"seen:t-4", b"seen:t-5"]
+    assert waited(buffer, "rollouts") == 13.0

@@ -109,11 +109,11 @@ def test_a_batch_is_whole_however_much_is_evicted_meanwhile(
     with ThreadPoolExecutor(3) as pool:
         pushes = [pool.submit(push_on)]
         try:
-            ahead = [pool.submit(client.draw_batch, request_of(lineage, step, 20.0)) for step in (1, 2)]
+            ahead = [pool.submit(client.draw_batch, request_of(lineage, step, 60.0)) for step in (1, 2)]
             for step in range(1, num_steps + 1):
                 batches.append(ahead.pop(0).result())
                 client.ack(batches[-1].batch_id, AckRequest(lineage=1, step=step, token=lineage.token))
-                ahead.append(pool.submit(client.draw_batch, request_of(lineage, step + 2, 20.0)))
+                ahead.append(pool.submit(client.draw_batch, request_of(lineage, step + 2, 60.0)))
             for future in ahead:
                 future.result()
         finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tba.api import (
@@ -18,7 +16,7 @@ from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, FencedError, NotFoundError
 from tba.versions import PolicyVersion
 from tests.support.buffer import make_prompts, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
 from tests.support.leasing import lease, request_eval
 
 
@@ -89,12 +87,12 @@ def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer
 def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_counts_once(
     serve_buffer: ServeBuffer,  # noqa: F811
 ) -> None:
-    client = serve_buffer(buffer={"lease_s": 0.3}).client()
+    client = serve_buffer(buffer={"lease_s": 10.0}).client()
     client.upload_prompts(make_prompts(1, 3))
     lineage = start_lineage(client)
     info = request_eval(client, lineage)
     old = lease(client, 6).leases
-    time.sleep(0.4)
+    later(client, 11.0)
     new = lease(client, 6, "s2").leases
     assert {item.visit_id for item in old} == {item.visit_id for item in new}
     report(client, old[0], [0.0, 0.0])
@@ -109,10 +107,10 @@ def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1, 3))
     lineage = start_lineage(client)
-    info = request_eval(client, lineage, timeout_s=0.2)
+    info = request_eval(client, lineage, timeout_s=1000.0)
     old = lease(client, 2).leases
     report(client, old[0], [1.0, 1.0])
-    time.sleep(0.3)
+    later(client, 1001.0)
     with pytest.raises(ConflictError, match="has expired, so its results are not taken"):
         report(client, old[1], [1.0])
     expired = client.get_eval(info.eval_id)

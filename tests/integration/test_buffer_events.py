@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 import tba_buffer.event_stream
@@ -20,6 +21,7 @@ from tba.cli.main import main
 from tba.clients import BufferClient
 from tba.config import LiveSettings
 from tba.errors import BusyError, UnauthorizedError, UnavailableError
+from tba.tokens import TokensFile
 from tba.wire import Heartbeat, Wait
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
@@ -293,6 +295,31 @@ def test_who_may_follow(serve_buffer: ServeBuffer) -> None:  # noqa: F811
             else:
                 with pytest.raises(UnauthorizedError):
                     next(events)
+
+
+def test_a_stream_ends_when_its_token_is_taken_away(serve_buffer: ServeBuffer, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(TOKENS))
+    buffer = serve_buffer(tokens=TokensFile(path))
+    trainer, viewer = (buffer.client(token=TOKENS[role]) for role in ("trainer", "viewer"))
+    follower = Follower(viewer.events())
+    follower.find("the run", lambda event: event.event == "run")
+    path.write_text(json.dumps({**TOKENS, "viewer": "viewer-token-9876543210"}))
+
+    def is_refused() -> bool:
+        try:
+            viewer.run()
+        except UnauthorizedError:
+            return True
+        return False
+
+    until("the buffer has read the new file", is_refused)
+    lineage = start_lineage(trainer)
+    trainer.command("pause", RunCommand(reason="not for everybody", token=lineage.token))
+    until("the stream has ended", follower.ended)
+    assert "not for everybody" not in str(follower.events)
+    endings = values(buffer.url, "tba_event_streams_ended_total")
+    assert endings[("unauthorized",)] == 1.0
 
 
 # ---- tba status --follow --------------------------------------------------------------------------------------------

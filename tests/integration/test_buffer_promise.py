@@ -215,7 +215,7 @@ async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_p
         with Client.from_url(redis.url) as admin:
             for i in range(200):
                 admin.set(f"key-{i}", b"x" * 10_000)
-            admin.config_set("rdb-key-save-delay", 2000)  # microseconds per key: slows the rewrite down
+            admin.config_set("rdb-key-save-delay", 5000)  # microseconds per key: slows the rewrite down
             admin.config_set("appendonly", "yes")
             assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
             await promise.check_at_start()
@@ -235,7 +235,7 @@ async def test_the_first_rewrite_of_a_file_that_is_whole_refuses_nothing(tmp_pat
                 pytest.skip("Redis 7 does not tell it from a file that was just turned on")
             for i in range(200):
                 admin.set(f"key-{i}", b"x" * 10_000)
-            admin.config_set("rdb-key-save-delay", 100_000)
+            admin.config_set("rdb-key-save-delay", 300_000)
             admin.config_set("auto-aof-rewrite-min-size", "1mb")
             until("the rewrite", lambda: admin.info("persistence")["aof_rewrite_in_progress"])
             await promise.check_at_start()
@@ -252,7 +252,7 @@ async def test_the_first_rewrite_of_a_file_that_is_whole_refuses_nothing(tmp_pat
 def test_pushes_go_on_while_the_file_is_rewritten(world: World, by_hand: bool) -> None:
     for i in range(200):
         world.admin.set(f"key-{i}", b"x" * 10_000)
-    world.admin.config_set("rdb-key-save-delay", 100_000)
+    world.admin.config_set("rdb-key-save-delay", 300_000)
     if by_hand:
         world.admin.bgrewriteaof()
     else:
@@ -276,7 +276,7 @@ async def test_a_file_that_was_turned_on_again_is_waited_for_although_there_was_
             for i in range(200):
                 admin.set(f"key-{i}", b"x" * 10_000)
             admin.config_set("appendonly", "no")
-            admin.config_set("rdb-key-save-delay", 2000)
+            admin.config_set("rdb-key-save-delay", 5000)
             admin.config_set("appendonly", "yes")
             assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
             await promise.check_at_start()

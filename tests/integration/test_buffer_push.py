@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -19,6 +20,7 @@ from tba.wire import MAX_ROLLOUTS_PER_PUSH, encode_push, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
+from tests.support.waiting import DEADLINE_S
 
 
 def outcomes(reply: PushReply) -> list[str]:
@@ -229,7 +231,8 @@ def test_pushes_are_refused_while_redis_does_not_promise_durability(
 
 def wait_for_push(client: BufferClient, *, accepted: bool) -> str | None:
     """Push until a push is accepted, or until one is refused; answers why it was refused."""
-    for _ in range(200):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
         try:
             client.push(make_payloads(["train-0"], per_prompt=1))
             if accepted:
@@ -238,7 +241,7 @@ def wait_for_push(client: BufferClient, *, accepted: bool) -> str | None:
             if not accepted:
                 return str(error)
         threading.Event().wait(0.05)
-    raise AssertionError(f"no push was {'accepted' if accepted else 'refused'} within 10 s")
+    raise AssertionError(f"no push was {'accepted' if accepted else 'refused'} within {DEADLINE_S:g} s")
 
 
 def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> None:  # noqa: F811

@@ -27,7 +27,7 @@ def buffer(serve_buffer: ServeBuffer) -> BufferThread:  # noqa: F811
 
 
 def problem(buffer: BufferThread, query: str) -> tuple[int, str]:
-    reply = httpx2.get(f"{buffer.url}/v1/rollouts{query}")
+    reply = httpx2.get(f"{buffer.url}/v1/rollouts{query}", timeout=60)
     assert reply.headers["content-type"] == "application/problem+json"
     return reply.status_code, reply.json()["detail"]
 

@@ -59,7 +59,7 @@ def test_without_a_scored_rollout_a_sample_is_asked_to_come_back(serve_buffer: S
     with pytest.raises(BusyError) as caught:
         client.sample(1)
     assert caught.value.wait == "rollouts"
-    answer = httpx2.post(f"{buffer.url}/v1/samples", json={"num": 1})
+    answer = httpx2.post(f"{buffer.url}/v1/samples", json={"num": 1}, timeout=60)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert (answer.json()["wait"], answer.json()["retry_after_s"]) == ("rollouts", 0.25)
 
@@ -73,7 +73,7 @@ def test_a_sample_of_an_impossible_size_or_seed_is_refused(
     body: dict,
     field: str,
 ) -> None:
-    answer = httpx2.post(f"{serve_buffer().url}/v1/samples", json=body)
+    answer = httpx2.post(f"{serve_buffer().url}/v1/samples", json=body, timeout=60)
     assert (answer.status_code, field in answer.json()["detail"]) == (422, True)
 
 

@@ -169,7 +169,8 @@ class EvictingStore(FileStore):
         super().put(key, data, create_only=create_only)
 
     async def _push(self) -> None:
-        assert not self._buffer.context.mutating.locked()
+        async with asyncio.timeout(60), self._buffer.context.mutating:  # the upkeep may have it, for a moment
+            pass
         await self._world.push(10)
         self.num_pushes += 1
 

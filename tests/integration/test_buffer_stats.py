@@ -25,7 +25,7 @@ Labels = frozenset[tuple[str, str]]
 
 def metrics_of(buffer: BufferThread) -> dict[tuple[str, Labels], float]:
     """Every sample of /metrics: (name, labels) -> value."""
-    text = httpx2.get(f"{buffer.url}/metrics").text
+    text = httpx2.get(f"{buffer.url}/metrics", timeout=60).text
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -192,7 +192,7 @@ def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:  # no
 
 
 def test_the_operations_page_lists_every_metric_and_no_other(serve_buffer: ServeBuffer) -> None:  # noqa: F811
-    text = httpx2.get(f"{lived_in(serve_buffer(**SECTIONS)).url}/metrics").text
+    text = httpx2.get(f"{lived_in(serve_buffer(**SECTIONS)).url}/metrics", timeout=60).text
     in_code = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
     in_code = {name for name in in_code if not name.endswith("_created")}
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()

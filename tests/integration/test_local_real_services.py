@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.local_workplace import FAKES, ROOT, Workplace, wait_until
+from tests.support.local_workplace import DEADLINE_S, FAKES, ROOT, Workplace, wait_until
 
 
 def path_with_real_services(tmp_path: Path) -> str:
@@ -40,7 +40,7 @@ def test_a_run_is_looked_at_paused_resumed_stopped_and_written_up(tmp_path):
         refused = place.tba("prompts", "upload", "missing.jsonl")
         assert refused.returncode == 2
         assert place.tba("stop", "--reason", "enough").returncode == 0
-        out, err = started.communicate(timeout=60)
+        out, err = started.communicate(timeout=DEADLINE_S)
     finally:
         place.close()
     assert started.returncode == 0, out + err

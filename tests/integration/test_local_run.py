@@ -35,6 +35,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, subpr
     return place, done
 
 
+def command_of(pid: int) -> str:
+    """The command line of a process; of one that has ended, nothing."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def wait_for_step_2(place: Workplace) -> None:
     """A trainer that waits at step 2 has done it, and every child is up."""
     path = place.folder / "logs" / "trainer.log"
@@ -120,7 +128,10 @@ def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
     (place.path / "recipe.toml").write_text(RECIPE.replace("num_steps = 6", "num_steps = 99"))
     wrong_seed = place.run("--resume", "--seed", "6")
     assert wrong_seed.returncode == 2
-    assert "began with seed 5, not 6" in wrong_seed.stderr
+    assert "began with seed 5, not 6; leave out --seed" in wrong_seed.stderr
+    set_seed = place.run("--resume", "--set", "run.seed=6")
+    assert set_seed.returncode == 2
+    assert "began with seed 5, not 6; leave out --set run.seed" in set_seed.stderr
     assert place.run("--resume", "--set", "trainer.num_steps=8").returncode == 0
     assert place.summary()["steps"] == 8
     assert place.summary()["seed"] == 5
@@ -170,11 +181,17 @@ def test_a_run_outlives_the_reader_of_its_output(place):
 
 
 def test_a_searcher_that_keeps_dying_is_restarted_and_then_left_out(place):
-    done = place.run("--set", "local.max_searcher_restarts=1", "--set", "trainer.num_steps=150", FAKE_SEARCHER="die")
-    assert done.returncode == 0, done.stderr
-    assert "searcher-0 died (exit code 7)" in done.stdout
-    assert "starting it again (1 of 1 restarts)" in done.stdout
-    assert "the run goes on with 1" in done.stdout
+    words = ("--set", "local.max_searcher_restarts=1")
+    started = place.start(*words, FAKE_SEARCHER="die", FAKE_TRAINER="wait-for-go")
+    path = place.folder / "logs" / "searcher-0.log"
+    wait_until("its second death", lambda: path.exists() and path.read_text().count("nice") == 2)
+    wait_until("it is gone", lambda: len([p for p in place.children() if "tba_searcher" in command_of(p)]) == 1)
+    (place.folder / "go").touch()
+    out, err = started.communicate(timeout=DEADLINE_S)
+    assert started.returncode == 0, err
+    assert "searcher-0 died (exit code 7)" in out
+    assert "starting it again (1 of 1 restarts)" in out
+    assert "the run goes on with 1" in out
     assert place.log("searcher-0").count("nice") == 2
 
 
@@ -190,7 +207,7 @@ def test_a_service_that_dies_stops_the_run_at_once(place, name):
     started = place.start(FAKE_TRAINER="wait-at-2")
     wait_for_step_2(place)
     pattern = "redis-server" if name == "redis" else f"tba_{name}"
-    (pid,) = [p for p in place.children() if pattern in Path(f"/proc/{p}/cmdline").read_text()]
+    (pid,) = [p for p in place.children() if pattern in command_of(p)]
     os.kill(pid, signal.SIGKILL)
     _, err = started.communicate(timeout=DEADLINE_S)
     assert started.returncode == 1

@@ -38,7 +38,7 @@ def reward_service(stack: Stack, folder: Path, value: int) -> Iterator[None]:
     def is_ready() -> bool:
         assert process.poll() is None, (folder / "reward.log").read_text()
         try:
-            return httpx2.get(f"{stack.recipe.reward_url}/readyz").status_code == 200
+            return httpx2.get(f"{stack.recipe.reward_url}/readyz", timeout=60).status_code == 200
         except httpx2.TransportError:
             return False
 

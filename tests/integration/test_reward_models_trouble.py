@@ -83,7 +83,15 @@ async def test_what_kills_or_hangs_the_process_fails_alone_and_the_others_are_sc
     assert "longer than 3.0 s" in hung.detail
     assert not process.is_running()
     assert forked
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in forked)
+    await until(lambda: not any(map(is_alive, forked)))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def test_cancelled_items_are_given_up_and_their_place_is_free(poisoned):

@@ -20,7 +20,7 @@ import pytest
 
 from tba.api import ScoreItem
 from tba.clients.reward import RewardClient
-from tests.support.s3_server import free_port
+from tests.support.redis_process import free_port
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -60,13 +60,13 @@ class Service:
                 stderr=log,
             )
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 180.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         last = "no answer"
         while time.monotonic() < deadline_s:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                answer = httpx2.get(f"{self.url}/readyz")
+                answer = httpx2.get(f"{self.url}/readyz", timeout=60)
                 if answer.status_code == 200:
                     return
                 last = answer.text
@@ -173,7 +173,7 @@ def test_a_request_that_is_wrong_as_a_whole_is_a_problem_document(
 
 
 def test_every_reward_and_its_health_can_be_seen(service: Service) -> None:
-    rewards = httpx2.get(f"{service.url}/v1/rewards").json()["rewards"]
+    rewards = httpx2.get(f"{service.url}/v1/rewards", timeout=60).json()["rewards"]
     health = {reward["task"]: reward["health"] for reward in rewards if reward["task"] != "math"}
     assert health == dict.fromkeys(["addition", "exact", "gsm8k", "make_n", "slow"], "ok")
     (scorer,) = next(reward["scorers"] for reward in rewards if reward["task"] == "slow")
@@ -182,7 +182,7 @@ def test_every_reward_and_its_health_can_be_seen(service: Service) -> None:
 
 def test_metrics_show_tasks_and_results(service: Service) -> None:
     post(service, {"items": [item(0), item(1, task="gsm8k", answer="none")]})
-    text = httpx2.get(f"{service.url}/metrics").text
+    text = httpx2.get(f"{service.url}/metrics", timeout=60).text
     assert 'tba_reward_verifications_total{result="scored",task="addition"}' in text
     assert 'tba_reward_verifications_total{result="bad_data",task="gsm8k"}' in text
     assert 'tba_reward_seconds_bucket{le="0.001",task="addition"}' in text
@@ -206,14 +206,14 @@ def test_a_scorer_that_cannot_be_loaded_keeps_the_service_unready_and_is_named(t
         detail = "no answer yet"
         while "no GPU" not in detail and time.monotonic() < deadline_s:
             try:
-                answer = httpx2.get(f"{service.url}/readyz")
+                answer = httpx2.get(f"{service.url}/readyz", timeout=60)
                 assert answer.status_code == 503
                 detail = answer.json()["detail"]
             except httpx2.TransportError:
                 time.sleep(0.05)
         assert detail.startswith("broken: python: ")
         assert "could not be loaded: RuntimeError: no GPU" in detail  # another task may be starting still
-        assert httpx2.get(f"{service.url}/livez").status_code == 200
+        assert httpx2.get(f"{service.url}/livez", timeout=60).status_code == 200
         results = post(service, {"items": [item(0), item(1, task="broken")]}).json()["results"]
         assert results[0]["reward"] == 1.0, "the others are scored"
         assert results[1]["error"]["reason"] == "exception"
@@ -258,10 +258,10 @@ def test_no_worker_outlives_the_service(tmp_path: Path, end: signal.Signals, res
         assert int(pid_file.read_text()) in children
         assert len(children) >= 3, "two workers and their nursery"
         service.process.send_signal(end)
-        code = service.process.wait(timeout=30)
+        code = service.process.wait(timeout=60)
         assert code in (0, -end), service.log.read_text()
         assert "Traceback" not in service.log.read_text()
-        deadline_s = time.monotonic() + 15
+        deadline_s = time.monotonic() + 60
         while (alive := [pid for pid in children if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         assert alive == []

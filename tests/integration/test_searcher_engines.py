@@ -32,11 +32,12 @@ def by_vllm(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
+    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
     environ = {
         **os.environ,
         **ENVIRON,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "VLLM_CACHE_ROOT": str(pytestconfig.cache.mkdir("vllm")) if pytestconfig.cache else "",
+        "VLLM_CACHE_ROOT": str(cache.mkdir("vllm")) if cache else "",
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.engine_cases", str(tmp_path_factory.mktemp("vllm"))],

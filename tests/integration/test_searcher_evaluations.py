@@ -34,7 +34,7 @@ def evaluate(world: World, version: PolicyVersion) -> EvalInfo:
             num_prompts=NUM_HELDOUT,
             num_samples=NUM_SAMPLES,
             success_reward=0.0,  # every known score succeeds
-            timeout_s=60.0,
+            timeout_s=300.0,
             pass_at=[2],
         )
     )

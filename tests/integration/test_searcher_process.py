@@ -59,7 +59,7 @@ def request_eval(world: World, version: PolicyVersion, *, num_prompts: int) -> s
         num_prompts=num_prompts,
         num_samples=2,
         success_reward=1.0,
-        timeout_s=60,
+        timeout_s=300,
     )
     return world.client.request_eval(request).eval_id
 
@@ -195,7 +195,7 @@ def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world)
 
 
 def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_world):
-    world: World = make_world(buffer={"lease_s": 3.0}, searcher={"score_retry_s": 10.0})
+    world: World = make_world(buffer={"lease_s": 6.0}, searcher={"score_retry_s": 10.0})
     process = world.start_searcher()  # there is no reward service: a visit waits for its scores
     world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
     stats = world.client.stats()

@@ -15,7 +15,7 @@ import pytest
 from tba import watched_file
 from tba.clients.http import ServiceClient
 from tba.config import Recipe, load_recipe
-from tba.errors import ConfigError, UnauthorizedError, UnavailableError
+from tba.errors import ConfigError, TlsError, UnauthorizedError, UnavailableError
 from tba.local.readiness import wait_until_ready
 from tba.service.certificate import Certificate
 from tba.tokens import client_token, server_tokens
@@ -63,21 +63,21 @@ def test_clients_trust_the_authority_of_the_recipe_alone(served: ServedApp) -> N
     with pytest.raises(ConfigError, match=r"its certificate is not accepted \(.*\); correct tls.cert_file"):
         asyncio.run(wait_until_ready(served.url, str(TLS_FOLDER / "other.crt")))
     for untrusted in (TLS_FOLDER / "other.crt", None):
-        with pytest.raises(UnavailableError, match=r"is not trusted \(.*\); tls.ca_file must hold the authority"):
+        with pytest.raises(TlsError, match=r"is not trusted \(.*\); (set )?tls.ca_file .* the authority"):
             ask(served, ca=untrusted)
-    with pytest.raises(UnavailableError, match="does not answer"):
+    with pytest.raises(TlsError, match="speaks TLS: write https:// for it"):
         ask(served, served.url.replace("https", "http"))
     with pytest.raises(ConfigError, match="holds no certificate in PEM format"):
         ask(served, ca=TLS_FOLDER / "README.md")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         ask(served, ca=TLS_FOLDER / "nowhere.crt")
-    with ServedApp(TOKENS) as plain, pytest.raises(UnavailableError, match=r"is it an http service?"):
+    with ServedApp(TOKENS) as plain, pytest.raises(TlsError, match=r"does not speak TLS .*; write http:// for it"):
         ask(plain, plain.url.replace("http", "https"))
 
 
 def test_a_certificate_of_another_host_is_refused(tmp_path: Path) -> None:
     certificate = Certificate(*install("elsewhere", tmp_path))
-    with ServedApp(TOKENS, certificate) as app, pytest.raises(UnavailableError, match="must name this host"):
+    with ServedApp(TOKENS, certificate) as app, pytest.raises(TlsError, match="must name this host"):
         ask(app)
 
 
@@ -94,6 +94,28 @@ def test_a_renewed_certificate_is_shown_without_a_restart(
     shutil.copy(TLS_FOLDER / "renewed.key", tmp_path / "tls.key")
     until("the renewed certificate is shown", lambda: served.serial_number(AUTHORITY) != old)
     assert ask(served) == "ok"
+
+
+def test_a_client_that_had_answers_waits_for_a_renewal(served: ServedApp, tmp_path: Path) -> None:
+    client = ServiceClient(served.url, token=TOKENS["searcher"], retry_s=0, timeout_s=60, ca_file=str(AUTHORITY))
+
+    def answers() -> str:
+        pool = client._http.pool
+        assert pool is not None
+        if (kept := pool.get(block=False)) is not None:
+            kept.close()
+        pool.put(None)  # over a new connection
+        try:
+            return json.loads(client._call("GET", "/v1/small").content)["status"]
+        except UnavailableError as error:  # and not TlsError, which nobody waits out
+            return str(error)
+
+    assert answers() == "ok"
+    install("expired", tmp_path)
+    until("the expired certificate is shown", lambda: "has expired" in answers())
+    install("server", tmp_path)
+    until("the renewed one is", lambda: answers() == "ok")
+    client.close()
 
 
 def test_a_client_that_never_ends_its_handshake_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_kills_at_random_moments_change_no_bit_of_any_version(start_run: Callabl
     """Both run in processes of the same environment: the number of threads that OpenMP has may change the last bit."""
     chance = random.Random(7)
     whole, run = start_run("whole"), start_run("killed")
+    run.pace_s = 5 * MAX_DELAY_S  # between the call and the signal hardly a step is made, however fast the machine
     undisturbed = whole.start()
     for trial in range(NUM_KILLS):
         kill_at_a_random_call(run, chance, signal.SIGTERM if trial == 1 else signal.SIGKILL)

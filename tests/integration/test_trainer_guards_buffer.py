@@ -24,7 +24,7 @@ from tests.support.buffer import make_prompts
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
-from tests.support.waiting import until
+from tests.support.waiting import DEADLINE_S, until
 
 FINE = {"ess": 0.9, "log_ratio_token_mean": 0.0, "grad_norm": 1.0}
 FIRST_TIME = {
@@ -59,7 +59,7 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
     document: dict[str, Any] = buffer.recipe.model_dump()
     document["model"]["path"] = str(make_tiny_model(tmp_path / "model", hidden_size=32))
     document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
-    document["trainer"] |= {"num_steps": 10, "checkpoint_interval": 5, "retry_s": 5.0, "batch_wait_s": 20.0}
+    document["trainer"] |= {"num_steps": 10, "checkpoint_interval": 5, "retry_s": 120.0, "batch_wait_s": 120.0}
     document["trainer"] |= {"guards": GUARDS, "export": False, "learning_rate": {"value": 1e-3}}
     client, rng = buffer.client(), np.random.default_rng(0)
     client.upload_prompts(make_prompts(8, 4))
@@ -70,7 +70,7 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
     trainer = threading.Thread(
         target=train,
         args=(recipe,),
-        kwargs={"buffer": buffer.client(retry_s=5.0), "store": store, "stop": threading.Event()},
+        kwargs={"buffer": buffer.client(retry_s=120.0), "store": store, "stop": threading.Event()},
         daemon=True,
     )
     trainer.start()
@@ -80,7 +80,7 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
     assert paused.state_reason is not None
     assert paused.state_reason.startswith("step 2-9: grad_spike: the gradient norm is 1e+06")
     client.command("resume", RunCommand())
-    trainer.join(timeout=60)
+    trainer.join(timeout=DEADLINE_S)
 
     info = client.run()
     assert (info.state, info.step, info.parents) == ("done", 10, {1: "0-0", 2: "1-5"})

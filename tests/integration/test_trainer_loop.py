@@ -386,7 +386,7 @@ def test_a_paused_run_does_not_use_up_the_wait_for_a_batch(world: World, model: 
             raise BusyError("paused", retry_after_s=0.05, wait="run-paused")
 
     world.buffer.before = before
-    world.train(make_recipe(model, trainer={"batch_wait_s": 0.5}))
+    world.train(make_recipe(model, trainer={"batch_wait_s": 1.5}))
     assert world.buffer.state == "done"
     assert "run-paused" in {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
 

@@ -17,7 +17,7 @@ import pytest
 from tba_trainer.learner import Learner
 from tba_trainer.run import train
 
-from tba.api import LedgerEntry, LineageRequest, RunCommand
+from tba.api import LedgerEntry, LineageRequest, RunCommand, RunInfo
 from tba.clients import BufferClient
 from tba.config import load_recipe
 from tba.local.ledger import batch_entries
@@ -29,8 +29,10 @@ from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack
 from tests.support.listening import listening_ports
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
+from tests.support.waiting import DEADLINE_S, until
 
 NUM_STEPS = 40
+ENDLESS = "trainer.num_steps=100000"
 
 
 class Run:
@@ -47,8 +49,8 @@ class Run:
             "num_steps": NUM_STEPS,
             "sync_interval": 4,
             "checkpoint_interval": 5,
-            "retry_s": 10.0,
-            "batch_wait_s": 20.0,
+            "retry_s": 120.0,
+            "batch_wait_s": 120.0,
         }
         self.recipe_path = write_recipe(folder / "trainer.json", type(stack.recipe).model_validate(document))
         self.versions = WeightVersions(FileStore(folder / "store"), stack.recipe.run.name)
@@ -94,7 +96,7 @@ class Run:
         return (self.folder / f"trainer-{number}.log").read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if self.processes:
                 assert self.processes[-1].poll() is None, self.log(len(self.processes) - 1)
@@ -112,7 +114,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, model: Path) -> Iterator[Run]:
-    stack = start_stack(tmp_path, buffer={"batch_deadline_s": 30.0})
+    stack = start_stack(tmp_path, buffer={"batch_deadline_s": 120.0})
     run = Run(tmp_path, stack, model)
     try:
         run.fill()
@@ -129,39 +131,54 @@ def step_of(client: BufferClient) -> int:
     return client.run().step
 
 
+def is_past_a_checkpoint(info: RunInfo) -> bool:
+    return info.checkpoint is not None and info.step > PolicyVersion.parse(info.checkpoint).step
+
+
+def still(client: BufferClient) -> RunInfo | None:
+    """The run, if neither step nor checkpoint change any more."""
+    readings = [client.run()]
+    for _ in range(3):
+        time.sleep(0.1)
+        readings.append(client.run())
+    return readings[-1] if len({(info.step, info.checkpoint) for info in readings}) == 1 else None
+
+
 def test_a_run_that_is_killed_and_stopped_has_every_step_once_along_the_living_lineage(run: Run) -> None:
-    first = run.start()
-    run.until(lambda: run.client.run().checkpoint is not None and step_of(run.client) % 5 == 2)
+    first = run.start(ENDLESS)
+    run.until(lambda: is_past_a_checkpoint(run.client.run()))
     assert listening_ports(first.pid) == [], "a trainer of one process listens on nothing"
     first.kill()
     first.wait()
-    killed_at = run.client.run()
+    killed_at = until("what it had sent has taken effect", lambda: still(run.client))
+    assert killed_at is not None
     assert killed_at.checkpoint is not None
     resumed_from = PolicyVersion.parse(killed_at.checkpoint).step
-    second = run.start()
+    second = run.start(ENDLESS)
     run.until(lambda: run.client.run().lineage == 2 and step_of(run.client) >= resumed_from + 2)
     second.terminate()
-    assert second.wait(timeout=30) == 143, run.log(1)  # a Job must not count it as done
+    assert second.wait(timeout=DEADLINE_S) == 143, run.log(1)  # a Job must not count it as done
     stopped = run.client.run()
     assert stopped.state == "running"
     assert stopped.checkpoint == f"2-{stopped.step}"  # SIGTERM lost no step
-    third = run.start()
-    assert third.wait(timeout=60) == 0, run.log(2)
+    num_steps = stopped.step + 8
+    third = run.start(f"trainer.num_steps={num_steps}")
+    assert third.wait(timeout=DEADLINE_S) == 0, run.log(2)
     done = run.client.run()
     assert done.state == "done"
-    assert done.latest_version == f"3-{NUM_STEPS}"
+    assert done.latest_version == f"3-{num_steps}"
     assert done.parents == {1: "0-0", 2: f"1-{resumed_from}", 3: stopped.checkpoint}
     living = [entry for entry in run.ledger() if not entry.abandoned]
-    assert [entry.step for entry in living] == list(range(1, NUM_STEPS + 1))
-    assert run.versions.exists(PolicyVersion(3, NUM_STEPS))
+    assert [entry.step for entry in living] == list(range(1, num_steps + 1))
+    assert run.versions.exists(PolicyVersion(3, num_steps))
     assert "Traceback" not in "".join(run.log(i) for i in range(3))
 
 
 def test_a_second_trainer_fences_the_first_which_exits_with_code_3(run: Run) -> None:
-    process = run.start("trainer.num_steps=100000")
+    process = run.start(ENDLESS)
     run.until(lambda: step_of(run.client) >= 3)
     run.client.new_lineage(LineageRequest(trainer_id="another", parent="0-0"))
-    assert process.wait(timeout=30) == 3
+    assert process.wait(timeout=DEADLINE_S) == 3
     last_line = run.log(0).strip().splitlines()[-1]
     assert last_line.startswith("error: trainer: ")
     assert "a newer trainer start owns this run" in last_line
@@ -172,7 +189,7 @@ def test_a_stopped_run_ends_as_done_with_an_export(run: Run) -> None:
     thread = run.train_here(num_steps=100000)
     run.until(lambda: step_of(run.client) >= 3)
     run.client.command("stop", RunCommand(reason="enough"))
-    thread.join(timeout=60)
+    thread.join(timeout=DEADLINE_S)
     info = run.client.run()
     assert info.state == "done"
     assert info.latest_version == info.checkpoint == f"1-{info.step}"
@@ -193,12 +210,12 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint_in_a_new_lineage(
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "gradients", broken)
         patch.setattr(threading, "excepthook", lambda args: None)  # the thread ends with that error
-        run.train_here(**{"guards.non_finite.action": "fail"}).join(timeout=60)
+        run.train_here(**{"guards.non_finite.action": "fail"}).join(timeout=DEADLINE_S)
     failed = run.client.run()
     assert (failed.state, failed.step) == ("failed", 7)
     assert failed.state_reason is not None
     assert failed.state_reason.startswith("step 1-7: non_finite: the loss is nan")
-    run.train_here().join(timeout=60)
+    run.train_here().join(timeout=DEADLINE_S)
     done = run.client.run()
     assert (done.state, done.parents) == ("done", {1: "0-0", 2: "1-5"})
     living = [entry for entry in run.ledger() if not entry.abandoned]
@@ -210,11 +227,11 @@ def test_a_trainer_that_is_stopped_in_its_final_evaluation_can_be_resumed_to_the
     first = run.start("eval.timeout_s=600", "trainer.num_steps=6")
     run.until(lambda: any(wait.name == "final-evaluation" for wait in run.client.run().waits))
     first.terminate()
-    assert first.wait(timeout=30) == 143, run.log(0)
+    assert first.wait(timeout=DEADLINE_S) == 143, run.log(0)
     stopped = run.client.run()
     assert (stopped.state, stopped.checkpoint) == ("running", "1-6")
     second = run.start("trainer.num_steps=6")
-    assert second.wait(timeout=60) == 0, run.log(1)
+    assert second.wait(timeout=DEADLINE_S) == 0, run.log(1)
     done = run.client.run()
     assert (done.state, done.lineage, done.step, done.latest_version) == ("done", 2, 6, "2-6")
     assert "2-6" in {evaluation.version for evaluation in done.evals}
@@ -226,7 +243,7 @@ def test_the_buffer_may_be_killed_and_restarted_under_a_training_run(run: Run) -
     run.until(lambda: step_of(run.client) >= 3)
     run.stack.buffer.kill()
     run.stack.buffer.start()
-    thread.join(timeout=60)
+    thread.join(timeout=DEADLINE_S)
     assert run.client.run().state == "done"
     assert [entry.step for entry in run.ledger() if not entry.abandoned] == list(range(1, NUM_STEPS + 1))
 
@@ -240,7 +257,7 @@ def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2
     assert "unknown key 'trainer.step'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -251,6 +268,6 @@ def test_the_wait_of_a_paused_run_shows_in_the_run_and_ends_when_the_trainer_is_
     thread = run.train_here(batch_wait_s=500)
     run.until(lambda: any(wait.name == "run-paused" for wait in run.client.run().waits))
     run.stop.set()
-    thread.join(timeout=20)
+    thread.join(timeout=DEADLINE_S)
     assert not thread.is_alive()
     assert run.client.run().state == "paused"

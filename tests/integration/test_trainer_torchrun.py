@@ -71,7 +71,7 @@ def is_gone(pid: int) -> bool:
 def test_processes_that_torchrun_started_stop_die_and_are_continued_by_one(
     run: TrainerProcesses, tmp_path: Path
 ) -> None:
-    run.pace_s = 0.3
+    run.pace_s = 2.0
     # SIGTERM: the step is finished and saved, nothing is lost
     first = run.start(num_processes=2)
     run.at_call(at_step(run, 3), first.terminate)

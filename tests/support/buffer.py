@@ -23,6 +23,7 @@ from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
+from tests.support.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE_PATHS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward", "searcher", "trainer"))]
@@ -34,6 +35,7 @@ def make_recipe(*, run: str = "test", **sections: dict[str, Any]) -> Recipe:
         "run": {"name": run},
         "model": {"path": "models/none"},
         "data": {"generator": "addition"},
+        "objective": {"preset": "tb"},
         "sampling": {
             "prompts_per_batch": 4,
             "group_size": 4,
@@ -72,7 +74,7 @@ class BufferProcess:
                 stdout=log,
                 stderr=log,
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE_S
         while not _is_ready(self.url):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the buffer did not start: {self.log_path.read_text()[-3000:]}")

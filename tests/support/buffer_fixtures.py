@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,25 +14,38 @@ import uvicorn
 
 from tba.clients import BufferClient
 from tba.config import Recipe
+from tba.tokens import TokensFile
 from tests.support.buffer import make_recipe
 from tests.support.redis_process import RedisProcess, start_redis
+from tests.support.waiting import DEADLINE_S
+
+_served: dict[str, BufferThread] = {}
+"""By URL."""
 
 
 class BufferThread:
-    """A buffer that serves from a thread of this process, on a port of its own."""
+    """A buffer that serves from a thread of this process, on a port of its own.
 
-    def __init__(self, recipe: Recipe, tokens: dict[str, str] | None = None) -> None:
+    `ahead_s`: its wall clock is so many seconds ahead of this machine's.
+    """
+
+    def __init__(self, recipe: Recipe, tokens: dict[str, str] | TokensFile | None = None) -> None:
         from tba_buffer.app import build_app
+        from tba_buffer.buffer import Buffer
 
         from tba.service.protocol import BoundedHttpProtocol
         from tba.service.serve import bind
 
-        self.recipe = recipe
+        self.recipe, self.ahead_s = recipe, 0.0
         self._clients: list[BufferClient] = []
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        _served[self.url] = self
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tba_buffer.app.Buffer", partial(Buffer, clock=lambda: time.time() + self.ahead_s))
+            app = build_app(recipe, tokens)
         config = uvicorn.Config(
-            build_app(recipe, tokens),
+            app,
             http=BoundedHttpProtocol,
             log_config=None,
             access_log=False,
@@ -41,7 +55,7 @@ class BufferThread:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 raise RuntimeError("the buffer did not start")
@@ -68,6 +82,12 @@ class BufferThread:
         self._server.should_exit = True
         self._thread.join(timeout=20)
         self._socket.close()
+        _served.pop(self.url, None)
+
+
+def later(client: BufferClient, seconds: float) -> None:
+    """Let the wall clock of the buffer that this client asks jump ahead: deadlines pass without waiting for them."""
+    _served[client.base_url].ahead_s += seconds
 
 
 ServeBuffer = Callable[..., BufferThread]
@@ -90,7 +110,7 @@ def serve_buffer(redis: RedisProcess) -> Iterator[ServeBuffer]:
         client.flushall()
     started: list[BufferThread] = []
 
-    def serve(*, tokens: dict[str, str] | None = None, **sections: Any) -> BufferThread:
+    def serve(*, tokens: dict[str, str] | TokensFile | None = None, **sections: Any) -> BufferThread:
         sections["buffer"] = {"redis_url": redis.url, **sections.get("buffer", {})}
         started.append(BufferThread(make_recipe(**sections), tokens))
         return started[-1]

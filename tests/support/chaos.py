@@ -28,12 +28,15 @@ from tba.errors import BusyError, ServiceError, UnavailableError, VoidBatchError
 from tba.local.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tba.wire import decode_rollout, encode_rollout
 from tests.support.buffer import Stack, make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.waiting import until
 
 NUM_PROMPTS = 6
 NUM_PUSHERS = 3
 MARK_EVERY = 3
 NUM_TRIALS = int(os.environ.get("CHAOS_TRIALS", "1"))
-RECOVERY_S = 60.0
+RECOVERY_S = 180.0
+MOST_THAT_FILL = 1000
+"""A buffer of so many rollouts is full before the fault."""
 Fault = Callable[[Stack, random.Random], None]
 
 
@@ -153,6 +156,8 @@ class Trial:
     num_tokens: int = 3
     extra: dict[bytes, bytes] = field(default_factory=dict)
     """Rollouts that the fault pushes by itself: id -> payload."""
+    with_base: bool = False
+    """The load goes on until the upkeep has written a base."""
     load: list[Pusher] = field(default_factory=list)
     trainer: Trainer = field(init=False)
 
@@ -169,13 +174,18 @@ class Trial:
         for thread in (*self.load, self.trainer):
             thread.start()
         time.sleep(rng.uniform(0.2, before_s))
+        most = self.stack.recipe.buffer.max_rollouts
+        if most <= MOST_THAT_FILL:  # it is to evict when the fault comes, however slow this machine is
+            until("it evicts", lambda: sum(len(pusher.acked) for pusher in self.load) > 1.25 * most)
         fault(self.stack, rng)
         self._until_it_goes_on()
         time.sleep(after_s)
+        if self.with_base:
+            until("a base is written", lambda: client.stats().base_position > 0)
         for thread in (*self.load, self.trainer):
             thread.over.set()
         for thread in (*self.load, self.trainer):
-            thread.join(timeout=30)
+            thread.join(timeout=RECOVERY_S)
             assert not thread.is_alive(), f"{thread.name} hangs"
         return self.check()
 

@@ -104,7 +104,7 @@ def _start_reward(folder: Path, recipe: Path, url: str) -> _Process:
             stderr=log,
         )
     try:
-        until("the reward service is ready", lambda: process.poll() is not None or _is_ready(url), deadline_s=60)
+        until("the reward service is ready", lambda: process.poll() is not None or _is_ready(url))
         assert process.poll() is None, (folder / "reward.log").read_text()[-2000:]
     except BaseException:
         process.kill()

@@ -28,6 +28,8 @@ from tests.support.waiting import DEADLINE_S, until
 RUN = "tiny"
 ENDLESS = 1_000_000
 """`trainer.num_steps` of runs that a test ends itself."""
+NUM_STILL = 4
+"""Equal readings after which what a frozen process had sent has taken effect."""
 T = TypeVar("T")
 
 
@@ -161,8 +163,8 @@ class Place:
 
     def pid(self, child: str) -> int:
         """The process of a child: `trainer`, `buffer`, `searcher-0`, ..."""
-        (found,) = until(f"one process {child}", lambda: self._pids(child))
-        return found
+        # one at a time: a process that has just been forked has the command line of its parent for a moment
+        return until(f"one process {child}", lambda: sum(found) if len(found := self._pids(child)) == 1 else 0)
 
     def pids(self) -> list[int]:
         """Every process that names this run folder in its command line or, like Redis, works in it."""
@@ -222,18 +224,48 @@ class Place:
         return [sys.executable, "-m", "tba.cli.main", *words]
 
 
-def freeze_when(pid: int, what: str, condition: Callable[[], T]) -> T:
-    """SIGSTOP a process at a moment when `condition` holds, and leave it stopped."""
+def freeze_when(
+    pid: int, what: str, client: BufferClient, condition: Callable[[], T], *, same: Callable[[T], object]
+) -> T:
+    """SIGSTOP a process at a moment when `condition` holds, and leave it stopped.
+
+    Args:
+        client: of the buffer, which answers between the readings: so it has also dealt with what came before.
+        same: what of the value must not change any more. What the process has sent already takes effect first.
+    """
 
     def stopped_in_time() -> T:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.3)  # what it has sent already takes effect
-        value = condition()
-        if not value:
+        readings = [condition()]
+        while len(readings) < NUM_STILL or any(same(value) != same(readings[-1]) for value in readings[-NUM_STILL:]):
+            time.sleep(0.1)
+            client.run()
+            readings.append(condition())
+        if not readings[-1]:
             os.kill(pid, signal.SIGCONT)
-        return value
+        return readings[-1]
 
     return until(what, stopped_in_time)
+
+
+def stands_at(info: RunInfo | None) -> object:
+    """Where the trainer has brought the run; for `freeze_when`."""
+    return info and (info.lineage, info.step, info.checkpoint, info.latest_version)
+
+
+def searchers_at_rest(info: RunInfo) -> bool:
+    """In a paused run: every searcher has said that it holds nothing and gets nothing, so it makes nothing more."""
+    held = ("active_slots", "waiting_requests", "queued_rollouts", "unpushed")
+    return all(
+        item.wait is not None and item.wait.name == "run-paused" and not any(item.gauges[name] for name in held)
+        for item in info.components
+        if item.kind == "searcher"
+    )
+
+
+def trainer_at_rest(info: RunInfo) -> bool:
+    """In a paused run: the trainer has said that it waits for a batch, so no step is under way."""
+    return any((wait.kind, wait.name) == ("trainer", "run-paused") for wait in info.waits)
 
 
 def stored_rollouts(redis_url: str, run: str = RUN) -> dict[bytes, bytes]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "integration" / "local_fakes"
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 RECIPE = """
 [run]
@@ -33,8 +33,8 @@ num_steps = 6
 sync_interval = 1
 [local]
 nice_searchers = 5
-stop_timeout_s = 5
-start_timeout_s = 30
+stop_timeout_s = 60
+start_timeout_s = 120
 """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -12,7 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tba.local.redis_server import START_SCRIPT
+from tests.support.waiting import DEADLINE_S
+
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
+
+
+_RANDOM = random.SystemRandom()
+"""Whatever a test does to the seeds: processes that test at the same time must not draw the same ports."""
+_given: set[int] = set()
+"""Ports that this process has been told."""
 
 
 def redis_server_path() -> str:
@@ -26,10 +37,16 @@ def redis_server_path() -> str:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port that was free a moment ago, and that the system gives to no connection of anybody meanwhile."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [port for port in range(10_240, 65_536) if not first <= port <= last] or range(first, last + 1)
+    while True:
+        port = _RANDOM.choice(others)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            if port not in _given:
+                sock.bind(("127.0.0.1", port))
+                _given.add(port)
+                return port
 
 
 @dataclass
@@ -41,6 +58,8 @@ class RedisProcess:
     options: Sequence[str] = DURABLE
     environ: Mapping[str, str] = field(default_factory=dict)
     """More environment variables of the process."""
+    as_we_start_it: bool = True
+    """False: a Redis that somebody else runs, which mends a torn file in its own way."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property
@@ -53,13 +72,14 @@ class RedisProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "redis.log").open("ab") as log:
             place = ("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder))
+            start = ("sh", str(START_SCRIPT)) if self.as_we_start_it else ()
             self.process = subprocess.Popen(
-                [redis_server_path(), *place, *self.options],
+                [*start, redis_server_path(), *place, *self.options],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.environ},
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_S
         while not _answers(self.port):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"redis-server did not start: {(self.folder / 'redis.log').read_text()[-2000:]}")

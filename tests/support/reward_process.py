@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.buffer import SERVICE_PATHS, make_recipe, write_recipe
 from tests.support.redis_process import free_port
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def reward_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             stdout=log,
             stderr=log,
         )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
     try:
         while not _is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,15 +16,10 @@ from pathlib import Path
 from boto3.session import Session
 from botocore.config import Config
 
+from tests.support.redis_process import free_port
+
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret"}
 CODES = {302: "Found", 403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}
-
-
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class S3Server:
@@ -37,7 +31,7 @@ class S3Server:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, timeout_s: float = 60.0) -> None:
+    def start(self, *, timeout_s: float = 180.0) -> None:
         """Start, and wait until it answers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MINISTACK_"))}

@@ -24,6 +24,8 @@ class TlsProxy:
         self._context.load_cert_chain(cert_file, key_file)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
+        self.num_connections = 0
+        """Made so far, whatever became of them."""
 
     def __enter__(self) -> TlsProxy:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -38,6 +40,7 @@ class TlsProxy:
                 plain, _ = self._listener.accept()
             except OSError:
                 return
+            self.num_connections += 1
             threading.Thread(target=self._serve, args=(plain,), daemon=True).start()
 
     def _serve(self, plain: socket.socket) -> None:

@@ -37,8 +37,8 @@ class TrainerProcesses:
         self.versions = WeightVersions(FileStore(folder / "store"), "demo")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pace_s = 0.0
-        """How long every ack takes from the next `at_call` on: a signal that takes its time must not find the run
-        done."""
+        """How long every ack takes once what `at_call` is asked for was done: a signal that takes its time must not
+        find the run done."""
 
     def start(self, *, num_processes: int = 1) -> subprocess.Popen[bytes]:
         """Start the trainer, in several processes by torchrun."""
@@ -59,7 +59,7 @@ class TrainerProcesses:
         done = threading.Event()
 
         def before(method: str) -> None:
-            if method == "ack":
+            if method == "ack" and done.is_set():
                 time.sleep(self.pace_s)
             if not done.is_set() and wanted(method):
                 done.set()

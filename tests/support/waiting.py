@@ -11,10 +11,10 @@ DEADLINE_S = 180.0
 T = TypeVar("T")
 
 
-def until(what: str, condition: Callable[[], T], *, deadline_s: float = DEADLINE_S) -> T:
+def until(what: str, condition: Callable[[], T], *, deadline_s: float = DEADLINE_S, every_s: float = 0.05) -> T:
     """Poll until `condition` holds, and return what it returned."""
     deadline = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
+        time.sleep(every_s)
     return value

@@ -61,7 +61,7 @@ def test_two_nodes_are_stopped_and_go_on_to_the_end(run: TrainerProcesses) -> No
             node.send_signal(signal.SIGTERM)
 
     stopped = run.at_call(lambda method: method == "ack" and len(run.buffer.acks) >= 3, stop)
-    run.pace_s = 0.2  # SIGTERM must not find the run done
+    run.pace_s = 1.0  # SIGTERM must not find the run done
     assert [node.wait(DEADLINE_S) for node in nodes] == [143, 143], logs(run)[-3000:]
     assert stopped.is_set()
     assert "Traceback" not in logs(run)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
+from types import SimpleNamespace
 
-from tba.api import RunInfo, SettingsInfo, WaitInfo
-from tba.cli.control import status_lines
+import pytest
+
+from tba.api import RunEvent, RunInfo, SettingsInfo, WaitInfo
+from tba.cli.control import status_command, status_lines
+from tba.cli.follow import Teller
 from tests.support.history_values import evaluation, stats
 
 INFO = {
@@ -98,3 +103,17 @@ def test_the_best_version_and_what_an_evaluation_measured_are_shown() -> None:
     known = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750, KL 2.000 on 64 held-out prompts"
     assert f"  evaluation of 1-2: {known}" in lines
     assert any(line.startswith("  best version 1-2: accuracy 0.500 on the 64") for line in lines)
+
+
+def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "no trainer: trainer-1 was last heard of 312 s ago, step 3; look at the trainer's log"
+    info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
+    client = SimpleNamespace(run=lambda: info, stats=stats, settings=make_settings, close=lambda: None)
+    monkeypatch.setattr("tba.cli.control.open_client", lambda _: client)
+    status_command(Namespace(follow=False, json=False))
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == r"run 'demo': running (a\x1b]0;owned\x07b\nc\x9b2J\u202ed), step 3, lineage 1"
+    assert second == f"  {note}"
+    assert Teller().lines(RunEvent(event="run", id="a-1", data=info.model_dump()))[1] == note

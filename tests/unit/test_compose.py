@@ -14,6 +14,7 @@ import yaml
 
 import tba
 from tba.config import load_recipe
+from tba.local.redis_server import START_SCRIPT
 from tba.tokens import load_tokens
 from tests.support.compose_files import ROOT, compose, environment
 
@@ -105,6 +106,10 @@ def test_redis_keeps_what_the_buffer_demands_and_only_the_buffer_reaches_it():
     command = GPU["services"]["redis"]["command"][-1]
     for words in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction", "requirepass"):
         assert words in command
+    # what a crash left written by half is cut off first, at every start of the container
+    assert "exec sh /usr/local/bin/start_redis.sh redis-server /tmp/redis.conf" in command
+    (script,) = (volume.split(":")[0] for volume in GPU["services"]["redis"]["volumes"] if "start_redis" in volume)
+    assert (ROOT / script) == START_SCRIPT
     assert GPU["networks"]["redis"]["internal"] is True
     inside = {name for name, service in GPU["services"].items() if "redis" in service.get("networks", [])}
     assert inside == {"redis", "buffer", "chaos"}

@@ -100,6 +100,15 @@ def load_recipe_of(text: str) -> Recipe:
         ({**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "seeed": 1}}}, "did you mean 'seed'"),
         ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
         (
+            {**MINIMAL, "searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}},
+            r"searcher\.tasks\.gms8k is for a task that nothing scores.*; known are addition, exact, gsm8k, make_n, "
+            r"math .*; did you mean 'gsm8k'\?",
+        ),
+        (
+            {**MINIMAL, "trainer": {"device": "cuda:0", "num_processes": 2}},
+            r"trainer\.device is 'cuda:0', a single one, and trainer\.num_processes is 2; give 'cuda'",
+        ),
+        (
             {**MINIMAL, "buffer": {"redis_password": "hunter2"}},
             r"unknown key 'buffer\.redis_password' \(value not shown\); did you mean 'redis_password_file'\?$",
         ),
@@ -119,14 +128,18 @@ def load_recipe_of(text: str) -> Recipe:
             r"key 'objective\.beta' has the value \{.*\}: a linear schedule needs `steps`",
         ),
         (
-            {**MINIMAL, "searcher": {"num_searchers": 0}, "objective": {"reference_placement": "searcher"}},
+            {
+                **MINIMAL,
+                "searcher": {"num_searchers": 0},
+                "objective": {"preset": "tb", "reference_placement": "searcher"},
+            },
             r"ref log-probs to searchers, and searcher\.num_searchers is 0",
         ),
         (
             {
                 **MINIMAL,
                 "run": {"name": "new", "snapshot": "old/end"},
-                "objective": {"reference_placement": "searcher"},
+                "objective": {"preset": "tb", "reference_placement": "searcher"},
             },
             r"rollouts of run\.snapshot = 'old/end' have none .*; choose \"trainer\"",
         ),

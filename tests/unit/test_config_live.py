@@ -59,7 +59,9 @@ def test_m_is_a_probability_and_the_sampling_temperature_above_0_at_every_step(
 
 def test_numbers_and_schedules_are_read_in_recipes() -> None:
     warm = {"kind": "wsd", "value": 1.5, "final": 0.5, "steps": 10, "warmup_steps": 2, "decay_steps": 4}
-    found = recipe(sampling={"most_on_policy_prob": 1}, searcher={"sampling_temperature": warm})
+    found = recipe(
+        objective={"preset": "tb"}, sampling={"most_on_policy_prob": 1}, searcher={"sampling_temperature": warm}
+    )
     assert found.sampling.most_on_policy_prob.at(99) == 1
     assert [found.searcher.sampling_temperature.at(step) for step in (0, 5, 10)] == pytest.approx([0.75, 1.5, 0.5])
 

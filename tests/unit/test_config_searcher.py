@@ -67,6 +67,7 @@ def test_a_resolved_recipe_with_a_temperature_mix_is_read_again_and_takes_no_liv
         "run": {"name": "r"},
         "model": {"path": "m"},
         "data": {"generator": "addition"},
+        "objective": {"preset": "tb"},
         "searcher": {"temperature_mix": mix},
     }
     recipe = parse_recipe(document, where="recipe.toml")

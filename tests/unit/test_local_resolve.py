@@ -143,7 +143,9 @@ def test_children_inherit_no_recipe_overrides():
 
 def test_redis_flags_keep_every_write_and_listen_on_loopback_only(tmp_path):
     words = redis_command("redis-server", port=5, folder=tmp_path)
-    flags = dict(zip(words[1::2], words[2::2], strict=True))
+    assert words[0] == "sh"
+    assert Path(words[1]).is_file()
+    flags = dict(zip(words[3::2], words[4::2], strict=True))
     assert flags["--appendfsync"] == "always"
     assert flags["--bind"] == "127.0.0.1"
     assert flags["--maxmemory-policy"] == "noeviction"

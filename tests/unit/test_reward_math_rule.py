@@ -292,6 +292,25 @@ def test_an_expression_that_differs_somewhere_is_another_one() -> None:
     assert same_exactly(x, x) is None
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("x+1=5", "ambiguous"),
+        ("x - 2 = 5", "ambiguous"),
+        ("-x = 5", "ambiguous"),
+        ("x = 5", 1.0),
+        ("x_1 = 5", 1.0),
+        ("a+b = 5", 1.0),
+        ("2+3 = 5", 1.0),
+        ("P(A) = 5", 1.0),
+        ("x+1 = 6", 0.0),
+    ],
+)
+def test_an_equation_is_its_right_side_only_if_it_is_solved(answer: str, expected: float | str) -> None:
+    outcome = scored(rf"\boxed{{{answer}}}", "5")
+    assert (outcome.reason if isinstance(outcome, Failure) else outcome) == expected
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.text(alphabet="0123456789x+-*/(){}\\,.frac", max_size=12))
 def test_no_answer_breaks_the_rule(answer: str) -> None:

@@ -56,6 +56,26 @@ def test_a_bad_item_has_an_error_of_its_own_and_spoils_no_other(
     assert detail in found.error.detail
 
 
+@pytest.mark.parametrize("depth", [101, 900, 1100, 100_000])
+def test_an_item_that_is_nested_too_deep_spoils_no_other(depth: int) -> None:
+    text = 'a "quoted, [text' * 3
+    fine = {**GOOD, "data": {"answer": json.loads("[" * 98 + json.dumps([text, "\\"]) + "]" * 98)}}
+    deep = json.dumps({**GOOD, "item_id": "deep", "data": {"a": [1, 2], "b": "HERE", "c": text}})
+    bad = deep.replace('"HERE"', '{"x": [' * (depth // 2) + "1, 2" + "]}" * (depth // 2))
+    bare = "[" * depth + "1, 2" + "]" * depth
+    items = [json.dumps(fine), bad, bare, json.dumps(fine), bad]
+    found = read(f'{{"items": [{", ".join(items)}]}}'.encode())
+    assert [each.item_id for each in found] == ["good", "deep", "item 2", "good", "deep"]
+    for each in (found[0], found[3]):
+        assert isinstance(each, ScoreItem)
+        assert each.data == fine["data"]
+    for each in (found[1], found[4]):
+        assert isinstance(each, ScoreResult)
+        assert each.error is not None
+        assert each.error.reason == "malformed"
+        assert each.error.detail.endswith("are nested more than 100 deep")
+
+
 def test_bytes_that_are_no_text_spoil_only_the_item_that_has_them() -> None:
     body = body_of(GOOD, {**GOOD, "response": "HERE"}, GOOD).replace(b"HERE", b"\xff\xfe\x80")
     first, found, last = read(body)
@@ -95,7 +115,9 @@ def test_numbers_of_any_size_are_taken() -> None:
         (b'{"items": {}}', "the body must be an object"),
         (b'{"items": []}', "items is empty"),
         (b'{"items": [1], "extra": 1}', "unknown key 'extra'"),
-        (b'{"items": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "the body is not JSON"),
+        (b"[" * 100_000 + b"]" * 100_000, "the body must be an object"),
+        (b'{"items": ' + b"[" * 100_000, "the body is not JSON"),
+        (b'{"items": ["' + b"[" * 100_000, "the body is not JSON"),
     ],
 )
 def test_a_body_that_is_no_request_is_refused_as_a_whole(body: bytes, sentence: str) -> None:

@@ -82,8 +82,8 @@ async def test_more_than_may_be_in_work_is_refused_and_accepted_again_later() ->
 async def test_a_request_that_takes_too_long_is_refused_and_frees_its_place() -> None:
     scorer = ScriptedScorer(1.0)
     scorer.gate.clear()
-    service = scoring(composition({"a": (scorer, {})}), request_timeout_s=0.05, max_pending_items=1)
-    with pytest.raises(UnavailableError, match=r"1 items were not all scored within 0\.05 s"):
+    service = scoring(composition({"a": (scorer, {})}), request_timeout_s=1.0, max_pending_items=1)
+    with pytest.raises(UnavailableError, match="1 items were not all scored within 1 s"):
         await service.score([item(0)])
     scorer.gate.set()
     assert reasons(await service.score([item(0)])) == [None]

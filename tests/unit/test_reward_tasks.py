@@ -15,7 +15,7 @@ from tba_reward.scorers.base import Tools
 from tba_reward.workers.pool import WorkerPool
 
 from tba.config import Recipe, parse_recipe
-from tba.config.reward import RewardSection, TaskReward
+from tba.config.reward import BUILT_IN_TASKS, RewardSection, TaskReward
 from tba.errors import ConfigError
 
 MINIMAL = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
@@ -117,3 +117,7 @@ def test_two_scorers_of_a_kind_have_versions_of_their_own() -> None:
     assert first.version == again.version, "how a score is used is no part of what it is"
     assert first.version != number.version
     assert (number.spec.factor, number.name) == (0.5, "number")
+
+
+def test_recipes_know_the_built_in_tasks() -> None:
+    assert set(tasks.BUILT_IN) == set(BUILT_IN_TASKS)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from tba_trainer.signals import stop_on_signals
@@ -13,7 +14,8 @@ from tba_trainer.signals import stop_on_signals
 UNDER_LOCK = """
 import os, signal, threading
 from tba_trainer.signals import stop_on_signals
-with stop_on_signals() as stop:
+stop = threading.Event()
+with stop_on_signals(stop):
     with stop._cond:  # what Event.set needs, and is not re-entrant
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(1000): pass
@@ -25,7 +27,8 @@ print("stopped")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_sets_the_event_and_the_old_handler_comes_back(number: signal.Signals):
     before = signal.getsignal(number)
-    with stop_on_signals() as stop:
+    stop = threading.Event()
+    with stop_on_signals(stop):
         assert not stop.is_set()
         os.kill(os.getpid(), number)
         assert stop.wait(30)

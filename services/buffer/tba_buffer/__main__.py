@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from tba.config import Recipe
-from tba.main import service_main
+from tba.starting import quit_on_signals
+
+if TYPE_CHECKING:
+    from tba.config import Recipe
 
 
 def run(recipe: Recipe) -> None:
@@ -14,6 +17,7 @@ def run(recipe: Recipe) -> None:
     Raises:
         ConfigError: Redis cannot be reached or could lose data, or the address or the Kubernetes API cannot be
             used.
+        UnavailableError: Redis went away meanwhile, or what it has is not a whole log.
     """
     from tba.service import serve
     from tba.tokens import server_tokens
@@ -23,8 +27,17 @@ def run(recipe: Recipe) -> None:
     tokens = server_tokens(recipe.auth.tokens_file)
     app = build_app(recipe, tokens)
     check_redis(recipe)
-    serve(app, host=recipe.buffer.host, port=recipe.buffer.port, tokens=tokens, tls=recipe.tls)
+    section, start = recipe.buffer, app.state.start
+    serve(app, host=section.host, port=section.port, tokens=tokens, tls=recipe.tls, start=start)
+
+
+def main() -> int:
+    """Exit code of the service; signals first, then everything else is imported."""
+    quit_on_signals("buffer")
+    from tba.main import service_main
+
+    return service_main("buffer", run)
 
 
 if __name__ == "__main__":
-    sys.exit(service_main("buffer", run))
+    sys.exit(main())

@@ -30,7 +30,7 @@ from tba_buffer.routes import (
 
 
 def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
-    """The application; Redis is first read when it starts.
+    """The application; Redis is first read when it starts, or before that by `app.state.start`.
 
     Args:
         tokens: role -> bearer token, or None on loopback.
@@ -57,6 +57,7 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         lifespan=lifespan,
         refresh_metrics=buffer.metrics.refresh,
     )
+    app.state.start = buffer.start
     app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
     # requests try the routes in this order: what is asked most comes first
     seldom = (rollout_views, scores, settings, searchers, snapshots, events)

@@ -46,6 +46,7 @@ from tba_buffer.reward_link import RewardLink
 from tba_buffer.reward_probe import RewardProbe
 from tba_buffer.rollout_views import RolloutViews
 from tba_buffer.rollouts import Rollouts
+from tba_buffer.run_note import absent_trainer
 from tba_buffer.run_state import RunControl
 from tba_buffer.samples import Samples
 from tba_buffer.scaling import Scaling
@@ -87,6 +88,7 @@ class Buffer:
         self.catalog = Catalog(self.context)
         self.lineages = Lineages(self.context)
         self.view.on_rebuilt = self._reread
+        promise.on_restarted = self.view.verify
         self.run = RunControl(self.context)
         self.components = Components(self.context)
         self.scaling = Scaling(self.context, run=self.run, components=self.components)
@@ -131,20 +133,24 @@ class Buffer:
         self.events = Events(self._look, registry)
         self._upkeep: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
+        self._began_s = time.monotonic()
         self._not_ready: str | None = "starting: reading the log from Redis"
 
     async def start(self) -> None:
-        """Read everything from Redis and begin the upkeep.
+        """Read everything from Redis and begin the upkeep; once, however often it is called.
 
         Raises:
             ConfigError: Redis cannot be reached, or could lose what it acknowledges.
-            UnavailableError: Redis went away meanwhile.
+            UnavailableError: Redis went away meanwhile, or what it has is not a whole log.
         """
+        if self._upkeep is not None:
+            return
         await replica.take(self.context)
         await self.catalog.load()
         await self.lineages.load()
         await self.settings.load()
         index = await self.view.level()
+        await self.context.promise.until_written_anew()
         await self.evictor.enforce()
         log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
         self._not_ready = None
@@ -195,10 +201,18 @@ class Buffer:
         fields = await self.run.read()
         components, waits = await self.components.read()
         evals, best = await self.evals.all_and_best()
+        note = absent_trainer(
+            fields.state,
+            fields.step,
+            components,
+            had_trainer=fields.lineage > 0,
+            watched_s=time.monotonic() - self._began_s,
+        )
         return RunInfo(
             run=self.context.run,
             state=fields.state,
             state_reason=fields.reason,
+            note=note,
             last_change=fields.change,
             step=fields.step,
             lineage=fields.lineage,

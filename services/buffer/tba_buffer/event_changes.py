@@ -1,7 +1,8 @@
 """What changed between two looks at the run: the events of GET /v1/events (tba/api/events.py names them).
 
 Ages, gauges and how long waits have lasted change all the time: of a component an event tells when its state, version,
-note, or whether it is alive has changed, and of a wait when it has lasted LASTING_S and when it is over.
+note, or whether it is alive has changed, and of a wait when it has lasted LASTING_S and when it is over. The note of
+the run tells an age too: an event tells when it comes and when it goes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def changes(before: Look, after: Look) -> Iterator[Change]:
         for name in RunInfo.model_fields
         if name not in _OWN_EVENTS and getattr(after.run, name) != getattr(before.run, name)
     }
+    if (before.run.note is None) == (after.run.note is None):
+        changed.pop("note", None)
     if changed:
         yield "change", to_json(changed)
     yield from _components(before.run, after.run)

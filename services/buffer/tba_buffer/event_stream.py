@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from fastapi import Response
 from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.types import Receive, Scope, Send
 
+from tba.errors import UnauthorizedError
 from tba.service.connection import Connection, connection_of
 from tba_buffer.events import Events, Stream
 
@@ -20,7 +22,7 @@ SEND_S = 10.0
 GIVE_UP_S = 1.0
 """A connection that was given up is gone long before that."""
 RENEW_S = 900.0
-"""A stream ends after so long, and its reader comes back: a token that was taken away is asked for again."""
+"""A stream ends after so long, and its reader comes back: what a proxy forgot ends."""
 FIRST = b"retry: 1000\n\n"
 
 
@@ -30,15 +32,17 @@ class EventStreamResponse(Response):
     Args:
         events: what the stream belongs to.
         stream: opened for this answer; closed here.
+        check: asked before each event and each comment; raises UnauthorizedError once the token was taken away.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, stream: Stream) -> None:
+    def __init__(self, events: Events, stream: Stream, *, check: Callable[[], None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._stream = stream
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -77,6 +81,10 @@ class EventStreamResponse(Response):
                 if time.monotonic() > until_s:
                     return "renewed"
                 chunk = await self._next(gone, stopping)
+                try:
+                    self._check()
+                except UnauthorizedError:
+                    return "unauthorized"
         finally:
             gone.cancel()
             stopping.cancel()

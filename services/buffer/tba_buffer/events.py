@@ -31,8 +31,8 @@ MAX_QUEUED = 512
 MAX_KEPT = 2048
 FULL_RETRY_S = 5.0
 STOP_TIMEOUT_S = 5.0
-ENDINGS = ("client", "slow", "renewed", "stopping")
-"""Why a stream ended: the client hung up, or was too slow; it was old; the service stops."""
+ENDINGS = ("client", "slow", "renewed", "unauthorized", "stopping")
+"""Why a stream ended: the client hung up, or was too slow; it was old; its token was taken away; the service stops."""
 log = get_logger("events")
 
 

@@ -46,7 +46,8 @@ the pieces of a base that was never completed expire by themselves.
 | run_changes     | list   | JSON lines, oldest first: who changed the state, when and why     | command, lineage      |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | waited                |
-|                 |        | JSON of what that trainer had waited when it was last counted     |                       |
+|                 |        | JSON of what that trainer had waited when it was last counted, of |                       |
+|                 |        | the 64 trainers that started last                                 |                       |
 | announced       | hash   | every version that a mark announced -> log position of that mark  | mark                  |
 | open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw, ack, glance,    |
 |                 |        |                                                                   | lineage               |

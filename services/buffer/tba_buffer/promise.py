@@ -4,21 +4,23 @@ broken    Redis could lose what it acknowledges, or takes no writes: nothing is 
 full      maxmemory is nearly reached: no rollouts are added, but draws, acks and leases go on with what is left.
 
 Asked at start, every second, and after every new connection before anything that was written over it is acknowledged:
-behind a new connection may be a Redis that was started again with other settings. A failed rewrite of the append-only
-file breaks nothing, since Redis goes on with the old file.
+behind a new connection may be a Redis that was started again with other settings, or with a file that had been damaged.
+So after a restart the log is read anew (`on_restarted`), and fresh_file.py may have the file written anew. A failed
+rewrite of the append-only file breaks nothing else, since Redis goes on with the old file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
 
 from tba.errors import ConfigError, UnavailableError
 from tba.redis_access import RedisAccess
+from tba_buffer.fresh_file import WRITING, FreshFile
 from tba_buffer.redis_line import RedisLines
 from tba_buffer.redis_link import BytesRedis, connect, redis_errors, refused_writes, why_unreachable
 
@@ -27,6 +29,7 @@ LOADING_TIMEOUT_S = 300.0
 FULL_SHARE = 0.95
 """Of maxmemory; what is left keeps draws, acks, leases and marks going, which are small."""
 FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"
+READING_ANEW = "Redis was started again, and its log is being read anew"
 PROBE = "tba:no-such-key"
 STRONG_ENOUGH = {"always": ("always",), "everysec": ("everysec", "always")}
 
@@ -51,6 +54,14 @@ class Promise:
         self._checking = asyncio.Lock()
         self.redis: BytesRedis = connect(access, self._on_connect)
         self.lines = RedisLines(self.redis, NUM_LINES)
+        self._file = FreshFile(self.redis)
+        self._config: Mapping[str, Any] = {}
+        self._info: Mapping[str, Any] = {}
+        self._process: str | None = None
+        self._process_known: str | None = None
+        self._process_damaged: tuple[str | None, str] | None = None
+        self.on_restarted: Callable[[], Awaitable[str | None]] | None = None
+        """Run when Redis is another process than before; says what is wrong with what it has, or None."""
         self.broken: str | None = None
         """Why nothing may be written."""
         self.full: str | None = None
@@ -72,10 +83,34 @@ class Promise:
         Raises:
             UnavailableError: Redis cannot be asked.
         """
+        async with self._checking:
+            await self._check()
+
+    async def _check(self) -> None:
         num_connections = self._num_connections
         with redis_errors("be asked what it promises"):
-            self.broken, self.full = await self._ask()
+            broken, self.full = await self._ask()
+        if broken is None and self._process != self._process_known:
+            self.broken = READING_ANEW
+            broken = await self._damage()
+        if broken is None:  # a damaged file is left as it is: somebody may yet mend it
+            with redis_errors("write its file anew"):
+                broken = await self._file.problem(self._config, self._info)
+        self.broken = broken
         self._num_connections_checked = num_connections
+
+    async def _damage(self) -> str | None:
+        """What is wrong with what a Redis that was started again has; it does not change while this process lives."""
+        process = self._process
+        if self._process_damaged is not None and self._process_damaged[0] == process:
+            return self._process_damaged[1]
+        if self._process_known is not None and self.on_restarted is not None:
+            problem = await self.on_restarted()
+            if problem is not None:
+                self._process_damaged = process, problem
+                return problem
+        self._process_known = process
+        return None
 
     async def require(self) -> None:
         """Return only if what is written now, and what was just written, is kept.
@@ -83,10 +118,10 @@ class Promise:
         Raises:
             UnavailableError: it may not be.
         """
-        if self._num_connections != self._num_connections_checked:
+        if self._num_connections != self._num_connections_checked and self.broken != READING_ANEW:
             async with self._checking:
                 if self._num_connections != self._num_connections_checked:
-                    await self.check()
+                    await self._check()
         if self.broken is not None:
             raise UnavailableError(f"nothing is acknowledged now: {self.broken}")
 
@@ -121,6 +156,20 @@ class Promise:
         if self.broken is not None:
             raise ConfigError(self.broken)
 
+    async def until_written_anew(self) -> None:
+        """Wait while Redis, which was started again, writes its file anew; at most LOADING_TIMEOUT_S.
+
+        Raises:
+            UnavailableError: Redis cannot be asked, or takes longer.
+        """
+        deadline_s = time.monotonic() + LOADING_TIMEOUT_S
+        await self.check()
+        while self.broken == WRITING:
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(f"Redis at {self._url} is not ready after {LOADING_TIMEOUT_S:.0f} s: {WRITING}")
+            await asyncio.sleep(0.2)
+            await self.check()
+
     async def _on_connect(self, connection: Any) -> None:
         await connection.on_connect()
         self._num_connections += 1
@@ -128,7 +177,9 @@ class Promise:
     async def _ask(self) -> tuple[str | None, str | None]:
         redis = self.redis
         try:
-            config: dict[str, Any] = {**await redis.config_get("*append*"), **await redis.config_get("maxmemory*")}
+            config: dict[str, Any] = {}
+            for names in ("*append*", "maxmemory*", "aof-load-truncated"):
+                config |= await redis.config_get(names)
         except BusyLoadingError:
             raise
         except ResponseError as error:
@@ -137,6 +188,7 @@ class Promise:
                 None,
             )
         info = await redis.info()
+        self._process, self._config, self._info = str(info["run_id"]), config, info
         problem = self._config_problem(config) or await self._state_problem(info)
         if problem is None:
             problem = await self._write_problem()

@@ -5,7 +5,8 @@
 
 The progress is in Redis (`rescore`), so a restart goes on after the last chunk that was stored, and no rollout counts
 twice. Which rollouts are left is a function of the job and the index. A new score that is an error makes the rollout
-failed: its old reward belongs to the old version. The reward service being away only makes the job wait.
+failed: its old reward belongs to the old version. The reward service or a scorer of it being away only makes the job
+wait.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Rescoring:
             raise NotFoundError("nothing was ever scored again in this run; start it with `tba rescore`")
         if job.state != "running":
             return job
-        return job.model_copy(update={"wait": self._link.wait, "problem": self._link.problem})
+        problem = self._link.problem or self._scoring.postponed.problem
+        return job.model_copy(update={"wait": self._link.wait, "problem": problem})
 
     async def start(self, request: RescoreRequest) -> RescoreInfo:
         """Start a job; a running one is answered when it is for the same.
@@ -120,6 +122,7 @@ class Rescoring:
             job = await self._read()
             if job is not None and job.state == "running":
                 await self._write([], self._ended(job, "cancelled"))
+                self._scoring.postponed.forget([] if self._left is None else self._left.tolist())
         return await self.info()
 
     async def takes_pending(self) -> bool:
@@ -132,7 +135,7 @@ class Rescoring:
         return job is not None and job.state == "running" and job.only == "pending"
 
     async def advance(self) -> bool:
-        """Score the next chunk of the running job; answers whether there was one.
+        """Score the next chunk of the running job; answers whether there was one, and no scorer it waits for.
 
         Raises:
             RewardAwayError: the reward service could not be asked; nothing has changed.
@@ -148,7 +151,12 @@ class Rescoring:
         num_bytes = np.zeros(len(rows), dtype=np.int64)
         num_bytes[rows >= 0] = index.column("num_bytes", rows[rows >= 0])
         taken, left = np.split(left, [self._scoring.num_fitting(num_bytes)])
+        postponed, positions = self._scoring.postponed, taken.tolist()
+        if postponed.are_waiting(positions):
+            return False
         scored = await self._scoring.score(taken)
+        if postponed.are_waiting(positions):  # what is scored by now is in the cache of the reward service
+            return False
         async with self._context.mutating:
             if self._job is not job:  # cancelled meanwhile
                 return True

@@ -23,6 +23,7 @@ from tba.threads import in_thread
 from tba.tokens import client_token, load_tokens
 from tba_buffer.components import Components, HeldWait
 from tba_buffer.context import Context
+from tba_buffer.postponed import LONGEST_S
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 ATTEMPT_S = 30.0
@@ -75,7 +76,8 @@ class RewardLink:
         self._max_items = self._num_items = min(recipe.buffer.score_max_rollouts, recipe.reward.max_items)
         self._pause_s = MIN_PAUSE_S
         self._held: HeldWait | None = None
-        self._wait = ExitStack()
+        self._wait, self._away_wait = ExitStack(), ExitStack()
+        self._is_away_shown = False
         self._ending = asyncio.Event()
         self.problem: str | None = None
         """Why the last attempt failed; None after an answer."""
@@ -153,6 +155,17 @@ class RewardLink:
         pause_s = random.uniform(0.5, 1.0) * self._pause_s
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         return RewardAwayError(self.problem, pause_s, may_refuse=isinstance(error, UnavailableError | BadReplyError))
+
+    def show_away(self, num: int) -> None:
+        """So many rollouts wait for scorers that are away, while the reward service answers: a wait of its own."""
+        if num and not self._is_away_shown:
+            deadline_s = time.monotonic() + LONGEST_S
+            self._away_wait.enter_context(self._components.waiting(self.owner, "scorer-away", deadline_s))
+            log.warning("scorer_away", num_rollouts=num)
+        elif self._is_away_shown and not num:
+            self._away_wait.close()
+            log.info("scorer_back")
+        self._is_away_shown = num > 0
 
     def end_wait(self) -> None:
         """There was an answer, or the one that was waited for is given up."""

@@ -1,7 +1,7 @@
 """The background scorer: gives rollouts that wait for their reward (pending) one, and works on the re-scoring job.
 
     every score_every_s, and at once while there is work:
-        the oldest pending rollouts  ->  scored, or failed with a reason
+        the oldest pending rollouts  ->  scored, failed with a reason, or postponed while their scorer is away
         one chunk of the re-scoring job, if one runs (rescore.py)
 
 While the reward service is away nothing changes; the wait is that of `buffer-scorer` in GET /v1/run.
@@ -86,16 +86,18 @@ class Scorer:
         index = await self._view.level()
         if not index.num_pending or await self._rescoring.takes_pending():
             return False
-        refusals = self._scoring.refusals
-        rows = index.pending_rows(self._link.num_items + len(refusals))
-        chosen = np.array(refusals.first(index.column("position", rows).tolist()), dtype=np.int64)
+        refusals, postponed, most = self._scoring.refusals, self._scoring.postponed, self._link.num_items
+        rows = index.pending_rows(most + len(refusals) + len(postponed))
+        waiting = postponed.first(index.column("position", rows).tolist(), most)
+        chosen = np.array(refusals.first(waiting), dtype=np.int64)
         if not len(chosen):
             return False
         rows = index.rows_at(chosen)
         rows = rows[: self._scoring.num_fitting(index.column("num_bytes", rows))]
-        scored = await self._scoring.score(index.column("position", rows).astype(np.int64))
+        asked = index.column("position", rows).astype(np.int64)
+        scored = await self._scoring.score(asked)
         async with self._context.mutating:
             scored = await self._scoring.live(scored)
             await self._rescoring.store_pending(scored)
         await self._scoring.bound(scored)
-        return bool(scored)
+        return bool(scored) or postponed.are_waiting(asked.tolist())

@@ -4,8 +4,9 @@
 
 The items are those that a searcher sends: task, text and data of the prompt, text and finish reason of the response.
 An item without a score is asked for again only if that may have been chance (it timed out, its process crashed, ...),
-MAX_TRIES times in all; then its rollout is failed, with the reason. One whose request alone is not answered by a
-service that is up is set aside, and failed in the end (refusals.py). A failed score is unknown, never a number.
+MAX_TRIES times in all; then its rollout is failed, with the reason. One whose scorer is away stays as it is, and is
+asked for later (postponed.py). One whose request alone is not answered by a service that is up is set aside, and failed
+in the end (refusals.py). A failed score is unknown, never a number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.api import ScoreItem
-from tba.api.scores import TRANSIENT_REASONS
+from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
 from tba.clients import RewardClient
 from tba.errors import BadRequestError
 from tba.threads import in_thread
@@ -26,6 +27,7 @@ from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.evictor import Evictor
 from tba_buffer.log import CHANGE_DTYPE, STATUS_CODES
+from tba_buffer.postponed import Postponed
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.refusals import Refusals
@@ -44,7 +46,9 @@ class Score:
     version: str = ""
     reason: str = ""
     may_pass: bool = False
-    """Whether the reason may have been chance."""
+    """Whether the reason may have been chance: ask again at once."""
+    is_away: bool = False
+    """Whether the scorer was away: ask again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class Scoring:
         self._evictor = evictor
         self.refusals = Refusals(context.clock)
         """What the reward service cannot answer."""
+        self.postponed = Postponed(context.clock)
+        """What waits for its scorer."""
         self._answered: ScoreItem | None = None
         """The last item that was scored."""
 
@@ -94,7 +100,8 @@ class Scoring:
         return max(1, int(np.count_nonzero(fitting)))
 
     async def score(self, positions: Positions) -> list[Scored]:
-        """Ask for the scores of the rollouts at these positions; those that are gone are left out.
+        """Ask for the scores of the rollouts at these positions; those that are gone, or have to wait for their scorer,
+        are left out.
 
         Raises:
             RewardAwayError: the reward service could not be asked.
@@ -123,13 +130,19 @@ class Scoring:
                 raise
             scores = [Score(reason=f"refused: {away}")]
         self.refusals.forget(taken)
+        kept = {at for at, score in zip(taken, scores, strict=True) if not self._waits(at, score)}
+        self.postponed.forget(kept)
         self.keep_waiting()
         return await in_thread(
             lambda: [
                 _scored(position, rollout, len(payload), score)
                 for (position, payload), rollout, score in zip(found, before, scores, strict=True)
+                if position in kept
             ]
         )
+
+    def _waits(self, position: int, score: Score) -> bool:
+        return score.is_away and not self.postponed.note(position, score.reason)
 
     async def _ask(self, items: Sequence[ScoreItem]) -> list[Score]:
         """One score per item; what failed by chance, perhaps, is asked for again."""
@@ -161,6 +174,8 @@ class Scoring:
     def keep_waiting(self) -> None:
         """The wait goes on while something is set aside, and ends with the last one of it."""
         self.refusals.forget_old()
+        self.postponed.forget_old()
+        self._link.show_away(len(self.postponed))
         had, self._link.num_aside = self._link.num_aside, len(self.refusals)
         if had and not len(self.refusals):
             self._link.end_wait()
@@ -241,7 +256,9 @@ def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Sco
             scores.append(Score(reward=result.reward, version=result.reward_version or "unknown"))
         else:
             reason = f"{result.error.reason}: {result.error.detail}"
-            scores.append(Score(reason=reason, may_pass=result.error.reason in TRANSIENT_REASONS))
+            is_away = result.error.reason in AWAY_REASONS
+            may_pass = not is_away and result.error.reason in TRANSIENT_REASONS
+            scores.append(Score(reason=reason, may_pass=may_pass, is_away=is_away))
     return scores
 
 

@@ -12,6 +12,8 @@ from tba_buffer.context import Context
 from tba_buffer.redis_link import redis_errors
 
 MAX_NAMES = 64
+MAX_TRAINERS = 64
+"""So many are remembered, those that started last: a trainer and its successor overlap, no more."""
 OTHER_NAMES = "other"
 _TOTAL = b"total:"
 
@@ -42,7 +44,7 @@ class TrainerWaits:
         await self._context.scripts.run(
             "waited",
             [self._context.keys.trainer_waits],
-            [beat.component_id, f"{started_at_s:.6f}", MAX_NAMES, OTHER_NAMES, *pairs],
+            [beat.component_id, f"{started_at_s:.6f}", MAX_NAMES, OTHER_NAMES, MAX_TRAINERS, *pairs],
         )
 
     async def totals(self) -> dict[str, float]:

@@ -12,13 +12,17 @@ from tba_buffer.base import read_base, read_head
 from tba_buffer.coalesce import Coalesced
 from tba_buffer.context import Context
 from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import Event, LogGapError, RolloutsAdded, parse_entries
+from tba_buffer.log import Base, Event, LogGapError, RolloutsAdded, parse_entries
 from tba_buffer.redis_link import redis_errors
 
 ENTRIES_PER_READ = 1000
 NUM_BUILDS = 5
 Entry = tuple[bytes, dict[bytes, bytes]]
 log = get_logger("view")
+
+
+class NotWholeError(UnavailableError):
+    """What Redis has is not a whole log: nothing that is tried again makes it one."""
 
 
 @dataclass(slots=True)
@@ -43,7 +47,8 @@ class IndexView:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._settings = IndexSettings.of(context.recipe)
-        self._reading = Coalesced(self._read, asyncio.Lock())
+        self._lock = asyncio.Lock()
+        self._reading = Coalesced(self._read, self._lock)
         self._levelled = _Levelled(Index(self._settings))
         self.on_rebuilt: Callable[[], Awaitable[None]] | None = None
         """Run when the log is not what it was, before the new index is used: Redis has lost more than the log then."""
@@ -60,12 +65,51 @@ class IndexView:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer, or what it has is not a whole log.
+            UnavailableError: Redis did not answer.
+            NotWholeError: what it has is not a whole log.
         """
         if self._context.replica.refused is not None:
             raise SupersededError(self._context.replica.refused)
         await self._reading.run()
         return self.index
+
+    async def verify(self) -> str | None:
+        """Read everything anew and compare it with what was read before, after a restart of Redis.
+
+        Its file may have been damaged far from its end. Whoever calls lets nothing be acknowledged meanwhile.
+
+        Returns:
+            What is wrong; None when all is as it was, or was read anew since the log had lost its end.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        async with self._lock:
+            if not self.index.position:
+                return None
+            try:
+                if await self._is_as_read():
+                    return None
+                self._refusal(f"the log of run {self._context.run!r} in Redis is another one than was acknowledged")
+            except LogGapError:
+                try:
+                    await self._read()
+                except NotWholeError as error:
+                    return str(error)
+                return None
+            except NotWholeError:
+                pass
+            return self.problem
+
+    async def _is_as_read(self) -> bool:
+        """Whether base and tail still make the index that there is."""
+        anew = await self._build()
+        for _ in range(NUM_BUILDS):  # what was under way to Redis before may still be carried out
+            await self._read_tail(self._levelled)
+            await self._read_tail(anew)
+            if anew.index.position == self.index.position:
+                return _same(anew.index.base(), self.index.base())
+        raise UnavailableError("the log goes on while it is compared; try again")
 
     async def _read(self) -> None:
         if self.index.position:
@@ -91,9 +135,11 @@ class IndexView:
                 f"{len(index.counts) - 1}, but it has {num_prompts} prompts, numbered from 0"
             )
 
-    def _refusal(self, problem: str) -> UnavailableError:
-        self.problem = f"{problem}; restore Redis from a copy, or load a saved buffer into a new run"
-        return UnavailableError(self.problem)
+    def _refusal(self, problem: str) -> NotWholeError:
+        self.problem = (
+            f"{problem}; restore Redis from a copy, or load a saved buffer into a new run (`tba buffer load`)"
+        )
+        return NotWholeError(self.problem)
 
     async def _build(self) -> _Levelled:
         """A new index from base and tail. Another base may be switched to meanwhile: then from the start."""
@@ -148,6 +194,10 @@ class IndexView:
                 levelled.last = entries[-1]
             if num_read < ENTRIES_PER_READ:
                 return
+
+
+def _same(one: Base, other: Base) -> bool:
+    return one.marks == other.marks and one.records.tobytes() == other.records.tobytes()
 
 
 def first_position(event: Event) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from tba.config import Recipe
-from tba.main import service_main
+from tba.starting import quit_on_signals
+
+if TYPE_CHECKING:
+    from tba.config import Recipe
 
 
 def run(recipe: Recipe) -> None:
@@ -18,5 +21,13 @@ def run(recipe: Recipe) -> None:
     serve(build_app(recipe, tokens=tokens), host=section.host, port=section.port, tokens=tokens, tls=recipe.tls)
 
 
+def main() -> int:
+    """Exit code of the service; signals first, then everything else is imported."""
+    quit_on_signals("reward")
+    from tba.main import service_main
+
+    return service_main("reward", run)
+
+
 if __name__ == "__main__":  # worker processes import this module again
-    sys.exit(service_main("reward", run))
+    sys.exit(main())

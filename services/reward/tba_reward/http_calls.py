@@ -108,7 +108,7 @@ class EndpointCalls:
 
     def _ask(self, body: bytes, deadline_s: float) -> _Answer | Failure:
         """Send until there is an answer that a repetition would not change."""
-        failure = Failure("timeout", f"{self.url} was not asked before the deadline")
+        failure = Failure("unreachable", f"{self.url} was not asked before the deadline")
         for attempt in range(self._num_retries + 1):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -117,7 +117,7 @@ class EndpointCalls:
             try:
                 answer = self._post(body, deadline_s)
             except (ReadTimeoutError, TimeoutError):
-                return Failure("timeout", f"no answer from {self.url} before the deadline")
+                return Failure("unreachable", f"no answer from {self.url} before the deadline")
             except (HTTPError, OSError) as error:
                 failure = Failure("unreachable", f"{self.url}: {type(error).__name__}: {error}"[:MAX_DETAIL_CHARS])
             else:

@@ -14,6 +14,12 @@ from tba.errors import LimitError, MalformedError
 
 MAX_ID_CHARS = 200
 MAX_DIGITS = 1000
+MAX_DEPTH = 100
+"""Of the lists and objects in an item's data. json follows them by recursion, which has an end somewhere beyond 900."""
+_ITEM_DEPTH = 3
+"""Of an item in the body: an object in a list in an object."""
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{},]', re.DOTALL)
+"""A string, to its end or that of the text, or what opens, parts or closes."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 """A lone surrogate, or the escape of one; two escapes that make a pair are found as well, and looked at."""
 
@@ -31,8 +37,13 @@ def read_items(body: bytes, *, max_items: int, max_text_chars: int) -> list[Scor
         LimitError: too many items.
     """
     text = body.decode("utf-8", "surrogateescape")  # bytes that are no text become surrogates, in their item alone
+    deep: frozenset[int] = frozenset()
     try:
-        document = json.loads(text, parse_int=_integer)
+        try:
+            document = json.loads(text, parse_int=_integer)
+        except RecursionError:
+            shallow, deep = _without_depths(text)
+            document = json.loads(shallow, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"the body is not JSON: {error}") from None
     if not isinstance(document, dict) or not isinstance(document.get("items"), list):
@@ -48,7 +59,10 @@ def read_items(body: bytes, *, max_items: int, max_text_chars: int) -> list[Scor
             f"{len(items)} items, the limit is {max_items}; send smaller requests, or raise reward.max_items"
         )
     is_suspect = _SURROGATE.search(text) is not None
-    return [_read(item, at, max_text_chars, is_suspect=is_suspect) for at, item in enumerate(items)]
+    return [
+        _too_deep(item, at) if at in deep else _read(item, at, max_text_chars, is_suspect=is_suspect)
+        for at, item in enumerate(items)
+    ]
 
 
 def request_schema() -> dict[str, Any]:
@@ -65,6 +79,8 @@ def request_schema() -> dict[str, Any]:
 
 
 def _read(item: Any, at: int, max_text_chars: int, *, is_suspect: bool) -> ScoreItem | ScoreResult:
+    if isinstance(item, dict) and _is_deep(item):
+        return _too_deep(item, at)
     try:
         read = ScoreItem.model_validate(item)
         if is_suspect:
@@ -78,6 +94,42 @@ def _read(item: Any, at: int, max_text_chars: int, *, is_suspect: bool) -> Score
             detail = f"the {name} has {len(text)} characters, the limit is {max_text_chars} (reward.max_text_chars)"
             return _refused(read.item_id, "too_long", detail)
     return read
+
+
+def _too_deep(item: Any, at: int) -> ScoreResult:
+    detail = f"the lists and objects in it are nested more than {MAX_DEPTH} deep"
+    return _refused(_item_id(item, at), "malformed", detail)
+
+
+def _is_deep(item: dict[str, Any]) -> bool:
+    level = [value for value in item.values() if isinstance(value, dict | list)]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    return bool(level)
+
+
+def _without_depths(text: str) -> tuple[str, frozenset[int]]:
+    """The body with `null` for what is nested too deep to be read, and the numbers of the items that had such."""
+    depth, at, start, end = 0, 0, 0, 0
+    kept, deep = [], set[int]()
+    for token in _JSON_TOKEN.finditer(text):
+        match token[0]:
+            case "[" | "{":
+                depth += 1
+                if depth == _ITEM_DEPTH + MAX_DEPTH + 1:
+                    start = token.start()
+            case "]" | "}":
+                if depth == _ITEM_DEPTH + MAX_DEPTH + 1:
+                    kept += [text[end:start], "null"]
+                    end = token.end()
+                    deep.add(at)
+                depth -= 1
+            case "," if depth == _ITEM_DEPTH - 1:
+                at += 1
+    return "".join([*kept, text[end:]]), frozenset(deep)
 
 
 def _integer(text: str) -> int | float:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from tba.config import Recipe
-from tba.main import service_main
+from tba.starting import quit_on_signals
+
+if TYPE_CHECKING:
+    from tba.config import Recipe
 
 
 def run(recipe: Recipe) -> None:
@@ -21,8 +24,16 @@ def run(recipe: Recipe) -> None:
     run_searcher(recipe)
 
 
+def main() -> int:
+    """Exit code of the service; signals first, then everything else is imported."""
+    quit_on_signals("searcher")
+    from tba.main import service_main
+
+    return service_main("searcher", run)
+
+
 if __name__ == "__main__":
-    exit_code = service_main("searcher", run)
+    exit_code = main()
     # A thread may still be deep in torch: an engine that hangs, a model that was loading when SIGTERM came. The
     # interpreter's own way out would stop it there, and that aborts the process with another exit code.
     sys.stdout.flush()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
+from tba.api.scores import AWAY_REASONS
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundError, WaitTimeoutError
@@ -253,6 +254,10 @@ class Delivery:
         completion, lease = visit.completions[index], visit.lease
         if isinstance(result, str):
             status, reason, reward, reward_version = "pending", result, None, None
+        elif result.error is not None and result.error.reason in AWAY_REASONS:
+            self._status.counts["scores_pending"] += 1
+            reason = f"{result.error.reason}: {result.error.detail}"
+            status, reward, reward_version = "pending", None, None
         elif result.error is not None or result.reward is None:
             self._status.counts["scores_failed"] += 1
             detail = f"{result.error.reason}: {result.error.detail}" if result.error else "no reward in the reply"

@@ -1,7 +1,7 @@
 """The leases this searcher holds, towards the buffer: renewed while their visits are here, given back, refused.
 
 renewing waits for a third of the shortest lease to pass, without a deadline; what is not renewed in time expires by
-itself, and another searcher gets the visit.
+itself, and another searcher gets the visit. A drain waits for returns under way, and tries its own failed ones again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Leases:
     ) -> None:
         self._buffer, self._renewals = buffer, renewals
         self._backlog, self._delivery, self._status = backlog, delivery, status
+        self.num_returning = 0
+        """Calls of `give_back` that have not ended."""
 
     async def renew_forever(self) -> None:
         """Renew every lease before a third of it has passed, or soon after."""
@@ -67,11 +69,21 @@ class Leases:
             log.warning("leases lost; their visits are not begun", num_leases=len(dropped))
             self._backlog.drop(dropped)
 
-    async def give_back(self, lease_ids: Sequence[str], *, refused: Sequence[str] = ()) -> None:
+    async def give_back(self, lease_ids: Sequence[str], *, refused: Sequence[str] = ()) -> list[str]:
         """Return leases, so that others get them at once, and refuse those that cannot be sampled; when that fails
         they expire by themselves.
+
+        Returns:
+            Those of `lease_ids` whose return the buffer has not acknowledged.
         """
-        name = self._status.searcher_id
+        self.num_returning += 1
+        try:
+            return await self._give_back(lease_ids, refused)
+        finally:
+            self.num_returning -= 1
+
+    async def _give_back(self, lease_ids: Sequence[str], refused: Sequence[str]) -> list[str]:
+        name, unreturned = self._status.searcher_id, list[str]()
         bodies = [LeaseReturn(searcher_id=name, lease_ids=part) for part in _parts(lease_ids)]
         bodies += [LeaseReturn(searcher_id=name, lease_ids=[], refused_lease_ids=part) for part in _parts(refused)]
         for body in bodies:
@@ -81,8 +93,10 @@ class Leases:
             except (ServiceError, TimeoutError) as error:
                 num = len(body.lease_ids) + len(body.refused_lease_ids)
                 log.warning("leases not returned; they expire", num_leases=num, detail=str(error))
+                unreturned += body.lease_ids
             else:
                 self._status.counts["leases_returned"] += len(body.lease_ids)
+        return unreturned
 
 
 def _parts(lease_ids: Sequence[str]) -> Iterator[list[str]]:

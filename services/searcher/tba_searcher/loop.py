@@ -22,9 +22,10 @@
  _pull_task      a version to pull               (none)                      -
                  a store that is away            object-store                retry_s, renewed: the old version is used
  scoring, pushing                                see delivery.py; renewing: leases.py
- drain           active rows, scores, pushes     (state draining)            drain_s in all: until 0.7 of it active rows
-                                                                             until 0.85 scores, then they go unscored
-                                                                             (pending), until 0.95 pushes; leases return
+ drain           active rows, scores, pushes,    (state draining)            drain_s in all: until 0.7 of it active rows
+                 the answer to a lease request                               until 0.85 scores, then they go unscored
+                                                                             (pending), until 0.95 pushes and that
+                                                                             answer; then all leases return
 
 Weights change only between two steps. Evaluations pin a version: training visits are not begun while another version
 is pinned, active rows finish first, then the pinned version is loaded; when no evaluation is left, the newest one is.
@@ -44,7 +45,7 @@ from collections.abc import Callable, Sequence
 from tba.api import MAX_REFUSED_VERSIONS, LeaseReply, LeaseRequest, PushReply
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.errors import ObjectNotFoundError, ServiceError, StoreUnavailableError, TbaError
+from tba.errors import BusyError, ObjectNotFoundError, ServiceError, StoreUnavailableError, TbaError, UnavailableError
 from tba.logs import get_logger
 from tba.threads import in_thread
 from tba.versions import PolicyVersion
@@ -105,6 +106,8 @@ class SearcherLoop:
         self._work = asyncio.Event()
         self._aborts: list[str] = []
         self._is_turning = False
+        self._is_asking = False
+        """A request for leases is under way, or what it brought has not been looked at yet."""
         self._too_long: set[str] = set()
         """Ids of prompts that were refused, so that each is logged once."""
         pulled.add(current)
@@ -179,22 +182,35 @@ class SearcherLoop:
                 version=str(self._engine.version),
                 refused_versions=[str(version) for version in sorted(self._pulled.refused)[-MAX_REFUSED_VERSIONS:]],
             )
-            reply = await patiently(
-                lambda request=request: self._buffer.lease(request),
-                waits=waits,
-                owner="leasing",
-                service="buffer",
-                deadline_s=settings.retry_s,
-            )
-            self.heard(reply)
-            found_evals = any(lease.kind != "train" for lease in reply.leases)
-            if await self._accept(reply, max_train=max(want, 0)):
+            self._is_asking = True
+            try:
+                reply = await self._ask(request)
+                self.heard(reply)
+                found_evals = any(lease.kind != "train" for lease in reply.leases)
+                num_kept = await self._accept(reply, max_train=max(want, 0))
+            except (BusyError, UnavailableError) as error:  # only while it ends: else they are waited out
+                log.warning("lease request not answered; what it was granted expires", detail=str(error))
+                return
+            finally:
+                self._is_asking = False
+            if num_kept:
                 waits.end("leases")
                 self._work.set()
             else:
                 if self._backlog.num_unsubmitted + self._engine.num_active == 0:
                     self._wait_on(reply.wait or "leases")
                 await self._pause(max(reply.retry_after_s, self._tick_s))
+
+    async def _ask(self, request: LeaseRequest) -> LeaseReply:
+        """Ask for leases; when the searcher ends, the call under way is the last."""
+        return await patiently(
+            lambda: self._buffer.lease(request),
+            waits=self._status.waits,
+            owner="leasing",
+            service="buffer",
+            deadline_s=self._recipe.searcher.retry_s,
+            ends=lambda: self._is_ending,
+        )
 
     def _wait_on(self, name: str) -> None:
         """The lease task goes on waiting for `name`; the owner is well, so the wait is renewed at its deadline."""
@@ -373,12 +389,12 @@ class SearcherLoop:
             log.debug("heartbeat lost", detail=str(error))
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Finish active rows, deliver, return the leases that are not complete."""
+        """Finish active rows, deliver, return the leases that are not complete, also those that come only now."""
         self._status.state = "draining"
         drain_s = self._recipe.searcher.drain_s
         begin = time.monotonic()
         log.info("draining", drain_s=drain_s, num_active=self._engine.num_active)
-        await self._give_up([visit for visit in self._backlog.open_visits() if not visit.num_submitted])
+        left = await self._give_up([visit for visit in self._backlog.open_visits() if not visit.num_submitted])
         await self._until(lambda: not self._is_busy, begin + 0.7 * drain_s, tasks)
         self._aborts = [request_id for visit in self._backlog.open_visits() for request_id in visit.request_ids()]
         # what the turn under way still finishes is delivered too
@@ -389,22 +405,27 @@ class SearcherLoop:
             if visit.completions and visit.pinned is None:
                 self._status.num_unpushed += len(visit.completions)
                 self._delivery.put(visit)
-        await self._until(lambda: self._delivery.idle, begin + 0.85 * drain_s, tasks)
+        await self._until(self._is_settled, begin + 0.85 * drain_s, tasks)
         unfinished = self._delivery.hurry()
-        await self._until(lambda: self._delivery.idle, begin + 0.95 * drain_s, tasks)
-        await self._give_up([*cut_short, *unfinished, *self._backlog.open_visits()])
+        await self._until(self._is_settled, begin + 0.95 * drain_s, tasks)
+        if self._is_asking:
+            log.warning("lease request not answered; what it was granted expires", detail="the drain is over")
+        await self._give_up([*cut_short, *unfinished, *self._backlog.open_visits()], also=left)
         log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
+
+    def _is_settled(self) -> bool:
+        """Nothing is on its way between this searcher and the services."""
+        return self._delivery.idle and not self._is_asking and not self._leases.num_returning
 
     async def _until(self, done: Callable[[], bool], end: float, tasks: Sequence[asyncio.Task[None]]) -> None:
         while not done() and time.monotonic() < end:
             await asyncio.sleep(self._tick_s)
             _raise_first_error(tasks)
 
-    async def _give_up(self, visits: Sequence[Visit]) -> None:
-        """Forget visits and return their leases."""
-        if visits:
-            self._backlog.drop(visits)
-            await self._leases.give_back([visit.lease.lease_id for visit in visits])
+    async def _give_up(self, visits: Sequence[Visit], *, also: Sequence[str] = ()) -> list[str]:
+        """Forget visits and return their leases, and `also`; those that could not be returned."""
+        self._backlog.drop(visits)
+        return await self._leases.give_back([*also, *(visit.lease.lease_id for visit in visits)])
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but not past new work."""

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,8 @@ class Searcher:
         self._versions, self._num_starts = WeightVersions(open_store(recipe.store), recipe.run.name), 1
         self._folder = folder / "start-1"
         self._pulled = PulledVersions(self._versions, self._folder)
+        self._is_looking = False
+        """A lease is asked for or given back."""
 
     @property
     def status(self) -> Status:
@@ -192,10 +195,24 @@ class Searcher:
         beats, stop = asyncio.create_task(self._beat_while_starting()), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            return await task if task.done() else None
+            if not self._stop.is_set():
+                return await task
+            await self._until_looked(task)
+            if task.done() and (error := task.exception()) is not None:
+                log.warning("stopped while it started or was idle", detail=str(error))
+            return task.result() if task.done() and task.exception() is None else None
         finally:
             for other in (task, beats, stop):
                 other.cancel()
+
+    async def _until_looked(self, task: asyncio.Task[Any]) -> None:
+        """A lease that is granted while the searcher is told to stop goes back first; within `searcher.drain_s`."""
+        until = time.monotonic() + self._recipe.searcher.drain_s
+        while self._is_looking and not task.done():
+            if time.monotonic() > until:
+                log.warning("lease request not answered; what it was granted expires", detail="the drain is over")
+                return
+            await asyncio.sleep(self._tick_s)
 
     def _let_go(self) -> None:
         """Nothing of the run that is over is kept: neither weights nor files, only which versions are damaged."""
@@ -250,11 +267,15 @@ class Searcher:
     async def _look(self) -> LeaseReply:
         """Newest version and state of the run, as a lease reply names them; leases that come along are given back."""
         request = LeaseRequest(searcher_id=self._status.searcher_id, max_leases=1)
-        reply = await self._ask(lambda: self._buffer.lease(request))
-        if reply.leases:
-            lease_ids = [lease.lease_id for lease in reply.leases]
-            back = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
-            await self._ask(lambda: self._buffer.return_leases(back))
+        self._is_looking = True
+        try:
+            reply = await self._ask(lambda: self._buffer.lease(request))
+            if reply.leases:
+                lease_ids = [lease.lease_id for lease in reply.leases]
+                back = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
+                await self._ask(lambda: self._buffer.return_leases(back))
+        finally:
+            self._is_looking = False
         return reply
 
     async def _until_the_run_goes_on(self) -> None:
@@ -271,7 +292,12 @@ class Searcher:
 
     async def _ask(self, call: Callable[[], T]) -> T:
         return await patiently(
-            call, waits=self._waits, owner="leasing", service="buffer", deadline_s=self._recipe.searcher.retry_s
+            call,
+            waits=self._waits,
+            owner="leasing",
+            service="buffer",
+            deadline_s=self._recipe.searcher.retry_s,
+            ends=self._stop.is_set,
         )
 
     def _build(self, pulled: Pulled, folder: Path) -> SearcherLoop:

@@ -128,12 +128,17 @@ class Backlog:
         temperature = lease.temperature
         if settings.temperature_mix is not None:
             temperature = drawn_temperature(
-                settings.temperature_mix, self._run_seed, lease.visit_id, visit.num_submitted
+                settings.temperature_mix, self._run_seed, lease.visit_id, lease.num_rollouts, visit.num_submitted
             )
         return Sampling(temperature=temperature, top_p=settings.top_p, top_k=settings.top_k, stop=stop)
 
 
-def drawn_temperature(mix: TemperatureMix, run_seed: int, visit_id: str, number: int) -> float:
-    """The sampling temperature of rollout `number` of a visit: uniform in the mix, the same wherever it is drawn."""
-    digest = hashlib.sha256(f"{run_seed}|temperature|{visit_id}|{number}".encode()).digest()
+def drawn_temperature(mix: TemperatureMix, run_seed: int, visit_id: str, num_lacking: int, number: int) -> float:
+    """The sampling temperature of rollout `number` of the `num_lacking` that a visit lacks: uniform in the mix.
+
+    A visit of which nothing has arrived is sampled again at the same temperatures: a second draw would favour those
+    whose rollouts are done before a lease expires. What is left of one that has arrived in part is drawn anew, or it
+    would repeat temperatures that are there already.
+    """
+    digest = hashlib.sha256(f"{run_seed}|temperature|{visit_id}|{num_lacking}|{number}".encode()).digest()
     return mix.low + (mix.high - mix.low) * int.from_bytes(digest[:8], "big") / 2**64

@@ -57,7 +57,14 @@ class Waits:
 
 
 async def patiently(
-    call: Callable[[], T], *, waits: Waits, owner: str, service: str, deadline_s: float, renew_busy: bool = True
+    call: Callable[[], T],
+    *,
+    waits: Waits,
+    owner: str,
+    service: str,
+    deadline_s: float,
+    renew_busy: bool = True,
+    ends: Callable[[], bool] = lambda: False,
 ) -> T:
     """Call a service; wait while it is busy or away.
 
@@ -65,8 +72,12 @@ async def patiently(
     `renew_busy` it is renewed (and logged) at its deadline, so that no paid-for rollout is thrown away. A service
     that does not answer is waited for under `<service>-unreachable`, from when a single call takes long.
 
+    Args:
+        ends: asked before each pause and after it; once true, a call that failed is not made again.
+
     Raises:
         WaitTimeoutError: a wait reached its deadline of `deadline_s`.
+        BusyError, UnavailableError: the service is busy or away, and `ends` said true.
         ServiceError: the service refused.
     """
     pause_s = _MIN_PAUSE_S
@@ -75,18 +86,26 @@ async def patiently(
             try:
                 return await _shown(call, waits, owner, f"{service}-unreachable", deadline_s)
             except BusyError as busy:
+                if ends():
+                    raise
                 if waits.begin(owner, busy.wait, deadline_s) <= 0:
                     if not renew_busy:
                         raise WaitTimeoutError(f"wait {busy.wait}: {deadline_s:g} s are over: {busy}") from None
                     log.warning("wait renewed", wait=busy.wait, deadline_s=deadline_s)
                     waits.end(owner)
                 await asyncio.sleep(min(max(busy.retry_after_s, _MIN_PAUSE_S), _MAX_PAUSE_S))
+                if ends():
+                    raise
             except UnavailableError as error:
+                if ends():
+                    raise
                 name = f"{service}-unreachable"
                 if waits.begin(owner, name, deadline_s) <= 0:
                     raise WaitTimeoutError(f"wait {name}: no answer for {deadline_s:g} s: {error}") from None
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 await asyncio.sleep(pause_s)
+                if ends():
+                    raise
     finally:
         waits.end(owner)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from tba.config import Recipe
-from tba.main import service_main
+from typing import TYPE_CHECKING
+
+from tba.starting import EXIT_STOPPED, quit_on_signals
 from tba_trainer.parallel.leaving import leave
+
+if TYPE_CHECKING:
+    from tba.config import Recipe
 
 
 def run(recipe: Recipe) -> int:
@@ -14,5 +18,13 @@ def run(recipe: Recipe) -> int:
     return run_trainer(recipe)
 
 
+def main() -> int:
+    """Exit code of the service; signals first, then everything else is imported."""
+    quit_on_signals("trainer", code=EXIT_STOPPED)
+    from tba.main import service_main
+
+    return service_main("trainer", run)
+
+
 if __name__ == "__main__":
-    leave(service_main("trainer", run))
+    leave(main())

@@ -14,8 +14,9 @@ import torch
 from tba.api import BatchRequest
 from tba.clients import BufferClient
 from tba.config import Recipe
+from tba.errors import TeamError
 from tba.logs import get_logger
-from tba.main import EXIT_STOPPED
+from tba.starting import EXIT_STOPPED, start_is_over
 from tba.store import ObjectStore, open_store
 from tba.tokens import client_token
 from tba.versions import START
@@ -35,13 +36,15 @@ from tba_trainer.prefetch import Prefetcher
 from tba_trainer.publisher import Publisher
 from tba_trainer.scratch import scratch_folder
 from tba_trainer.screening import Needs
-from tba_trainer.signals import ignore_signals, stop_on_signals
+from tba_trainer.signals import stop_on_signals
 from tba_trainer.snapshots import Snapshot, Snapshots
 from tba_trainer.startup import Session, begin, check_starting_model, starting_snapshot, wait_for_origin
 from tba_trainer.status import Heartbeats, Status
 from tba_trainer.tracking import Tracking, open_tracking
 from tba_trainer.values import Values
 
+_TOLD_WITHIN_S = 1.0
+"""torchrun signals its processes one after another; who is told last may have lost the first one by then."""
 log = get_logger("run")
 
 
@@ -61,8 +64,7 @@ def run_trainer(recipe: Recipe) -> int:
         if team.is_leader:
             _lead(recipe, team)
         else:
-            with ignore_signals():  # the leader is told too; it says when it is over
-                follow(recipe, team)
+            _follow(recipe, team)
     counts = team.is_leader or not team.is_on_one_machine
     return EXIT_STOPPED if counts and not team.run_is_over else 0
 
@@ -70,13 +72,26 @@ def run_trainer(recipe: Recipe) -> int:
 def _lead(recipe: Recipe, team: Team) -> None:
     token = client_token(recipe.auth.tokens_file, "trainer")
     buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s, ca_file=recipe.tls.ca_file)
-    with stop_on_signals() as stop:
-        team.start_beats(on_loss=stop.set)
+    stop = threading.Event()
+    team.start_beats(on_loss=stop.set)
+    try:
+        end = train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
+        team.run_is_over = end == "done"
+    finally:
+        buffer.close()
+
+
+def _follow(recipe: Recipe, team: Team) -> None:
+    """Signals end nothing here: the leader is told too, and says when it is over. One that still starts is gone at once
+    without a word; who was told as well knows why."""
+    told = threading.Event()
+    with stop_on_signals(told):
         try:
-            end = train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
-            team.run_is_over = end == "done"
-        finally:
-            buffer.close()
+            follow(recipe, team)
+        except TeamError:
+            if not told.wait(_TOLD_WITHIN_S):
+                raise
+            log.info("leader_is_gone", rank=team.rank)
 
 
 def train(
@@ -86,7 +101,9 @@ def train(
 
     Args:
         team: the processes that train together; None: this one alone.
-        stop: set when the process should finish its step, write a checkpoint and return.
+        stop: set when the process should finish its step, write a checkpoint and return. While training goes on,
+            signals set it; before, and while a rollback starts anew, nothing is there to be kept, and they end the
+            process at once (tba/starting.py).
 
     Returns:
         Whether the run is done, or training was stopped before.
@@ -190,10 +207,23 @@ def _train_lineage(
     try:
         status.set_state("publishing")
         _publish_first(session, start, publisher, snapshots, evaluations, stores_start=stores_start)
-        prefetcher.start()
-        return loop.run()
+        return _run(loop, prefetcher, stop)
     finally:
         _close(prefetcher, publisher, heartbeats)
+
+
+def _run(loop: TrainingLoop, prefetcher: Prefetcher, stop: threading.Event) -> Rollback | End:
+    """The part that a signal stops in order. After a rollback a signal ends the process at once again; after any other
+    end it changes nothing: the exit code is that of what has been done."""
+    end = None
+    with stop_on_signals(stop):
+        try:
+            prefetcher.start()
+            end = loop.run()
+            return end
+        finally:
+            if not isinstance(end, Rollback):
+                start_is_over()
 
 
 def _close(*threads: Prefetcher | Publisher | Heartbeats) -> None:

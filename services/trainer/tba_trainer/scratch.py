@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tba.starting import deleted_on_quit
+
 PREFIX = "tba-trainer-"
 _LOCK = "lock"
 
@@ -25,7 +27,8 @@ def scratch_folder() -> Iterator[Path]:
     try:
         with (folder / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
+            with deleted_on_quit(folder):
+                yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as an event.
+"""SIGTERM and SIGINT as an event. Before that, while a trainer starts, they end it at once (tba/starting.py).
 
 A signal handler runs in the middle of whatever the main thread does, possibly while it holds the lock of a logger or of
 an event. So the handler itself does nothing: Python writes the signal's number to a socket, and a thread that may wait
@@ -14,26 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tba.logs import get_logger
+from tba.starting import SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = get_logger("signals")
 
 
 @contextmanager
-def ignore_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT do nothing to this process; main thread only."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    try:
+def stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set the event, and do nothing else; in another thread than the main one, which signals do not
+    reach, the block changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set; main thread only."""
-    stop = threading.Event()
+        return
     reader, writer = socket.socketpair()
     writer.setblocking(False)  # a handler must never block
 
@@ -47,7 +39,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
     old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     try:
-        yield stop
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

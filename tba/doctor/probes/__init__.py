@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tba.doctor.finding import Finding
 from tba.doctor.patient import Patient
+from tba.doctor.probes.certificates import probe_certificates
 from tba.doctor.probes.clocks import probe_clocks
 from tba.doctor.probes.disk import probe_disk
 from tba.doctor.probes.gpu import probe_gpu
@@ -26,6 +27,7 @@ PROBES: Mapping[str, Probe] = {
     "disk": probe_disk,
     "ports": probe_ports,
     "tokens": probe_tokens,
+    "certificates": probe_certificates,
     "redis": probe_redis,
     "store": probe_store,
     "models": probe_models,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tba.api import RunInfo
 from tba.doctor.finding import Finding, fail, ok, skip, warn
-from tba.doctor.patient import Answer, Patient
+from tba.doctor.patient import Answer, Patient, TlsTrouble
 from tba.errors import ConfigError
 from tba.tokens import load_tokens
 
@@ -22,6 +22,12 @@ def probe_services(patient: Patient) -> Iterator[Finding]:
         answer = patient.ask(service, "/readyz")
         if isinstance(answer, Answer):
             yield _health(service, answer)
+        elif isinstance(answer, TlsTrouble):
+            yield fail(
+                "service",
+                f"the {service} service: {answer}",
+                "docs/operations.md, TLS, says more",
+            )
         elif patient.is_local and not patient.is_going:
             yield skip("service", f"the {service} service is not running; `tba run` starts it")
         else:

@@ -273,7 +273,7 @@ def test_a_probe_that_hangs_or_breaks_hides_nothing(deployment: Deployment) -> N
 
     patient = patient_of(deployment.recipe(), service="buffer")
     try:
-        found = examine(patient, probes=[("hangs", hangs), ("breaks", breaks), ("works", works)], timeout_s=1.0)
+        found = examine(patient, probes=[("hangs", hangs), ("breaks", breaks), ("works", works)], timeout_s=2.0)
     finally:
         release.set()
     assert [(finding.code, finding.level) for finding in found] == [
@@ -287,7 +287,7 @@ def test_a_probe_that_hangs_or_breaks_hides_nothing(deployment: Deployment) -> N
 def test_a_reward_service_that_is_frozen_costs_only_its_deadline(
     ready: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.doctor.patient.CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("tba.doctor.patient.CALL_TIMEOUT_S", 1.5)
     with socket.socket() as sock:  # connections are queued, and nobody takes them up
         sock.bind(("127.0.0.1", 0))
         sock.listen()

@@ -14,7 +14,8 @@ from tba.errors import WaitTimeoutError
 from tba.setup.run import run_setup
 from tests.support.deployment import TOKENS, Deployment
 from tests.support.model_folder import make_model_folder
-from tests.support.s3_server import FaultyProxy, free_port
+from tests.support.redis_process import free_port
+from tests.support.s3_server import FaultyProxy
 
 
 def setup(recipe: Path, *more: str) -> int:
@@ -145,7 +146,7 @@ def test_setup_waits_for_a_store_that_is_still_starting(ready: Deployment) -> No
     proxy.faults = [503] * 60
     said: list[str] = []
     with proxy.running():
-        recipe = ready.recipe(store={"endpoint_url": proxy.url, "timeout_s": 0.3})
+        recipe = ready.recipe(store={"endpoint_url": proxy.url, "timeout_s": 1.0})
 
         def start() -> None:
             while not said:

@@ -25,6 +25,7 @@ from typing import Any
 from tba.clients import BufferClient
 from tba.config import Recipe, parse_recipe
 from tba.local.prompts import prompts_of, upload_prompts
+from tba.local.redis_server import START_SCRIPT
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.redis_process import DURABLE, free_port, redis_server_path
 from tests.support.s3_server import CREDENTIALS
@@ -175,7 +176,15 @@ class Deployment:
         if kind == "redis":
             folder = self.folder / "redis"
             place = ("--bind", "127.0.0.1", "--port", str(self.ports.redis), "--dir", str(folder))
-            command = [redis_server_path(), *place, *DURABLE, "--auto-aof-rewrite-min-size", "1gb"]
+            command = [
+                "sh",
+                str(START_SCRIPT),
+                redis_server_path(),
+                *place,
+                *DURABLE,
+                "--auto-aof-rewrite-min-size",
+                "1gb",
+            ]
         elif kind == "store":
             folder = self.folder / "store"
             command, environ = [sys.executable, "-m", "ministack"], {**environ, **_ministack(folder, self.ports.store)}

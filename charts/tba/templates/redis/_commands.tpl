@@ -42,20 +42,23 @@
 {{- end }}
 {{- end }}
 
-{{/* Starts Redis; the password goes through a file in memory, so that the list of processes does not show it. */}}
+{{/* Cuts what a crash left written by half off the append-only file, then becomes Redis: an init container would not run
+again when this container alone is restarted. The password goes through a file in memory, so that the list of processes
+does not show it. */}}
 {{- define "tba.redis.command" -}}
-{{- if .Values.redis.auth.existingSecret -}}
 command:
   - sh
   - -c
   - |
+    {{- if .Values.redis.auth.existingSecret }}
     umask 077
     printf 'requirepass "%s"\n' "$(sed 's/[\\"]/\\&/g' /etc/redis-password/{{ .Values.redis.auth.key }})" > /tmp/redis.conf
-    exec redis-server /tmp/redis.conf "$@"
-  - redis-server
-{{- else -}}
-command: [redis-server]
-{{- end }}
+    set -- redis-server /tmp/redis.conf "$@"
+    {{- else }}
+    set -- redis-server "$@"
+    {{- end }}
+    {{- .Files.Get "files/start_redis.sh" | trimPrefix "#!/bin/sh\n" | trim | nindent 4 }}
+  - start_redis
 {{- end }}
 
 {{/* Exit 0 when Redis answers; while it loads its file it does not. */}}

@@ -23,9 +23,10 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Basic, MatrixBase, nan, zoo
+from sympy.core.relational import Relational
 
 from tba_reward.maths.collections import same_collection
-from tba_reward.maths.expressions import differ_somewhere, same_exactly, with_imaginary_unit
+from tba_reward.maths.expressions import differ_somewhere, is_unsolved, same_exactly, with_imaginary_unit
 from tba_reward.maths.numbers import DECIMAL_PLACES, same_number
 from tba_reward.maths.words import same_based, same_clock, same_words
 
@@ -174,6 +175,8 @@ def same_reading(gold: Reading, answer: Reading) -> bool:
     if not same:
         _check_computable(gold[0])
         _check_computable(answer[0])
+    elif is_unsolved(answer[0]) and not isinstance(gold[0], Relational):
+        raise UnreadableError(f"{answer[-1][:200]!r} is an equation that is not solved for what it is about")
     return same
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import Basic, Expr, Float, I, MatrixBase, Symbol, UnevaluatedExpr
+from sympy import Add, Basic, Equality, Expr, Float, I, MatrixBase, Mul, Symbol, UnevaluatedExpr
 
 _POINTS = ((0.7312, 1.0871), (2.1934, 0.5317))
 """The variables, in the order of their names, get the first number, then the second times as much, and so on."""
@@ -50,6 +50,16 @@ def differ_somewhere(gold: Any, answer: Any) -> bool:
         if not names:
             return False
     return False
+
+
+def is_unsolved(part: Any) -> bool:
+    """An equation whose left side is a sum or product of something unknown and a number: `x+1=5`, not `a+b=5`.
+
+    math-verify takes its right side for the answer, whatever stands on the left.
+    """
+    if not isinstance(part, Equality) or not part.lhs.free_symbols:
+        return False
+    return isinstance(part.lhs, Add | Mul) and any(each.is_Number for each in part.lhs.args)
 
 
 def _is_exact(part: Any) -> bool:

@@ -123,9 +123,9 @@ class HttpScorer:
                 async with asyncio.timeout(self._timeout_s + GRACE_S):
                     outcomes = await call
             except TimeoutError:
-                late = Failure("timeout", f"{self._calls.url} did not finish its answer before the deadline")
+                late = Failure("unreachable", f"{self._calls.url} did not finish its answer before the deadline")
                 outcomes = [late] * len(items)
-        away = [each for each in outcomes if isinstance(each, Failure) and each.reason in ("unreachable", "timeout")]
+        away = [each for each in outcomes if isinstance(each, Failure) and each.reason == "unreachable"]
         if len(away) < len(outcomes):
             self._health = OK
         elif away:

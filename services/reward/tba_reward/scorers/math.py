@@ -9,7 +9,7 @@ from tba.errors import ConfigError
 from tba_reward.scorers.base import Example, Item, Scorer, Tools, params_of, version_of
 from tba_reward.workers.scorer import WorkerRule, WorkerScorer
 
-IMPLEMENTATION = 1
+IMPLEMENTATION = 2
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 

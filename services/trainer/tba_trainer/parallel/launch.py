@@ -4,7 +4,8 @@
 
 torchrun would end with a traceback of its own whenever a worker ends with an error or SIGTERM arrives; here the
 worker's own sentence is the last word, and its exit code is this process's. SIGTERM goes on to the workers, who have
-`local.stop_timeout_s` for their checkpoint. The machines meet at HOST:PORT, which is one of them.
+`local.stop_timeout_s` for their checkpoint; before there are any, it ends this process at once. The machines meet at
+HOST:PORT, which is one of them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
-
-from tba.config import load_recipe
-from tba.errors import ConfigError
-from tba.main import EXIT_ERROR
+from tba.starting import EXIT_STOPPED, quit_on_signals
 
 LOOPBACK = "127.0.0.1"
 
@@ -48,6 +43,10 @@ def launch(
         0; or the code of the worker that failed first, 1 if a signal killed it; or 128 + number of the signal that this
         process got.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     if rendezvous is None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")  # all are on this machine
@@ -80,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, others = parser.parse_known_args(argv)
     if (args.nodes > 1) != (args.rendezvous is not None):
         parser.error("--nodes and --rendezvous go together: several machines must know where they meet")
+    from tba.config import load_recipe
+    from tba.errors import ConfigError
+    from tba.main import EXIT_ERROR
+
     try:
         stop_timeout_s = load_recipe(args.config).local.stop_timeout_s
     except ConfigError as error:
@@ -95,4 +98,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    quit_on_signals("trainer", code=EXIT_STOPPED)  # torchrun has handlers of its own once there are workers
     sys.exit(main())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tba.errors import TbaError, TeamError
+from tba.errors import ConfigError, TbaError, TeamError
 from tba.logs import get_logger
 from tba_trainer.parallel.leaving import num_processes
 from tba_trainer.passes import Ranks
@@ -71,11 +71,17 @@ class Team:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
 
         Raises:
+            ConfigError: the device is a single one.
             TeamError: the others did not come in time.
         """
         num_ranks = num_processes()
         if num_ranks == 1:
             return cls.alone(device)
+        if ":" in device:
+            raise ConfigError(
+                f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; give "
+                f"{device.partition(':')[0]!r}: each process then takes one of its own"
+            )
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device == "cuda":
             device = f"cuda:{local_rank}"

@@ -1,0 +1,161 @@
+"""A run whose every link is TLS trains; who meets a certificate that it cannot accept, or no TLS, says so and ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tba_searcher.service import run_searcher
+from tba_trainer.run import run_trainer
+
+from tba.cli.main import main
+from tba.clients import BufferClient
+from tba.config import Recipe, load_recipe
+from tba.doctor import Finding, examine
+from tba.doctor.patient import patient_of
+from tba.doctor.probes import PROBES
+from tba.errors import StoreTlsError, TlsError
+from tests.support.redis_process import free_port
+from tests.support.tls_world import AUTHORITY, TOKENS, TlsWorld, tls_world
+from tests.support.waiting import until
+
+STEPS = 4
+"""Optimizer steps, over which two versions are published and used."""
+PROBES_OF_LINKS = ("services", "redis", "store")
+MOST_CONNECTIONS = 4
+"""Of one client until it gives up: no storm."""
+TROUBLES = ("stranger", "expired", "plain")
+RUN: dict[str, Callable[[Recipe], object]] = {"trainer": run_trainer, "searcher": run_searcher}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[TlsWorld]:
+    """A run that has trained over TLS, and whose trainer and searcher are gone; it may go on."""
+    with tls_world(tmp_path_factory.mktemp("tls"), model) as started:
+        _train(started)
+        yield started
+
+
+def _train(world: TlsWorld) -> None:
+    path = world.write("recipe")
+    world.start("trainer", path)
+    world.start("searcher", path)
+    client = BufferClient(world.document["buffer"]["url"], token=TOKENS["viewer"], ca_file=str(AUTHORITY), retry_s=20)
+
+    def has_trained() -> bool:
+        for kind, process in world.processes.items():
+            assert process.poll() is None, world.log(kind)[-3000:]
+        info, stats = client.run(), client.stats()
+        searchers = [item for item in info.components if item.kind == "searcher" and item.alive]
+        used = any(item.version not in (None, "0-0") for item in searchers)
+        return info.step >= STEPS and stats.num_scored > 0 and used
+
+    try:
+        until(f"{STEPS} steps over TLS", has_trained)
+    finally:
+        client.close()
+    world.end("trainer", "searcher")
+
+
+def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
+    world: TlsWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ("--url", world.document["buffer"]["url"], "--ca-file", str(AUTHORITY))
+    assert main(["status", "--json", *url, "--token-file", world.document["auth"]["tokens_file"]]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["step"] >= STEPS
+    found = _look(world.write("well"))
+    assert [finding for finding in found if finding.level == "fail"] == []
+    assert {"service", "redis", "store-parts"} <= {finding.code for finding in found if finding.level == "ok"}
+    for kind in ("trainer", "searcher", "buffer", "reward"):
+        assert "Traceback" not in world.log(kind)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize(
+    ("service", "link"),
+    [
+        ("trainer", "buffer"),
+        ("trainer", "store"),
+        ("searcher", "buffer"),
+        ("searcher", "reward"),
+        ("searcher", "store"),
+    ],
+)
+def test_whoever_cannot_have_tls_says_so_in_a_sentence_and_ends(
+    world: TlsWorld, service: str, link: str, trouble: str
+) -> None:
+    recipe = world.recipe(**_changed(world, link, trouble))
+    before = _num_connections(world)
+    with pytest.raises(StoreTlsError if link == "store" else TlsError) as raised:
+        RUN[service](recipe)
+    _assert_says(str(raised.value), world, link, trouble)
+    assert _num_connections(world) - before <= MOST_CONNECTIONS
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_command_that_cannot_have_tls_says_so(
+    world: TlsWorld, trouble: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = _changed(world, "buffer", trouble)["buffer"]["url"]
+    tokens_file = world.document["auth"]["tokens_file"]
+    assert main(["status", "--url", url, "--ca-file", str(AUTHORITY), "--token-file", tokens_file]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    _assert_says(said, world, "buffer", trouble)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("link", ["buffer", "reward", "redis", "store"])
+def test_the_doctor_says_which_link_has_no_tls(world: TlsWorld, link: str, trouble: str) -> None:
+    code = {"buffer": "service", "reward": "service"}.get(link, link)
+    sections = _changed(world, link, trouble)
+    if link == "redis":  # nor is the buffer there, which would be believed
+        sections["buffer"]["url"] = f"https://127.0.0.1:{free_port()}"
+    path = world.write(f"doctor-{link}-{trouble}", **sections)
+    (finding,) = [each for each in _look(path, link) if each.level == "fail"]
+    assert finding.code == code
+    assert finding.mend
+    _assert_says(finding.found, world, link, trouble)
+
+
+def _look(path: Path, link: str | None = None) -> list[Finding]:
+    names = PROBES_OF_LINKS if link is None else ({"buffer": "services", "reward": "services"}.get(link, link),)
+    patient = patient_of(load_recipe(path, environ={}), service="buffer")
+    return examine(patient, probes=[(name, PROBES[name]) for name in names])
+
+
+def _changed(world: TlsWorld, link: str, trouble: str) -> dict[str, dict[str, Any]]:
+    """The recipe with the address of an impostor, or with one that says nothing of TLS."""
+    section, key = {
+        "buffer": ("buffer", "url"),
+        "reward": ("reward", "url"),
+        "redis": ("buffer", "redis_url"),
+        "store": ("store", "endpoint_url"),
+    }[link]
+    address: str = world.document[section][key]
+    scheme, _, rest = address.partition("://")
+    if trouble == "plain":
+        return {section: {key: f"{scheme.removesuffix('s')}://{rest}"}}
+    port = world.impostors[trouble].port
+    return {section: {key: f"{scheme}://127.0.0.1:{port}{'/0' if link == 'redis' else ''}"}}
+
+
+def _assert_says(said: str, world: TlsWorld, link: str, trouble: str) -> None:
+    """What is wrong, at which address, with which file, and what to do."""
+    setting = "store.ca_file" if link == "store" else "tls.ca_file"
+    if trouble == "plain":
+        assert f"speaks TLS: write {'rediss' if link == 'redis' else 'https'}:// for it" in said
+        assert f"({setting} is {AUTHORITY})" in said
+    else:
+        assert f"127.0.0.1:{world.impostors[trouble].port}" in said
+        why = {
+            "stranger": f"{setting} {AUTHORITY} must hold the authority behind it",
+            "expired": "is not accepted (certificate has expired); renew it there",
+        }
+        assert why[trouble] in said
+
+
+def _num_connections(world: TlsWorld) -> int:
+    return sum(impostor.num_connections for impostor in world.impostors.values())

@@ -53,11 +53,11 @@ overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlap
 
 test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
 
-# one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two at once
-# only where a test is alone in its process
+# one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
+# once, but whole runs and what kills them one by one: they take both cores already
 unit: $(VENV)/.test $(VENV)/.vllm  ## the tests alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract tests/chart
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration tests/e2e tests/chaos tests/system/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract tests/chart tests/integration
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e tests/chaos tests/system/chaos
 
 chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis faults for CHAOS_MINUTES (docs/chaos.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.chaos --minutes $(CHAOS_MINUTES) --seed $(SEED)

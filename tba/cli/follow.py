@@ -124,7 +124,7 @@ class Teller:
                 lines.append(change_line(info.last_change))
         elif "step" in changed or "latest_version" in changed:
             lines.append(f"step {info.step}, latest version {info.latest_version or 'none'}")
-        if "note" in changed:
+        if "note" in changed and (info.note or info.state not in OVER):  # a run that is over needs none
             lines.append(info.note or "a trainer is heard of again")
         if "searchers" in changed and info.searchers is not None:
             wanted = "" if info.searchers.wanted is None else f" of {info.searchers.wanted} wanted"

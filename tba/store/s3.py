@@ -25,7 +25,7 @@ from botocore.config import Config
 from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError, StoreUnavailableError
 from tba.store.base import check_key, check_prefix
 from tba.store.file import new_file
-from tba.store.s3_errors import S3_ERRORS, is_transient, lacks_tls, store_error
+from tba.store.s3_errors import S3_ERRORS, is_answer, is_transient, lacks_tls, store_error
 
 T = TypeVar("T")
 
@@ -215,6 +215,7 @@ class S3Store:
                 trouble = lacks_tls(error, endpoint=self._endpoint, ca_file=self._ca_file)
                 if trouble is not None:
                     raise StoreTlsError(f"cannot {verb} the store {self.url}: {trouble}") from error
+                self._has_answered = is_answer(error)  # a refusal, or "no such object", is one
             raise
         self._has_answered = True
         return result

@@ -54,6 +54,11 @@ def _is_endless(error: Exception) -> bool:
     return isinstance(wrapped, RecursionError)
 
 
+def is_answer(error: Exception) -> bool:
+    """Whether an error is what a store said. A 400 may be what a server that wants TLS says to plain http."""
+    return isinstance(error, ClientError) and _status(error) != 400
+
+
 def lacks_tls(error: Exception, *, endpoint: str, ca_file: str | None) -> str | None:
     """What is wrong with the TLS of a store that never answered, and how to mend it; None: something else is wrong."""
     trouble = tls_trouble(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from botocore.exceptions import HTTPClientError
+from botocore.exceptions import HTTPClientError, SSLError
 
 from tba.config.sections import StoreSection
-from tba.errors import ObjectExistsError, StoreUnavailableError
+from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreTlsError, StoreUnavailableError
 from tba.store import ObjectStore, open_store
 from tba.store.s3 import S3Store
 from tba.store.s3_errors import is_transient, store_error
@@ -78,6 +79,22 @@ def test_a_server_that_redirects_everything_is_one_sentence(proxy: FaultyProxy, 
     proxy.faults = [302] * 2000
     with pytest.raises(StoreUnavailableError, match=r"redirects every request.*correct store\.endpoint_url"):
         proxied.get("a")
+
+
+def test_a_store_that_has_said_no_has_answered_and_its_certificate_is_waited_for(s3_section: StoreSection) -> None:
+    store = small_parts(s3_section, s3_section.endpoint_url or "")
+    expired = ssl.SSLCertVerificationError(1, "expired")
+    expired.verify_code, expired.verify_message = 10, "certificate has expired"
+
+    def shows_an_expired_certificate() -> bytes:
+        raise SSLError(endpoint_url="https://s3.example.com", error=expired) from expired
+
+    with pytest.raises(StoreTlsError, match="renew it there"):
+        store._try("read", shows_an_expired_certificate)
+    with pytest.raises(ObjectNotFoundError):
+        store.get("nothing")
+    with pytest.raises(SSLError):
+        store._try("read", shows_an_expired_certificate)
 
 
 def test_where_the_stack_ends_over_redirects_makes_no_difference() -> None:

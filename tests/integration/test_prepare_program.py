@@ -20,6 +20,17 @@ path.with_suffix(".half").write_text(str(os.getpid()))
 os.replace(path.with_suffix(".half"), path)
 time.sleep(3600)
 """
+PARENT = """
+import pathlib, sys
+from tba.local import prepare
+class Told(prepare.Guard):
+    def add(self, pid):
+        super().add(pid)
+        pathlib.Path(sys.argv[1]).with_suffix(".told").touch()
+prepare.Guard = Told
+prepare.run_program("sleeper", sys.argv[1:])
+"""
+"""Says when the guard has been told: a kill before that leaves the program alone."""
 TALKER = "import sys; print('out', sys.argv[1]); sys.exit('error: it went wrong' if sys.argv[1] == 'bad' else 0)"
 
 
@@ -34,15 +45,12 @@ def test_a_program_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     pid_path = tmp_path / "pid"
     parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from tba.local.prepare import run_program; run_program('sleeper', [{str(pid_path)!r}])",
-        ],
+        [sys.executable, "-c", PARENT, str(pid_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
     try:
         until("the program runs", pid_path.exists)
+        until("the guard knows it", pid_path.with_suffix(".told").exists)
         pid = int(pid_path.read_text())
         assert not is_gone(pid)
     finally:

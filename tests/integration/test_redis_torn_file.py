@@ -6,6 +6,7 @@ at the start after that (docs/chaos.md). start_redis.sh cuts the whole transacti
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,6 +175,21 @@ def test_what_is_not_a_torn_end_is_refused_and_not_touched(torn: Torn, no_redis:
     assert "tba buffer load" in script.stdout
     assert "started:" not in script.stdout
     assert torn.path.read_bytes() == damaged
+
+
+def test_nothing_is_cut_when_the_search_for_whole_transactions_fails(
+    torn: Torn, no_redis: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As grep fails that the machine has no memory for, or that it ends."""
+    (no_redis.parent / "grep").write_text('#!/bin/sh\ncat > "$0.read"\nexit 2\n')
+    (no_redis.parent / "grep").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{no_redis.parent}:{os.environ['PATH']}")
+    torn.path.write_bytes(torn.data[:-3])
+    script = start_script(no_redis, torn.redis.folder)
+    assert script.returncode == 1, script.stdout
+    assert "could not be searched" in script.stdout
+    assert (no_redis.parent / "grep.read").exists()
+    assert torn.path.read_bytes() == torn.data[:-3]
 
 
 def test_a_file_that_the_script_could_not_check_is_not_cut_by_redis_either(torn: Torn, tmp_path: Path) -> None:

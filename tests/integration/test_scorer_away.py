@@ -167,6 +167,27 @@ def test_scoring_again_waits_for_the_endpoint_and_takes_no_reward_away(
     assert (job.num_done, job.num_failed, job.num_changed) == (8, 0, 8)
 
 
+def test_scoring_again_ends_though_one_of_its_request_is_given_up_before_the_other(
+    client: BufferClient, away: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postponed, "NUM_TRIES", 4)
+    monkeypatch.setattr(postponed, "FIRST_PAUSE_S", 0.01)
+    note, noted = postponed.Postponed.note, set[int]()
+
+    def first_is_a_try_ahead(self: postponed.Postponed, position: int, reason: str) -> bool:
+        if not noted:
+            note(self, position, reason)
+        noted.add(position)
+        return note(self, position, reason)
+
+    monkeypatch.setattr(postponed.Postponed, "note", first_is_a_try_ahead)
+    client.push([encode_rollout(make_rollout(response_text=f"unheard of {i}")) for i in range(2)])
+    client.start_rescore(RescoreRequest())
+    until("the job is done", lambda: client.rescore().state == "done")
+    assert (client.rescore().num_failed, len(noted)) == (2, 2)
+    until("the wait is over", lambda: waits(client) == [])
+
+
 class Clock:
     """Seconds that a test lets pass."""
 
@@ -194,5 +215,11 @@ def test_a_repeated_request_is_half_as_large_and_what_is_new_has_its_turn() -> N
     assert turns[0] != turns[1]
     assert turns[:2] == turns[2:]
     assert waiting.first(list(range(1000, 1200)), 64) == list(range(1000, 1200))
-    waiting.forget(old)
+    waiting.forget_old()
+    assert len(waiting) == len(old)
+    clock.now_s += postponed.MAX_PAUSE_S + postponed.FORGET_AFTER_S + 1.0
+    waiting.forget_old()
+    assert (len(waiting), waiting.problem) == (0, None)
+    waiting.note(1, "unreachable: away")
+    waiting.forget([1])
     assert (len(waiting), waiting.problem) == (0, None)

@@ -36,6 +36,7 @@ def test_the_newest_trainer_that_is_silent_is_named_with_age_and_step() -> None:
         "look at the trainer's log, on Kubernetes at its Job and pods"
     )
     assert note(trainer("t-1", 900.0), trainer("t-2", ABSENT_AFTER_S)) is None
+    assert note(trainer("t-1", 900.0), watched_s=ABSENT_AFTER_S) is None, "it may be this buffer that was away"
 
 
 def test_none_that_ever_came_and_one_that_is_forgotten_are_told_apart() -> None:

@@ -56,6 +56,16 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "MAX_PAUSE_S", 0.0)
 
 
+def test_a_run_that_ends_without_a_trainer_has_not_got_one_again() -> None:
+    note = "no trainer: none has come since the buffer started 70 s ago"
+    teller = Teller()
+    teller.lines(event("run", {**RUN, "note": note}))
+    assert teller.lines(event("change", {"note": None})) == ["a trainer is heard of again"]
+    assert teller.lines(event("change", {"note": note})) == [note]
+    (line,) = teller.lines(event("change", {"state": "done", "note": None}))
+    assert line.startswith("run 'demo': done")
+
+
 def test_events_are_told_in_a_line_each() -> None:
     teller = Teller()
     assert teller.lines(event("run", RUN)) == ["run 'demo': running, step 3, lineage 1"]

@@ -153,7 +153,7 @@ class Buffer:
         await self.context.promise.until_written_anew()
         await self.evictor.enforce()
         log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
-        self._not_ready = None
+        self._not_ready, self._began_s = None, time.monotonic()
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
         await self.snapshots.start()
         self.scorer.start()

@@ -20,6 +20,8 @@ LONGEST_S = sum(min(FIRST_PAUSE_S * 2**at, MAX_PAUSE_S) for at in range(NUM_TRIE
 MAX_REQUESTS = 64
 """In which all that is due is asked for again, however small they would be by their tries."""
 FORGET_AFTER_S = 600.0
+FORGET_EVERY_S = 60.0
+"""Hundreds of thousands may wait: looking at each of them for every request would hold up the service."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class Postponed:
         self._clock = clock
         self._waiting: dict[int, _Waiting] = {}
         self._new_had_turn = False
+        self._forgot_at_s = clock()
         self.problem: str | None = None
         """What was said of the last one."""
 
@@ -46,16 +49,18 @@ class Postponed:
         return len(self._waiting)
 
     def note(self, position: int, reason: str) -> bool:
-        """The scorer was away; answers whether to give up."""
+        """The scorer was away; answers whether to give up. One that is given up waits no longer, but is known until
+        `forget`: asked for once more, since others of its request wait, it does not begin its tries anew."""
         self.problem = reason
         waiting = self._waiting.setdefault(position, _Waiting())
         waiting.num_tries += 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** (waiting.num_tries - 1), MAX_PAUSE_S)
+        is_given_up = waiting.num_tries >= NUM_TRIES
+        pause_s = 0.0 if is_given_up else min(FIRST_PAUSE_S * 2 ** (waiting.num_tries - 1), MAX_PAUSE_S)
         waiting.retry_at_s = self._clock() + pause_s
-        return waiting.num_tries >= NUM_TRIES
+        return is_given_up
 
     def forget(self, positions: Collection[int]) -> None:
-        """These have a score, are given up, or are gone."""
+        """These have a score, are stored as given up, or are gone."""
         for position in positions:
             self._waiting.pop(position, None)
         if not self._waiting:
@@ -64,6 +69,9 @@ class Postponed:
     def forget_old(self) -> None:
         """Forget what nobody has asked for in long, because it was evicted or its job was cancelled."""
         now = self._clock()
+        if abs(now - self._forgot_at_s) < FORGET_EVERY_S:
+            return
+        self._forgot_at_s = now
         self.forget([at for at, each in self._waiting.items() if each.retry_at_s + FORGET_AFTER_S < now])
 
     def are_waiting(self, positions: Collection[int]) -> bool:
@@ -78,9 +86,13 @@ class Postponed:
         Args:
             most: how many a request may hold.
         """
-        now = self._clock()
-        new = [at for at in positions if at not in self._waiting]
-        due = [at for at in positions if at in self._waiting and self._waiting[at].retry_at_s <= now]
+        now, waiting_at = self._clock(), self._waiting.get
+        new, due = list[int](), list[int]()
+        for at in positions:
+            if (waiting := waiting_at(at)) is None:
+                new.append(at)
+            elif waiting.retry_at_s <= now:
+                due.append(at)
         self._new_had_turn = bool(new) and not (due and self._new_had_turn)
         if self._new_had_turn or not due:
             return new

@@ -53,7 +53,8 @@ class Promise:
         self._rewrite_must_end = False
         self._checking = asyncio.Lock()
         self.redis: BytesRedis = connect(access, self._on_connect)
-        self.lines = RedisLines(self.redis, NUM_LINES)
+        # a push that Redis took before it had written its file anew would stand behind the half that may be in it
+        self.lines = RedisLines(self.redis, NUM_LINES, on_link=self.require)
         self._file = FreshFile(self.redis)
         self._config: Mapping[str, Any] = {}
         self._info: Mapping[str, Any] = {}

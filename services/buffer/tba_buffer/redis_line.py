@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import hiredis
@@ -24,6 +24,7 @@ from tba_buffer.redis_link import SOCKET_TIMEOUT_S, BytesRedis
 RETRY_PAUSE_S = 0.05
 CLOSE_TIMEOUT_S = 5.0
 Command = Sequence[bytes | str | int | float]
+OnLink = Callable[[], Awaitable[None]]
 
 
 class _Call:
@@ -151,10 +152,11 @@ class RedisLine:
 
     Args:
         redis: the client whose pool says how to connect.
+        on_link: awaited behind a new connection, before anything is written on it; what it raises, the callers get.
     """
 
-    def __init__(self, redis: BytesRedis) -> None:
-        self._pool = redis.connection_pool
+    def __init__(self, redis: BytesRedis, on_link: OnLink | None = None) -> None:
+        self._pool, self._on_link = redis.connection_pool, on_link
         self._linking: asyncio.Task[_Link] | None = None
         self._links: set[_Link] = set()
         """All that still read: the newest takes calls, older ones wait for late replies."""
@@ -198,6 +200,12 @@ class RedisLine:
     async def _connect(self) -> _Link:
         connection = self._pool.make_connection()
         await connection.connect()
+        if self._on_link is not None:
+            try:
+                await self._on_link()
+            except BaseException:
+                await connection.disconnect(nowait=True)
+                raise
         connection.socket_timeout = None  # the timeout is that of the whole call
         link = _Link(connection)
         self._links.add(link)
@@ -216,10 +224,11 @@ class RedisLines:
     Args:
         redis: the client whose pool says how to connect.
         num_lines: how many.
+        on_link: as of `RedisLine`.
     """
 
-    def __init__(self, redis: BytesRedis, num_lines: int) -> None:
-        self._lines = [RedisLine(redis) for _ in range(num_lines)]
+    def __init__(self, redis: BytesRedis, num_lines: int, on_link: OnLink | None = None) -> None:
+        self._lines = [RedisLine(redis, on_link) for _ in range(num_lines)]
         self._num_calls = [0] * num_lines
 
     async def run(self, *commands: Command) -> list[Any]:

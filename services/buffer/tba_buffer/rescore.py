@@ -164,6 +164,7 @@ class Rescoring:
             job = progress(job, scored, taken, num_left=len(left))
             await self._write(scored, job if len(left) else self._ended(job, "done"))
             self._left = left
+        postponed.forget(positions)
         await self._scoring.bound(scored)
         return True
 

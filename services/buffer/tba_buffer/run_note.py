@@ -28,7 +28,7 @@ def absent_trainer(
         had_trainer: whether the run ever had one.
         watched_s: how long this buffer has been there to hear of one.
     """
-    if state in OVER:
+    if state in OVER or watched_s <= ABSENT_AFTER_S:  # one that waited for this buffer is heard of in a moment
         return None
     trainers = [item for item in components if item.kind == "trainer"]
     if trainers:
@@ -38,8 +38,6 @@ def absent_trainer(
         return (
             f"no trainer: {last.component_id} was last heard of {last.heartbeat_age_s:.0f} s ago, step {step}; {_LOOK}"
         )
-    if watched_s <= ABSENT_AFTER_S:
-        return None
     if had_trainer:
         return f"no trainer: none was heard of for {FORGET_AFTER_S / 3600:g} h, step {step}; {_LOOK}"
     return f"no trainer: none has come since the buffer started {watched_s:.0f} s ago; {_LOOK}"

@@ -97,7 +97,8 @@ class Scorer:
         asked = index.column("position", rows).astype(np.int64)
         scored = await self._scoring.score(asked)
         async with self._context.mutating:
-            scored = await self._scoring.live(scored)
-            await self._rescoring.store_pending(scored)
-        await self._scoring.bound(scored)
-        return bool(scored) or postponed.are_waiting(asked.tolist())
+            stored = await self._scoring.live(scored)
+            await self._rescoring.store_pending(stored)
+        postponed.forget([item.position for item in scored])
+        await self._scoring.bound(stored)
+        return bool(stored) or postponed.are_waiting(asked.tolist())

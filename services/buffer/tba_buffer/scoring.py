@@ -101,7 +101,7 @@ class Scoring:
 
     async def score(self, positions: Positions) -> list[Scored]:
         """Ask for the scores of the rollouts at these positions; those that are gone, or have to wait for their scorer,
-        are left out.
+        are left out. Who has stored those that were given up tells `postponed`.
 
         Raises:
             RewardAwayError: the reward service could not be asked.
@@ -131,7 +131,7 @@ class Scoring:
             scores = [Score(reason=f"refused: {away}")]
         self.refusals.forget(taken)
         kept = {at for at, score in zip(taken, scores, strict=True) if not self._waits(at, score)}
-        self.postponed.forget(kept)
+        self.postponed.forget([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
         self.keep_waiting()
         return await in_thread(
             lambda: [

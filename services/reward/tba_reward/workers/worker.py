@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from contextlib import suppress
 from typing import Protocol, cast
 
 import msgspec
@@ -58,13 +59,20 @@ class Worker(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
+        self._rest: socket.socket | None = None
+        """Our end once more: a transport whose write failed closes its own without reading what lies there."""
         self._timer: asyncio.TimerHandle | None = None
         self._look_at_s = 0.0
         self._late: Job | None = None
 
     async def connect(self, end: socket.socket) -> None:
         """Talk over our end of the socket pair."""
-        await self._loop.create_unix_connection(lambda: self, sock=end)
+        self._rest = end.dup()
+        try:
+            await self._loop.create_unix_connection(lambda: self, sock=end)
+        except BaseException:
+            self._rest.close()
+            raise
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
@@ -84,8 +92,9 @@ class Worker(asyncio.Protocol):
             self._owner.replied(self, job, reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio: no reply comes any more."""
+        """Called by asyncio: no reply comes any more but those that lie in the socket."""
         self._transport = None
+        self._read_rest()
         if self._owner is not None:
             self._end_soon(EXIT_S if self.code is None else 0.0)
 
@@ -152,6 +161,13 @@ class Worker(asyncio.Protocol):
             self._timer = self._loop.call_later(LATE_S, self._look)
         else:
             self._owner.overdue(self, job)
+
+    def _read_rest(self) -> None:
+        """What a worker said before it died: else its first job would be to blame, which it may have done."""
+        assert self._rest is not None
+        with self._rest as end, suppress(OSError):  # nothing more there
+            while self._owner is not None and (data := end.recv(65_536)):
+                self.data_received(data)
 
     def _end_soon(self, delay_s: float) -> None:
         self._loop.call_later(delay_s, self._end)

@@ -28,7 +28,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         operation_id="eval_results",
         status_code=204,
         dependencies=[Depends(auth.require("searcher"))],
-        responses=problems(400),
+        responses=problems(400, 409),
     )
     async def eval_results(eval_id: Name, body: EvalResults) -> None:
         """Report the rewards of evaluation leases."""

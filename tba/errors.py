@@ -21,9 +21,11 @@
     |  |  |- FencedError                     a newer lineage owns the run; this trainer must stop
     |  |  |- VoidBatchError                  the batch is past its deadline or unknown; draw a new one
     |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
+    |  |     `- RunFailedError               it has failed, and this trainer has not said so
     |  |- BusyError                          429: come back after `retry_after_s`
     |  |- TlsError                           its TLS is not as the settings say; a retry cannot help
     |  `- UnavailableError                   5xx, or no connection
+    |     |- BrokenRewardError               a reward function raises for every item; waiting does not help
     |     `- SupersededError                 a newer buffer process owns the run; this one serves nothing
     |- TeamError                             another process of the same trainer is gone or does not answer
     |- GuardError                            an alarm of the trainer's guards has failed the run
@@ -189,6 +191,13 @@ class RunOverError(ConflictError):
     status = 409
 
 
+class RunFailedError(RunOverError):
+    """The run has failed, for a reason that its trainer does not know."""
+
+    slug = "run-failed"
+    status = 409
+
+
 class BusyError(ServiceError):
     """Not now: come back after `retry_after_s`."""
 
@@ -213,6 +222,12 @@ class UnavailableError(ServiceError):
 
     slug = "unavailable"
     status = 503
+
+
+class BrokenRewardError(UnavailableError):
+    """A scorer raises for every item: it has to be mended, waiting does not help."""
+
+    slug = "broken-reward"
 
 
 class SupersededError(UnavailableError):

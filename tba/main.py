@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tba.config import Recipe, load_recipe
 from tba.errors import FencedError, TbaError
 from tba.logs import configure_logging
 from tba.starting import EXIT_INTERRUPTED, EXIT_STOPPED
+from tba.store.file import disk_full
 
 __all__ = ["EXIT_ERROR", "EXIT_FENCED", "EXIT_STOPPED", "service_main"]
 EXIT_ERROR = 2
 EXIT_FENCED = 3
 
 
-def service_main(name: str, run: Callable[[Recipe], int | None], argv: Sequence[str] | None = None) -> int:
+def service_main(
+    name: str,
+    run: Callable[[Recipe], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    stand_ins: Mapping[str, Any] | None = None,
+) -> int:
     """Run one service.
 
     Args:
         name: `buffer`, `reward`, `searcher` or `trainer`.
         run: blocks until the service ends; may return an exit code of its own.
+        stand_ins: sections of the recipe that this service makes no use of, for a file that does not have them.
 
     Returns:
         The exit code: 0, or the service's own; 2 for an error that is explained on stderr, 3 when a newer lineage took
@@ -35,7 +46,7 @@ def service_main(name: str, run: Callable[[Recipe], int | None], argv: Sequence[
     parser.add_argument("--debug", action="store_true", help="show tracebacks of expected errors too")
     args = parser.parse_args(argv)
     try:
-        recipe = load_recipe(args.config, sets=args.set)
+        recipe = load_recipe(args.config, sets=args.set, stand_ins=stand_ins)
         configure_logging(recipe.log_format, service=name, run=recipe.run.name)
         return run(recipe) or 0
     except TbaError as error:
@@ -43,5 +54,11 @@ def service_main(name: str, run: Callable[[Recipe], int | None], argv: Sequence[
             raise
         print(f"error: {name}: {error}", file=sys.stderr, flush=True)
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR
+    except OSError as error:
+        what = disk_full(error, os.getcwd(), tempfile.gettempdir())
+        if what is None:
+            raise
+        print(f"error: {name}: {what}", file=sys.stderr, flush=True)
+        return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

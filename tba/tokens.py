@@ -1,12 +1,17 @@
 """Bearer tokens by role, from the JSON file that `auth.tokens_file` names.
 
 A role has one token, or while it is changed two: `{"searcher": ["new", "old"]}`. Servers let both in; a client sends
-the first, and the other where the first is not known yet.
+the first, and the other where the first is not known yet. In the place of a token there may be its digest,
+`"sha256:<hex>"`: enough to check a token and worth nothing to a thief, so a server needs no token but those it sends.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,19 +23,51 @@ ROLES = ("searcher", "trainer", "operator", "viewer")
 MIN_TOKEN_CHARS = 16
 MAX_TOKENS_OF_A_ROLE = 2
 RoleTokens = Mapping[str, tuple[str, ...]]
+STDIN = "-"
+"""The name of a token file that a command reads from its standard input, once."""
+DIGEST_PREFIX = "sha256:"
+_DIGEST = re.compile(f"{DIGEST_PREFIX}[0-9a-f]{{64}}")
+
+
+def token_digest(token: str) -> str:
+    """What a server knows of a token; a digest stays as it is."""
+    return token if is_digest(token) else DIGEST_PREFIX + hashlib.sha256(token.encode()).hexdigest()
+
+
+def is_digest(token: str) -> bool:
+    """Whether this is the digest of a token, which nobody can send, and not a token."""
+    return token.startswith(DIGEST_PREFIX)
+
+
+def new_tokens_files() -> dict[str, dict[str, str]]:
+    """Name -> new tokens file: what each of the four services needs, and `all` for the commands of the one who runs
+    them."""
+    tokens = {role: secrets.token_hex(24) for role in ROLES}
+    known = {role: token_digest(token) for role, token in tokens.items()}
+    return {
+        "buffer": {**known, "searcher": tokens["searcher"]},  # it asks the reward service as a searcher does
+        "reward": known,
+        "searcher": {"searcher": tokens["searcher"]},
+        "trainer": {"trainer": tokens["trainer"]},
+        "all": tokens,
+    }
 
 
 def load_tokens(path: str | Path | None) -> dict[str, str] | None:
-    """Read role -> the token that its clients send; None means no authentication.
+    """Read role -> the token that its clients send, of the roles of which more than a digest is known; None means no
+    authentication.
 
     Raises:
         ConfigError: the file is missing, not JSON, or names an unknown role or a short or shared token.
     """
-    return None if path is None else {role: tokens[0] for role, tokens in load_role_tokens(path).items()}
+    if path is None:
+        return None
+    tokens = {role: _to_send(several) for role, several in load_role_tokens(path).items()}
+    return {role: several[0] for role, several in tokens.items() if several}
 
 
 def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """Read role -> all tokens that are let in, the one to send first.
+    """Read role -> all tokens or digests that are let in, the one to send first.
 
     Raises:
         ConfigError: as `load_tokens`.
@@ -43,7 +80,7 @@ def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
     if not isinstance(document, dict) or not document or set(document) - set(ROLES):
         raise ConfigError(f"{what} must map roles ({', '.join(ROLES)}) to tokens")
     found = {role: _tokens_of(role, value, what) for role, value in document.items()}
-    every = [token for tokens in found.values() for token in tokens]
+    every = [token_digest(token) for tokens in found.values() for token in tokens]
     if len(set(every)) != len(every):
         raise ConfigError(f"{what}: two roles share a token, or a role has one twice; give each its own")
     return found
@@ -56,6 +93,11 @@ def _tokens_of(role: str, value: Any, what: str) -> tuple[str, ...]:
             f"{what}: {role} has {len(tokens)} tokens; it needs one, or {MAX_TOKENS_OF_A_ROLE} while it is changed"
         )
     for token in tokens:
+        if isinstance(token, str) and is_digest(token) and not _DIGEST.fullmatch(token):
+            raise ConfigError(
+                f"{what}: the token of {role} begins with {DIGEST_PREFIX} and 64 small hexadecimal digits do not "
+                "follow; `printf %s TOKEN | sha256sum` prints them"
+            )
         if not isinstance(token, str) or len(token) < MIN_TOKEN_CHARS:
             raise ConfigError(f"{what}: the token of {role} must be a text of {MIN_TOKEN_CHARS} characters or more")
         if not all("!" <= char <= "~" for char in token):
@@ -85,19 +127,24 @@ def operator_token(path: str | Path) -> str:
 
 
 class TokensFile:
-    """The tokens that a server lets in: those of the file as it is now.
+    """The digests of the tokens that a server lets in: those of the file as it is now.
 
     Raises:
         ConfigError: the file is wrong. Later a wrong file is logged, and the tokens before it stay.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._watched = WatchedFile([path], lambda: load_role_tokens(path), what=f"auth.tokens_file {path}")
+        self._watched = WatchedFile([path], lambda: digests(load_role_tokens(path)), what=f"auth.tokens_file {path}")
 
     @property
-    def tokens(self) -> RoleTokens:
-        """Role -> its tokens."""
+    def digests(self) -> RoleTokens:
+        """Role -> the digests of its tokens."""
         return self._watched.value
+
+
+def digests(tokens: RoleTokens) -> dict[str, tuple[str, ...]]:
+    """Role -> the digests of its tokens."""
+    return {role: tuple(token_digest(token) for token in several) for role, several in tokens.items()}
 
 
 class ClientToken:
@@ -131,6 +178,9 @@ def operator_client_token(path: str | Path | None) -> ClientToken | None:
     """
     if path is None:
         return None
+    if path == STDIN:
+        tokens = _operator_tokens(sys.stdin.read(), "the token file on stdin")
+        return ClientToken(WatchedFile([], lambda: tokens, what="the operator's token"))
     return ClientToken(WatchedFile([path], lambda: _of_operator(path), what=f"the operator's token in {path}"))
 
 
@@ -147,23 +197,38 @@ def _of_role(path: str | Path, role: str) -> tuple[str, ...]:
     tokens = load_role_tokens(path)
     if role not in tokens:
         raise ConfigError(f"auth.tokens_file {path} has no token for the role {role!r}; add one")
-    return tokens[role]
+    if not (sent := _to_send(tokens[role])):
+        raise ConfigError(
+            f"auth.tokens_file {path} has only the digest of the token of {role!r}, which lets a server check it; a "
+            "client needs the token itself"
+        )
+    return sent
+
+
+def _to_send(tokens: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(token for token in tokens if not is_digest(token))
 
 
 def _of_operator(path: str | Path) -> tuple[str, ...]:
-    text = _read(path, f"token file {path}").strip()
+    return _operator_tokens(_read(path, f"token file {path}"), f"token file {path}")
+
+
+def _operator_tokens(text: str, what: str) -> tuple[str, ...]:
+    text = text.strip()
     tokens: Any = text.split()
     if text.startswith("{"):
         try:
             document = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"token file {path} is not JSON: {error}") from None
-        found = document.get("operator") or document.get("viewer") or []
-        tokens = found if isinstance(found, list) else [found]
+            raise ConfigError(f"{what} is not JSON: {error}") from None
+        of_roles = [document.get(role) or [] for role in ("operator", "viewer")]
+        of_roles = [found if isinstance(found, list) else [found] for found in of_roles]
+        to_send = [[x for x in found if not (isinstance(x, str) and is_digest(x))] for found in of_roles]
+        tokens = to_send[0] or to_send[1]
     elif len(tokens) > 1:
         tokens = []
     if not tokens or not all(isinstance(token, str) and token for token in tokens):
-        raise ConfigError(f"token file {path} must hold one token, or a JSON map with the role `operator`")
+        raise ConfigError(f"{what} must hold one token, or a JSON map with the token of the role `operator`")
     return tuple(tokens)
 
 

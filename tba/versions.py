@@ -1,4 +1,4 @@
-"""Policy versions, lineages and policy age (design.md, Semantics)."""
+"""Policy versions, lineages and policy age (docs/words.md)."""
 
 from __future__ import annotations
 

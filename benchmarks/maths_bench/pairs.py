@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tba_reward.maths.rule import score
-from tba_reward.scorers.base import Failure, Item, outcome_of
+from tba_reward.scorers.base import Failure, Item, outcome_of, params_of
+
+from tba.config.reward import MathSpec
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "maths"
 VERDICTS = {1.0: "right", 0.0: "wrong"}
@@ -73,7 +75,7 @@ def math_verify_cases() -> list[Pair]:
 def scorer_verdict(pair: Pair, *, extract: str) -> str:
     """What kind `math` says: `right`, `wrong` or `unknown`."""
     item = Item(prompt="", response=pair.response, data={"answer": pair.gold})
-    outcome = outcome_of(score, item, {"field": "answer", "extract": extract})
+    outcome = outcome_of(score, item, params_of(MathSpec.model_validate({"kind": "math", "extract": extract})))
     return "unknown" if isinstance(outcome, Failure) else VERDICTS[outcome]
 
 

@@ -79,21 +79,24 @@ def second_table(lines: Lines) -> str:
 
 
 def replay_table(lines: Lines, lag: int, m: float) -> str:
-    """The same lag without replay and with it."""
+    """The same lag without replay and with it, on the seeds that both have: their starting models differ."""
     rows = []
     for method in METHODS:
         plain, replayed = select(lines, "lag", method, lag), select(lines, "replay", method, lag, m)
-        if replayed:
+        if both := sorted(plain.keys() & replayed.keys()):
+            found = [replayed[seed] for seed in both]
             rows.append(
                 [
                     f"`{method}`",
-                    _with_n([line.final for line in plain.values()]) if plain else "-",
-                    _with_n([line.final for line in replayed.values()]),
-                    f"{sum(line.collapsed for line in replayed.values())} of {len(replayed)}",
-                    _shown(_mean_of(mean_ess(line) for line in replayed.values())),
+                    ", ".join(map(str, both)),
+                    _with_n([plain[seed].final for seed in both]),
+                    _with_n([line.final for line in found]),
+                    _with_n([replayed[seed].final - plain[seed].final for seed in both]),
+                    f"{sum(line.collapsed for line in found)} of {len(found)}",
+                    _shown(_mean_of(mean_ess(line) for line in found)),
                 ]
             )
-    return markdown(["method", "no replay", f"replay, m = {m:g}", "collapsed", "ESS"], rows)
+    return markdown(["method", "seeds", "no replay", f"replay, m = {m:g}", "difference", "collapsed", "ESS"], rows)
 
 
 def m_table(lines: Lines) -> str:

@@ -101,8 +101,14 @@ NOW = Row(
         ),
         Panel(
             "Redis keeps its promise",
-            "1: what is acknowledged is durable. 0: writes are refused, and GET /readyz says why.",
-            (("min(tba_redis_keeps_promise{BUFFER})", "kept"),),
+            "kept 1: what is acknowledged is durable; 0: writes are refused, and GET /readyz says why. lost 1: Redis "
+            "lacks what was acknowledged; beside it how many losses, and changes in them, were accepted so far.",
+            (
+                ("min(tba_redis_keeps_promise{BUFFER})", "kept"),
+                ("max(tba_redis_lost_data{BUFFER})", "lost"),
+                ("max(tba_redis_losses_accepted_total{BUFFER})", "losses accepted"),
+                ("max(tba_redis_lost_changes_total{BUFFER})", "changes lost"),
+            ),
             kind="stat",
             width=4,
         ),
@@ -339,6 +345,19 @@ DROPS = Row(
             (
                 _rate("tba_buffer_refused_total", "reason"),
                 _per_s("tba_void_rollouts_total", "in void batches"),
+            ),
+        ),
+        Panel(
+            "Stored items that cannot be read",
+            "By kind; each is left out or failed alone. `GET /v1/run` names them. Above 0: damage, or an old release.",
+            (("tba_unreadable_items{BUFFER}", "{{kind}}"),),
+        ),
+        Panel(
+            "Refused heartbeats",
+            "Per second, by reason, and components that were forgotten. `too-many`: more are alive than remembered.",
+            (
+                _rate("tba_heartbeats_refused_total", "reason"),
+                _rate("tba_components_forgotten_total", "reason"),
             ),
         ),
     ),

@@ -53,12 +53,16 @@ from tba.api.rollouts import (
     SpanInfo,
 )
 from tba.api.run import (
+    ACKNOWLEDGED_HEADER,
+    AcceptLoss,
     ComponentInfo,
     ComponentWait,
     RunChange,
     RunChanges,
     RunCommand,
     RunInfo,
+    UnreadableInfo,
+    UnreadableItem,
     WaitInfo,
 )
 from tba.api.scaling import (
@@ -113,10 +117,12 @@ from tba.api.training import (
 )
 
 __all__ = [
+    "ACKNOWLEDGED_HEADER",
     "EVENT_NAMES",
     "MAX_CHANGES_PER_PAGE",
     "MAX_LEASE_IDS",
     "MAX_REFUSED_VERSIONS",
+    "AcceptLoss",
     "AckRequest",
     "BatchRequest",
     "BestVersion",
@@ -192,6 +198,8 @@ __all__ = [
     "Split",
     "Stats",
     "StoredStats",
+    "UnreadableInfo",
+    "UnreadableItem",
     "VersionText",
     "WaitChange",
     "WaitInfo",

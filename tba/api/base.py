@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, Strict
 
 from tba.config.base import StrictModel
+from tba.numbers import bounded
 from tba.plain_text import control_problem, one_line
 
 RunState = Literal["running", "paused", "stopping", "done", "failed"]
@@ -25,13 +26,11 @@ Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_witho
 """An id or another short text of a client; control characters are refused."""
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARS), AfterValidator(one_line)]
 """Why somebody asks for something, for people; a space takes the place of control characters."""
-MAX_LINEAGE = 10**9 - 1
-MAX_STEP = 10**12 - 1
-"""The largest that a version text holds."""
-Integer = Annotated[int, Strict()]
-"""A whole number of a request; `true` and `"1"` are none. Bounds belong to the field: two of a kind do not add up."""
-Number = Annotated[float, Strict()]
-"""A finite number of a request; `true` and `"1"` are none."""
+Integer = Annotated[int, Strict(), AfterValidator(bounded)]
+"""A whole number of a request (tba/numbers.py); `true` and `"1"` are none. Its own bounds belong to the field: two of a
+kind do not add up."""
+Number = Annotated[float, Strict(), AfterValidator(bounded)]
+"""A number of a request (tba/numbers.py); `true` and `"1"` are none."""
 
 
 class Problem(StrictModel):

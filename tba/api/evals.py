@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tba.api.base import Integer, Name, Number, VersionText
 from tba.config.base import StrictModel
-from tba.config.evaluation import pass_at_of
+from tba.config.evaluation import MAX_WAIT_S, pass_at_of
 
 
 class EvalResult(StrictModel):
@@ -19,7 +19,7 @@ class EvalResult(StrictModel):
 
     lease_id: Name
     rewards: list[Number | None]
-    num_response_tokens: list[Integer]
+    num_response_tokens: list[Annotated[Integer, Field(ge=0)]]
     log_ratios: list[Number | None] | None = None
     """Sum over the response of log pi - log pi of the starting model, both at the policy temperature."""
     distinct_1: Number | None = None
@@ -46,7 +46,7 @@ class EvalRequest(StrictModel):
     num_prompts: Integer = Field(ge=1, le=10_000)
     num_samples: Integer = Field(ge=1, le=4096)
     success_reward: Number
-    timeout_s: Number = Field(gt=0)
+    timeout_s: Number = Field(gt=0, le=MAX_WAIT_S)
     pass_at: list[Annotated[Integer, Field(ge=1, le=4096)]] = Field(default_factory=list, max_length=16)
 
 
@@ -82,7 +82,8 @@ class EvalInfo(EvalNumbers):
 
     eval_id: str
     version: VersionText
-    state: Literal["pending", "done", "expired"]
+    state: Literal["pending", "done", "expired", "failed"]
+    """`failed`: what is stored of it cannot be read; `unreadable` of GET /v1/run says why."""
     num_prompts: int
     num_done: int
     num_samples: int | None = None

@@ -58,6 +58,8 @@ class LeaseReply(StrictModel):
     run_state: RunState
     wait: str | None = None
     retry_after_s: float = 0.0
+    num_version_retries: int = 0
+    """How often an operator has said that refused versions are to be tried again: more than before means now."""
 
 
 class LeaseReturn(StrictModel):

@@ -9,9 +9,11 @@ from pydantic import Field, field_validator
 
 from tba.api.base import Name, Split
 from tba.config.base import StrictModel
+from tba.numbers import MAX_DIGITS
 
 MAX_DATA_LEVELS = 32
 """Deepest nesting of a prompt's data. Readers of JSON have limits of their own, and every searcher must read it."""
+_MAX_WHOLE = 10**MAX_DIGITS
 
 
 class Prompt(StrictModel):
@@ -26,21 +28,19 @@ class Prompt(StrictModel):
     @field_validator("data")
     @classmethod
     def _is_plain_json(cls, data: dict[str, Any]) -> dict[str, Any]:
-        _check_levels(data)
+        _check_levels_and_digits(data)
         json.dumps(data, allow_nan=False, ensure_ascii=False).encode()  # NaN and lone surrogates raise ValueError
         return data
 
 
-def _check_levels(data: dict[str, Any]) -> None:
+def _check_levels_and_digits(data: dict[str, Any]) -> None:
     """Raises ValueError; level by level, so that no depth can exhaust the stack."""
     level: list[Any] = [data]
     for _ in range(MAX_DATA_LEVELS):
-        level = [
-            child
-            for value in level
-            for child in (value.values() if isinstance(value, dict) else value)
-            if isinstance(child, (dict, list))
-        ]
+        children = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
+        if any(isinstance(child, int) and not -_MAX_WHOLE < child < _MAX_WHOLE for child in children):
+            raise ValueError(f"holds a whole number of more than {MAX_DIGITS} digits; store it as a text")
+        level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
             return
     raise ValueError(f"nested deeper than {MAX_DATA_LEVELS} levels; flatten it, or store it as one text")

@@ -57,6 +57,8 @@ class RolloutInfo(StrictModel):
     version_spans: list[SpanInfo]
     policy_age_steps: int
     """Optimizer steps between `version` and the living lineage now."""
+    prompt_text: str | None
+    """As long at most as the response text is given; None: the prompt is not among those of the run any more."""
     num_prompt_tokens: int
     num_response_tokens: int
     response_text: str

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tba.api.base import Name, Reason
+from tba.api.base import Integer, Name, Reason
 from tba.config.base import StrictModel
 from tba.wire.ids import new_id
 
@@ -37,7 +37,7 @@ class ScaleRequest(StrictModel):
     The same request again (same `request_id`) changes nothing and is answered as the run is now.
     """
 
-    num_searchers: int | None = Field(ge=0, strict=True)
+    num_searchers: Integer | None = Field(ge=0)
     reason: Reason | None = None
     request_id: Name = Field(default_factory=lambda: new_id("request"))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+import math
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from tba.api.base import Name
 from tba.config.base import StrictModel
+from tba.numbers import MAX_NUMBER, is_bounded
 from tba.wire.document import FinishReason
 
 ScoreReason = Literal[
@@ -20,15 +22,24 @@ ScoreReason = Literal[
     "not_finite",
     "out_of_memory",
     "timeout",
+    "too_large",
     "too_long",
+    "too_slow",
     "unknown_task",
     "unreachable",
 ]
 """Why a score is unknown; docs/rewards.md says what each means."""
 TRANSIENT_REASONS: frozenset[ScoreReason] = frozenset({"crashed", "out_of_memory", "timeout", "unreachable"})
 """Those that may have been chance: it is worth asking again."""
+ANSWER_REASONS: frozenset[ScoreReason] = frozenset({"ambiguous", "out_of_memory", "too_long", "too_slow"})
+"""Those that a response causes, where neither the rule nor the prompt's data is to blame (setting `unreadable`)."""
 AWAY_REASONS: frozenset[ScoreReason] = frozenset({"unreachable"})
 """Those that say nothing of the item: what scores it is away. It is pending, not failed, and is asked for later."""
+
+
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+STARTING = "it is starting"
+"""Health of a scorer before its first attempt to start has ended; what comes after it says what is wrong."""
 
 
 class ScoreItem(StrictModel):
@@ -40,6 +51,8 @@ class ScoreItem(StrictModel):
     response: str
     data: dict[str, Any] = Field(default_factory=dict)
     finish_reason: str = Field(default="stop", pattern=f"^({'|'.join(get_args(FinishReason))})$")
+    response_tokens: list[TokenId] | None = None
+    """The response as token ids; sent for tasks with a Python function (`RewardSection.takes_tokens`)."""
 
 
 class ScoreRequest(StrictModel):
@@ -55,15 +68,36 @@ class ScoreError(StrictModel):
     detail: str
 
 
+def unusable(reward: object) -> ScoreError | None:
+    """Why a number cannot be a reward; None for one that can, and for what is no number."""
+    if not isinstance(reward, int | float) or isinstance(reward, bool) or is_bounded(reward):
+        return None
+    if isinstance(reward, float) and not math.isfinite(reward):
+        return ScoreError(reason="not_finite", detail=f"the reward is {reward}")
+    # a whole number of thousands of digits is not written out
+    return ScoreError(reason="too_large", detail=f"the reward is not from -{MAX_NUMBER:g} to {MAX_NUMBER:g}")
+
+
 class ScoreResult(StrictModel):
-    """Exactly one of `reward` and `error`."""
+    """Exactly one of `reward` and `error`. A reward that is no bounded number (tba/numbers.py) is read as an error: it
+    costs its own item alone, and no other of a reply."""
 
     item_id: str
-    reward: float | None = Field(default=None, allow_inf_nan=False)
+    reward: float | None = Field(default=None, ge=-MAX_NUMBER, le=MAX_NUMBER)
     reward_version: str | None = None
     parts: dict[str, float] | None = None
     """The known scores that the reward was made of, by the name of their scorer, before weights."""
     error: ScoreError | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if isinstance(parts := value.get("parts"), dict):
+            value = {**value, "parts": {name: score for name, score in parts.items() if unusable(score) is None}}
+        error = unusable(value.get("reward"))
+        return value if error is None else {**value, "reward": None, "error": error}
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreResult:

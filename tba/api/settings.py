@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from tba.api.base import Name, Reason
+from tba.api.base import Integer, Name, Reason
 from tba.config.base import StrictModel
 from tba.config.live import LIVE_NAMES, LiveName, LiveSettings
 from tba.config.schedules import Schedule
@@ -29,7 +29,7 @@ class SettingsRequest(StrictModel):
     settings: LiveSettings
     reason: Reason | None = None
     token: Name | None = None
-    revision: int | None = Field(default=None, ge=0, le=2**53)
+    revision: Integer | None = Field(default=None, ge=0)
     request_id: Name = Field(default_factory=lambda: new_id("request"))
 
     @field_validator("settings")

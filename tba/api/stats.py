@@ -87,6 +87,10 @@ class Stats(StrictModel):
     """Reason -> batches that a step consumed without being made with them."""
     samples_per_insert: float | None
     """Trained per generated rollout."""
+    heartbeats_refused: dict[str, int] = Field(default_factory=dict)
+    """Reason -> heartbeats that were not taken."""
+    components_forgotten: dict[str, int] = Field(default_factory=dict)
+    """Reason -> components: an hour of silence, or another one needed the place."""
     slots: dict[str, int]
     """Slots of drawn batches: total, recent, replay, fallback; and their rollouts, distinct_rollouts."""
     unique_ratio: float | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
-from tba.api.base import MAX_LINEAGE, MAX_STEP, Integer, Name, Number, VersionText
+from tba.api.base import Integer, Name, Number, VersionText
 from tba.config.base import StrictModel
+from tba.numbers import MAX_LINEAGE, MAX_SEED, MAX_STEP
 
 Reason = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
 """Why a batch was skipped or a rollout refused: counters and labels of metrics are called by it."""
@@ -82,7 +83,7 @@ class AckRequest(StrictModel):
     lineage: Integer = Field(ge=0, le=MAX_LINEAGE)
     step: Integer = Field(ge=1, le=MAX_STEP)
     token: Name
-    metrics: dict[Name, float | None] = Field(default_factory=dict)
+    metrics: dict[Name, Number | None] = Field(default_factory=dict)
     policy_ages: list[Annotated[Integer, Field(ge=-MAX_STEP, le=MAX_STEP)]] = Field(default_factory=list)
     settings_revision: Integer = Field(default=0, ge=0, le=MAX_STEP)
     skipped: Reason | None = None
@@ -143,4 +144,4 @@ class SampleRequest(StrictModel):
     """
 
     num: Integer = Field(ge=1, le=512)
-    seed: Integer | None = Field(default=None, ge=0, lt=2**63)
+    seed: Annotated[int, Strict()] | None = Field(default=None, ge=0, le=MAX_SEED)

@@ -1,18 +1,24 @@
-"""`tba buffer save|load|snapshots`: the rollouts of a run to and from the object store."""
+"""`tba buffer save|load|seed|snapshots|accept-loss`: the rollouts of a run to and from the object store, or from a
+file, and going on without those that Redis has lost."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from tba.api import LoadRequest, SnapshotInfo
-from tba.cli.target import ended_run, open_client
-from tba.errors import ServiceError
+from tba.api import AcceptLoss, LoadRequest, SnapshotInfo
+from tba.cli.target import ended_run, open_client, run_folder
+from tba.errors import ConfigError, ServiceError
 from tba.local.console import Console
+from tba.local.resolve import child_environ
 from tba.local.run_folder import RunFolder
 from tba.local.saving import save, save_ended
+from tba.plain_text import shown
 from tba.versions import PolicyVersion
 from tba.wire.snapshot import SnapshotSource, check_snapshot_name
 
@@ -60,6 +66,21 @@ def load_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def seed_command(args: argparse.Namespace) -> int:
+    """Push the responses of a file; a child of the searcher's package does it, with the starting model."""
+    environ = dict(os.environ)
+    if args.config is None:
+        config = run_folder(args).config_path
+        environ = child_environ(environ, num_threads=1)  # what the shell says now was not said to the run
+        if not config.exists():
+            raise ConfigError(f"there is no run at {config.parent}; name one by --run, or give --config RECIPE")
+    else:
+        config = Path(args.config)
+    sets = [part for item in args.set for part in ("--set", item)]
+    command = [sys.executable, "-m", "tba_searcher.seeding", "--config", str(config), "--rows", args.rows, *sets]
+    return subprocess.run(command, env=environ, check=False).returncode
+
+
 def snapshots_command(args: argparse.Namespace) -> int:
     """List the complete snapshots of a run that is going."""
     client = open_client(args)
@@ -68,6 +89,22 @@ def snapshots_command(args: argparse.Namespace) -> int:
             print(name)
     finally:
         client.close()
+    return 0
+
+
+def accept_loss_command(args: argparse.Namespace) -> int:
+    """Let a run go on without what Redis has lost of what was acknowledged."""
+    client = open_client(args)
+    try:
+        loss = client.run().loss
+        info = client.accept_loss(AcceptLoss(reason=args.reason))
+    finally:
+        client.close()
+    if loss is None:
+        print("Redis has lost nothing that was acknowledged; nothing was changed")
+    else:
+        print(f"accepted: {shown(loss)}")
+        print(f"{info.num_lost_changes} acknowledged changes were accepted as lost so far; the run takes writes again")
     return 0
 
 

@@ -11,6 +11,7 @@ from tba.config import load_recipe
 from tba.doctor import Finding, examine
 from tba.doctor.finding import fail, ok
 from tba.doctor.patient import patient_of
+from tba.doctor.probes import PROBES
 from tba.errors import ConfigError
 
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
@@ -19,7 +20,9 @@ EXIT_FAILED = 1
 
 def doctor_command(args: argparse.Namespace) -> int:
     """Print every finding; exit code 1 if one is `fail`."""
-    tell = (lambda finding: None) if args.json else _print
+    if unknown := [name for name in args.probe if name not in PROBES]:
+        raise ConfigError(f"--probe {unknown[0]} is not known; there are {', '.join(PROBES)}")
+    tell = (lambda finding: None) if args.json else print_finding
     try:
         recipe = load_recipe(args.config, sets=args.set)
     except ConfigError as error:
@@ -28,7 +31,9 @@ def doctor_command(args: argparse.Namespace) -> int:
     else:
         findings = [ok("recipe", f"{args.config}: run {recipe.run.name!r}")]
         tell(findings[0])
-        findings += examine(patient_of(recipe, service=args.service), tell=tell)
+        chosen = [(name, probe) for name, probe in PROBES.items() if not args.probe or name in args.probe]
+        patient = patient_of(recipe, service=args.service, num_gpus=args.gpus)
+        findings += examine(patient, probes=chosen, tell=tell)
     num = {level: sum(finding.level == level for finding in findings) for level in MARKS}
     if args.json:
         document = {"counts": num, "findings": [dataclasses.asdict(finding) for finding in findings]}
@@ -38,7 +43,8 @@ def doctor_command(args: argparse.Namespace) -> int:
     return EXIT_FAILED if num["fail"] else 0
 
 
-def _print(finding: Finding) -> None:
+def print_finding(finding: Finding) -> None:
+    """A finding, and how to mend it."""
     # what servers answer must not steer the terminal
     found = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in finding.found)
     say(f"{MARKS[finding.level]} {finding.code}: {found}")

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from tba.api import SnapshotInfo
 from tba.cli.buffer import save_folder, show_save
-from tba.cli.run import already_finished, loudness_of, resumed_recipe
-from tba.cli.target import RUNS_DIR
+from tba.cli.run import already_finished, check_flags, loudness_of, resumed_recipe
+from tba.cli.target import RUNS_DIR, endpoints_of
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba.local.console import Console
 from tba.local.launch import run_folder_of, run_local
-from tba.local.origin import store_of_run
+from tba.local.origin import check_origin, store_of_run
+from tba.local.resuming import RecipeFile, recipe_file_of, this_program
 from tba.local.run_folder import RunFolder
 from tba.local.saving import save
 from tba.tokens import operator_client_token
@@ -29,18 +30,26 @@ from tba.wire.snapshot import SnapshotSource
 def fork_command(args: argparse.Namespace) -> int:
     """Save the buffer of the run unless there is a snapshot for this fork already, then run."""
     console = Console(loudness_of(args))
+    check_flags(args)
     run, version = parse_fork(args.fork)
     name = args.buffer or f"fork-{version}"
-    recipe = _recipe(args, run, version, name)
-    folder = run_folder_of(recipe)
+    begun = RunFolder(RUNS_DIR / args.new_name)
+    if args.resume and args.recipe is None and begun.has_begun:  # it has all that it needs: RUN may be gone
+        recipe, recipe_file, folder = load_recipe(begun.recipe_path, environ={}), None, begun
+    else:
+        recipe, recipe_file = _recipe(args, run, version, name)
+        folder = run_folder_of(recipe)
     if args.resume and folder.is_finished:
         return already_finished(folder, console)
     if args.resume and folder.has_begun:
-        recipe = resumed_recipe(folder, args)
+        recipe, recipe_file = resumed_recipe(folder, args, args.recipe, console)
     elif args.buffer is None:
+        check_origin(recipe)
+        folder.check(resume=args.resume, fresh=args.fresh)
         _ensure_saved(RunFolder(Path(recipe.local.runs_dir) / run), SnapshotSource(run, name), version)
     return run_local(
         recipe,
+        recipe_file=recipe_file,
         folder=folder,
         resume=args.resume,
         fresh=args.fresh,
@@ -64,7 +73,7 @@ def parse_fork(text: str) -> tuple[str, PolicyVersion]:
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that began this run, without --resume and --fresh."""
-    words = ["tba", "fork", args.fork, args.new_name]
+    words = [*this_program(), "fork", args.fork, args.new_name]
     words += [] if args.recipe is None else [args.recipe]
     words += [] if args.buffer is None else ["--buffer", args.buffer]
     for item in args.set:
@@ -72,14 +81,15 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _recipe(args: argparse.Namespace, run: str, version: PolicyVersion, name: str) -> Recipe:
+def _recipe(args: argparse.Namespace, run: str, version: PolicyVersion, name: str) -> tuple[Recipe, RecipeFile]:
     """The given recipe, or the one that the run began with, as the recipe of the fork."""
     source = args.recipe or RunFolder(RUNS_DIR / run).recipe_path
     if args.recipe is None and not source.exists():
         raise ConfigError(f"there is no run {run!r} under {RUNS_DIR}/; give the recipe of the fork as well")
     values = {"run.name": args.new_name, "run.snapshot": f"{run}/{name}", "run.fork_version": str(version)}
     sets = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
-    return load_recipe(source, sets=sets, environ=None if args.recipe else {})
+    environ = None if args.recipe else {}
+    return load_recipe(source, sets=sets, environ=environ), recipe_file_of(source, sets, environ)
 
 
 def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVersion) -> SnapshotInfo | None:
@@ -99,11 +109,10 @@ def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVers
         )
     if store.size_bytes(source.manifest_key) is not None:
         return None
-    if not folder.endpoints_path.exists():
+    if not folder.is_in_use:
         return save_folder(folder, source.name)
-    endpoints = json.loads(folder.endpoints_path.read_text())
-    token = operator_client_token(endpoints["tokens_file"])
-    client = BufferClient(endpoints["buffer_url"], token=token, ca_file=endpoints.get("ca_file"))
+    url, tokens_file, ca_file = endpoints_of(folder)
+    client = BufferClient(url, token=operator_client_token(tokens_file), ca_file=ca_file)
     try:
         return save(client, source.name, show=show_save())
     finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from tba.api import RunInfo
-from tba.cli.target import open_client
+from tba.cli.target import ended_run, open_client
 from tba.clients import BufferClient
 from tba.local.ledger import LedgerCheck, ledger_lines, lineage_tree
+from tba.local.saving import read_ended
 
 EXIT_VIOLATION = 1
 MAX_SHOWN = 20
@@ -15,12 +16,17 @@ MAX_READINGS = 5
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Read run and ledger from the buffer service; print the result, 1 on a violation."""
-    client = open_client(args)
-    try:
-        info, check = _checked(client)
-    finally:
-        client.close()
+    """Read run and ledger from the buffer service, of a run that is over from its files; print the result, 1 on a
+    violation."""
+    folder = ended_run(args)
+    if folder is not None:
+        info, check = read_ended(folder, _checked)
+    else:
+        client = open_client(args)
+        try:
+            info, check = _checked(client)
+        finally:
+            client.close()
     violations = check.violations()
     for violation in violations[:MAX_SHOWN]:
         print(violation)

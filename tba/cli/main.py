@@ -1,17 +1,24 @@
 """Entry point of `tba`: parse the flags, import the one command that is asked for, explain every error in a sentence.
 
 Exit codes: 0 done, 1 the run failed or a check found a violation, 2 an explained error, 130 Ctrl-C.
+
+Nothing but the standard library is imported before Ctrl-C is taken care of.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
 
-from tba.cli.parser import build_parser
-from tba.errors import ChildError, TbaError
+if TYPE_CHECKING:
+    import argparse
 
 EXIT_FAILED = 1
 EXIT_ERROR = 2
@@ -24,13 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `tba`; default: those of this process.
     """
-    args = build_parser().parse_args(argv)
-    from tba.logs import silence_retries  # after the flags: --help stays quick
+    with _quit_on_interrupt():
+        from tba.cli.parser import build_parser
 
-    silence_retries()
-    module_name, _, function_name = args.command.partition(":")
-    try:
+        args = build_parser().parse_args(argv)
+        from tba.logs import silence_retries  # after the flags: --help stays quick
+
+        silence_retries()
+        module_name, _, function_name = args.command.partition(":")
         command = getattr(importlib.import_module(module_name), function_name)
+    return _run(command, args)
+
+
+def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    from tba.errors import ChildError, TbaError
+
+    try:
         return command(args)
     except TbaError as error:
         if args.debug:
@@ -44,11 +60,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if args.debug:
             raise
-        print(f"error: {error.strerror or error}: {error.filename or args.command}", file=sys.stderr, flush=True)
+        print(f"error: {_sentence(error, args.command)}", file=sys.stderr, flush=True)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
+
+
+def _sentence(error: OSError, command: str) -> str:
+    import tempfile
+
+    from tba.store.file import disk_full
+
+    what = disk_full(error, os.getcwd(), tempfile.gettempdir())
+    return what or f"{error.strerror or error}: {error.filename or command}"
+
+
+@contextmanager
+def _quit_on_interrupt() -> Iterator[None]:
+    """Within the block Ctrl-C ends the process with one line: an import would make a traceback of KeyboardInterrupt, or
+    swallow it. Whoever has installed a handler keeps it."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _quit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

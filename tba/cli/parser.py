@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands, common)
     _add_prompts(commands, common)
     _add_ledger(commands, common)
+    _add_rollouts(commands, common)
     _add_rescore(commands, common)
     _add_buffer(commands, common)
     _add_export(commands, common)
@@ -67,6 +68,9 @@ def _add_going_on(run: argparse.ArgumentParser) -> None:
     again = run.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on with the run in its folder, from its checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
+    run.add_argument(
+        "--take-changes", action="store_true", help="with --resume: go on with the recipe file as it is now"
+    )
     loud = run.add_mutually_exclusive_group()
     loud.add_argument("--quiet", action="store_true", help="only the result and errors")
     loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
@@ -78,6 +82,7 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "pause": "pause a run: no new leases, no new batches",
         "resume": "let a paused run go on",
         "stop": "end a run after the step in progress, with its last checkpoint and evaluation",
+        "retry-versions": "have searchers try the weight versions again that they have refused, at once",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, parents=[common], help=text)
@@ -89,7 +94,7 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
             )
         else:
             command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
-        command.set_defaults(command=f"tba.cli.control:{name}_command")
+        command.set_defaults(command=f"tba.cli.control:{name.replace('-', '_')}_command")
 
 
 def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -133,10 +138,16 @@ def _add_scale(commands: Subparsers, common: argparse.ArgumentParser) -> None:
 def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     config = commands.add_parser("config", help="check, show or describe recipes")
     kinds = config.add_subparsers(metavar="WHAT", required=True)
-    for name, text in {"check": "check a recipe", "show": "print the resolved recipe as JSON"}.items():
-        command = kinds.add_parser(name, parents=[common], help=text)
-        _add_recipe(command)
-        command.set_defaults(command=f"tba.cli.config:{name}_command")
+    check = kinds.add_parser(
+        "check", parents=[common], help="find what of a recipe would fail: prompts, model, scorers, devices, ports"
+    )
+    _add_recipe(check)
+    check.add_argument("--offline", action="store_true", help="leave out what needs a network")
+    check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
+    check.set_defaults(command="tba.cli.config:check_command")
+    show = kinds.add_parser("show", parents=[common], help="print the resolved recipe as JSON")
+    _add_recipe(show)
+    show.set_defaults(command="tba.cli.config:show_command")
     schema = kinds.add_parser("schema", parents=[common], help="print the JSON schema of recipes")
     schema.set_defaults(command="tba.cli.config:schema_command")
 
@@ -146,7 +157,7 @@ def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "sizing", parents=[common], help="estimate the memory, disk and network that a recipe needs"
     )
     _add_recipe(sizing)
-    sizing.add_argument("--model", metavar="SIZE", help="1b, 7b or 32b, where the model is not at hand")
+    sizing.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
     sizing.add_argument("--step-s", type=float, default=10.0, metavar="S", help="seconds of an optimizer step (10)")
     sizing.add_argument("--prompt-tokens", type=int, metavar="N", help="default: half of searcher.max_prompt_tokens")
     sizing.add_argument("--response-tokens", type=int, metavar="N", help="default: half of max_response_tokens")
@@ -177,6 +188,9 @@ def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     )
     setup.add_argument("--pull", action="store_true", help="also fetch what the store has and the disk has not")
     setup.add_argument("--only", choices=["models", "prompts"], help="one part alone (models asks no service)")
+    setup.add_argument(
+        "--check-run", action="store_true", help="only say whether the run that goes on could go on with this recipe"
+    )
     setup.add_argument(
         "--wait-s", type=float, default=900.0, metavar="S", help="deadline of each wait: store, services (default: 900)"
     )
@@ -225,6 +239,8 @@ def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         choices=["buffer", "reward", "searcher", "trainer"],
         help="what this machine is for (default: every service that is installed here)",
     )
+    doctor.add_argument("--probe", action="append", default=[], metavar="NAME", help="only this one: gpu, disk, ...")
+    doctor.add_argument("--gpus", type=int, metavar="N", help="how many GPUs should be seen here, no more and no fewer")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(command="tba.cli.doctor:doctor_command")
 
@@ -275,6 +291,23 @@ def _add_ledger(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     check.set_defaults(command="tba.cli.ledger:check_command")
 
 
+def _add_rollouts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    rollouts = commands.add_parser(
+        "rollouts", parents=[common], help="show stored rollouts: prompt, completion, reward, version, age"
+    )
+    _add_target(rollouts)
+    orders = ["newest", "oldest", "best", "worst"]
+    rollouts.add_argument("--order", choices=orders, default="newest", help="which come first (default: newest)")
+    rollouts.add_argument("--prompt-id", metavar="ID", help="only of this prompt")
+    rollouts.add_argument("--version", metavar="VERSION", help="only of this policy version, for example 1-40")
+    rollouts.add_argument("--status", choices=["scored", "pending", "failed"], help="only with this reward status")
+    rollouts.add_argument("--limit", type=int, default=5, metavar="N", help="how many, at most 100 (default: 5)")
+    rollouts.add_argument("--cursor", metavar="CURSOR", help="go on after the last answer, which names it")
+    rollouts.add_argument("--text-chars", type=int, default=400, metavar="N", help="of each text (default: 400)")
+    rollouts.add_argument("--json", action="store_true", help="print JSON")
+    rollouts.set_defaults(command="tba.cli.rollouts:rollouts_command")
+
+
 def _add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     rescore = commands.add_parser(
         "rescore", parents=[common], help="score the stored rollouts again, with the reward as it is now"
@@ -304,6 +337,22 @@ def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     load.add_argument("--version", metavar="VERSION", help="fork: take the rollouts up to this version's mark")
     _add_target(load)
     load.set_defaults(command="tba.cli.buffer:load_command")
+    seed = kinds.add_parser("seed", parents=[common], help="push responses that others wrote into a run that is going")
+    seed.add_argument(
+        "rows", metavar="FILE", help='JSON Lines: {"response": TEXT} with "prompt_id" and "reward" where they are known'
+    )
+    where = seed.add_mutually_exclusive_group()
+    where.add_argument("--config", metavar="FILE", help="recipe, as the services read it (a run elsewhere)")
+    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+    seed.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, with --config")
+    seed.set_defaults(command="tba.cli.buffer:seed_command")
+    accept = kinds.add_parser(
+        "accept-loss", parents=[common], help="go on without what Redis has lost of what was acknowledged"
+    )
+    _add_target(accept)
+    accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
+    accept.set_defaults(command="tba.cli.buffer:accept_loss_command")
     snapshots = kinds.add_parser("snapshots", parents=[common], help="list the snapshots of a run that is going")
     _add_target(snapshots)
     snapshots.set_defaults(command="tba.cli.buffer:snapshots_command")
@@ -368,5 +417,5 @@ def _add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> No
     where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
     if with_run:
         where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
-    parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or the tokens file itself")
+    parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or tokens file; -: stdin")
     parser.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")

@@ -7,6 +7,7 @@ from collections import Counter
 
 from tba.api import Prompt
 from tba.cli.target import open_client
+from tba.config.data import ColumnValue
 from tba.errors import ConfigError
 from tba.local.prompt_columns import Columns, SplitRule, TextColumn, TextTemplate
 from tba.local.prompt_sources import open_source
@@ -65,7 +66,7 @@ def columns_of(args: argparse.Namespace) -> Columns | None:
             raise ConfigError(f"--data {part!r} is not KEY=COLUMN, for example answer=solution")
         if key in data:
             raise ConfigError(f"--data names the key {key!r} twice")
-        data[key] = name
+        data[key] = ColumnValue(column=name)
     text = TextColumn(args.text) if args.text is not None else TextTemplate(args.text_template)
     return Columns(task=args.task, text=text, id_column=args.id, data=data)
 

@@ -11,20 +11,25 @@ from tba.errors import ConfigError
 from tba.local.console import Console, Loudness
 from tba.local.launch import run_folder_of, run_local
 from tba.local.outputs import result_lines
+from tba.local.resolve import with_absolute_paths
+from tba.local.resuming import RecipeFile, check_constant, recipe_file_of, resume_recipe, this_program
 from tba.local.run_folder import RunFolder
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Run a recipe on this machine, or go on with it."""
     console = Console(loudness_of(args))
-    recipe = load_recipe(args.recipe, sets=[*args.set, *flag_sets(args)])
+    check_flags(args)
+    sets = [*args.set, *flag_sets(args)]
+    recipe, recipe_file = load_recipe(args.recipe, sets=sets), recipe_file_of(args.recipe, sets)
     folder = run_folder_of(recipe)
     if args.resume and folder.is_finished:
         return already_finished(folder, console)
     if args.resume and folder.has_begun:
-        recipe = resumed_recipe(folder, args)
+        recipe, recipe_file = resumed_recipe(folder, args, args.recipe, console)
     return run_local(
         recipe,
+        recipe_file=recipe_file,
         folder=folder,
         resume=args.resume,
         fresh=args.fresh,
@@ -45,26 +50,37 @@ def flag_sets(args: argparse.Namespace) -> list[str]:
     return sets if args.seed is None else [*sets, f"run.seed={args.seed}"]
 
 
-def resumed_recipe(folder: RunFolder, args: argparse.Namespace) -> Recipe:
-    """The recipe that the run began with, plus --set; later changes of the file or the environment do not count.
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError where --take-changes has nothing to take changes for."""
+    if args.take_changes and not args.resume:
+        raise ConfigError("--take-changes goes with --resume: a run that begins reads the recipe as it is")
+
+
+def resumed_recipe(
+    folder: RunFolder, args: argparse.Namespace, path: str | None, console: Console
+) -> tuple[Recipe, RecipeFile | None]:
+    """The recipe that the run began with, plus --set; what was changed in its file since is printed, and refused
+    unless --take-changes is given. Variables of the environment do not count.
 
     Raises:
-        ConfigError: --seed or --set run.seed differs from the seed of the run.
+        ConfigError: --seed or --set run.seed differs from the seed of the run; or as `resume_recipe`.
     """
-    began = load_recipe(folder.recipe_path, environ={}).run
-    recipe = load_recipe(folder.recipe_path, sets=args.set, environ={})
+    original = load_recipe(folder.recipe_path, environ={})
+    began = original.run
+    recipe, recipe_file = resume_recipe(folder, path, args.set, take_changes=args.take_changes, say=console.result)
     for seed, what in ((args.seed, "--seed"), (recipe.run.seed, "--set run.seed")):
         if seed is not None and seed != began.seed:
             raise ConfigError(
                 f"run {began.name!r} began with seed {began.seed}, not {seed}; leave out {what} to resume it, or begin "
                 "another run with --run-name"
             )
-    return recipe
+    check_constant(with_absolute_paths(original), with_absolute_paths(recipe))
+    return recipe, recipe_file
 
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that began this run, without --resume and --fresh."""
-    words = ["tba", "run", args.recipe]
+    words = [*this_program(), "run", args.recipe]
     words += [] if args.run_name is None else ["--run-name", args.run_name]
     words += [] if args.buffer is None else ["--buffer", args.buffer]
     words += [] if args.seed is None else ["--seed", str(args.seed)]

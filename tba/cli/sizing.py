@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
-from tba.sizing import SHAPES, Estimate, Load, ModelShape, estimate, shape_of_folder
+from tba.local.hub import shape_on_hub
+from tba.sizing import MAKER_SHAPES, SHAPES, Estimate, Load, ModelShape, estimate, known_shape, shape_of_folder
 
 
 def sizing_command(args: argparse.Namespace) -> int:
@@ -19,7 +20,7 @@ def sizing_command(args: argparse.Namespace) -> int:
         ConfigError: a number that cannot be, or no model to take the sizes of.
     """
     recipe = load_recipe(args.recipe, sets=args.set)
-    shape = _shape(args.model, recipe)
+    shape, source = _shape(args, recipe)
     load = _load(args, recipe)
     found = estimate(recipe, shape, load)
     if args.json:
@@ -27,16 +28,42 @@ def sizing_command(args: argparse.Namespace) -> int:
         print(json.dumps({name: dataclasses.asdict(part) for name, part in parts.items()}, indent=2))
     else:
         print("\n".join(_lines(recipe, shape, load, found)))
+        print(f"  sizes of the model      from {source}")
     return 0
 
 
-def _shape(size: str | None, recipe: Recipe) -> ModelShape:
-    if size is None:
-        return shape_of_folder(Path(recipe.model.path.format(seed=recipe.run.seed)))
-    try:
-        return SHAPES[size.lower()]
-    except KeyError:
-        raise ConfigError(f"--model {size!r} is not known; known are {', '.join(SHAPES)}") from None
+def _shape(args: argparse.Namespace, recipe: Recipe) -> tuple[ModelShape, str]:
+    """The sizes of the starting model, and where they were found: nothing has to be downloaded.
+
+    Raises:
+        ConfigError: nobody knows them; says what to do.
+    """
+    if (size := args.model) is not None:
+        shape = known_shape(size)
+        if shape is None:
+            raise ConfigError(f"--model {size!r} is not known; known are {', '.join(SHAPES)}")
+        return shape, f"the table of known models ({size})"
+    folder = Path(recipe.model.path)
+    if folder.is_dir():
+        return shape_of_folder(folder), f"the folder {folder}"
+    if recipe.model.warm_start is not None:
+        return SHAPES["quickstart"], "what [model.warm_start] makes"
+    item = next((item for item in recipe.prepare if item.path == recipe.model.path), None)
+    if item is not None and item.maker is not None:
+        if item.maker not in MAKER_SHAPES:
+            raise ConfigError(
+                f"model.path {folder} is not here, and the maker {item.maker!r} makes no policy; the makers of "
+                f"policies are {', '.join(MAKER_SHAPES)}"
+            )
+        return MAKER_SHAPES[item.maker], f"the table of makers ({item.maker})"
+    name = folder.name if item is None or item.hub is None else item.hub
+    if (shape := known_shape(name)) is not None:
+        return shape, f"the table of known models ({name})"
+    if item is not None and item.hub is not None:
+        return shape_on_hub(item.hub, item.revision), f"config.json of {item.hub} on the hub"
+    raise ConfigError(
+        f"model.path {folder} is not here, and {name!r} is in no table of known models; name a size, such as --model 7b"
+    )
 
 
 def _load(args: argparse.Namespace, recipe: Recipe) -> Load:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 RUNS_DIR = Path("runs")
 RETRY_S = 3.0
+MAX_NAMED = 10
+"""So many runs are named to who asks for one that is not there, the newest first."""
 
 
 def open_client(args: argparse.Namespace) -> BufferClient:
@@ -26,13 +28,14 @@ def open_client(args: argparse.Namespace) -> BufferClient:
     """
     from tba.clients import BufferClient
 
-    url, tokens_file, ca_file = (args.url, None, None) if args.url else _endpoints(args)
+    url, tokens_file, ca_file = (args.url, None, None) if args.url else endpoints_of(run_folder(args))
     token = operator_client_token(args.token_file or tokens_file)
     return BufferClient(url, token=token, retry_s=RETRY_S, ca_file=args.ca_file or ca_file)
 
 
 def ended_run(args: argparse.Namespace) -> RunFolder | None:
-    """The folder of the chosen run if that is a local run that is not going now; else None.
+    """The folder of the chosen run if that is a local run that is over, also one that was killed;
+    else None.
 
     Raises:
         ConfigError: no run is named, and none is going.
@@ -40,7 +43,7 @@ def ended_run(args: argparse.Namespace) -> RunFolder | None:
     if args.url:
         return None
     folder = run_folder(args)
-    return folder if folder.has_begun and not folder.endpoints_path.exists() else None
+    return folder if folder.has_begun and not folder.is_in_use else None
 
 
 def run_folder(args: argparse.Namespace) -> RunFolder:
@@ -54,23 +57,50 @@ def run_folder(args: argparse.Namespace) -> RunFolder:
     return RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
 
 
-def _endpoints(args: argparse.Namespace) -> tuple[str, str | None, str | None]:
-    """(buffer URL, tokens file, file of trusted authorities) from the endpoints.json of the chosen run folder."""
-    folder = run_folder(args).path
-    path = folder / "endpoints.json"
+def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
+    """(buffer URL, tokens file, file of trusted authorities) of a run that is going.
+
+    Raises:
+        ConfigError: it never began, is over, also where it was killed, or just starts or ends.
+    """
+    path = folder.endpoints_path
+    if not folder.path.is_dir():
+        raise ConfigError(_no_such_run(folder.path))
+    if not folder.is_in_use:
+        raise ConfigError(f"run {folder.path.name!r} is not going; start it, or give --url")
     try:
         endpoints = json.loads(path.read_text())
         return endpoints["buffer_url"], endpoints["tokens_file"], endpoints.get("ca_file")
     except FileNotFoundError:
-        raise ConfigError(f"run {folder.name!r} is not going: {path} does not exist; give --url, or start it") from None
+        raise ConfigError(
+            f"run {folder.path.name!r} is starting or ending: {path} does not exist; try again, or give --url"
+        ) from None
     except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}); give --url") from None
+
+
+def _no_such_run(folder: Path) -> str:
+    """A sentence about a run that never began: which there are, and what to do."""
+    from tba.local.run_folder import MARKER
+
+    markers = sorted(folder.parent.glob(f"*/{MARKER}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parent.name for path in markers[:MAX_NAMED]]
+    there = ", ".join(names) + (", ..." if len(markers) > MAX_NAMED else "") if names else "none"
+    return (
+        f"there is no run {folder.name!r}: {folder} does not exist, and the runs beside it are: {there}; name one of "
+        "them, give --run-dir DIR or --url URL, or start one with `tba run RECIPE`"
+    )
 
 
 def _folder_of(run: str | None) -> Path:
     if run is not None:
         return Path(run) if "/" in run else RUNS_DIR / run
-    going = sorted(RUNS_DIR.glob("*/endpoints.json"), key=lambda path: path.stat().st_mtime)
-    if not going:
+    from tba.local.run_folder import RunFolder
+
+    going = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/endpoints.json")]
+    if going:  # of a run that was killed the file is still there
+        return max(going, key=lambda folder: (folder.is_in_use, folder.endpoints_path.stat().st_mtime)).path
+    ended = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/recipe.json")]
+    if not ended:
         raise ConfigError(f"no run is going under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
-    return going[-1].parent
+    return max(ended, key=lambda folder: folder.recipe_path.stat().st_mtime).path

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from tba.api import (
+    ACKNOWLEDGED_HEADER,
+    AcceptLoss,
     AckRequest,
     BatchRequest,
     CheckpointRequest,
@@ -85,6 +87,7 @@ class BufferClient(ServiceClient):
 
     settings_revision = 0
     """Revision of the run's live settings, as the last batch, ack or change was answered with it."""
+    _acknowledged = ""
 
     def _post(self, path: str, body: StrictModel, reply: type[M]) -> M:
         return parse_reply(self._call("POST", path, json=body.model_dump_json().encode()), reply)
@@ -114,8 +117,10 @@ class BufferClient(ServiceClient):
         return parse_reply(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)), PushReply)
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Send a sign of life."""
-        self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat))
+        """Send a sign of life; a trainer's says how much was acknowledged, as the reply to the last one said."""
+        known = {ACKNOWLEDGED_HEADER: self._acknowledged} if self._acknowledged and beat.kind == "trainer" else {}
+        reply = self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat), headers=known)
+        self._acknowledged = reply.headers.get(ACKNOWLEDGED_HEADER, self._acknowledged)
 
     def request_eval(self, request: EvalRequest) -> EvalInfo:
         """Ask for an evaluation of a published version; the same request again answers the same evaluation."""
@@ -338,6 +343,14 @@ class BufferClient(ServiceClient):
         """Who changed the state of the run, when and why: the changes after number `after`."""
         return parse_reply(self._call("GET", "/v1/run/changes", params={"after": after}), RunChanges)
 
+    def retry_versions(self, command: RunCommand) -> RunInfo:
+        """Have searchers try the weight versions again that they have refused."""
+        return self._post("/v1/run/retry-versions", command, RunInfo)
+
     def command(self, name: Command, command: RunCommand) -> RunInfo:
         """Change the state of the run."""
         return self._post(f"/v1/run/{name}", command, RunInfo)
+
+    def accept_loss(self, request: AcceptLoss) -> RunInfo:
+        """Go on without what Redis has lost of what was acknowledged; nothing when nothing is lost."""
+        return self._post("/v1/run/accept-loss", request, RunInfo)

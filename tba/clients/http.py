@@ -18,10 +18,12 @@ from tba.config.base import StrictModel
 from tba.errors import (
     BadReplyError,
     BadRequestError,
+    BrokenRewardError,
     BusyError,
     ConflictError,
     FencedError,
     NotFoundError,
+    RunFailedError,
     RunOverError,
     ServiceError,
     TlsError,
@@ -33,9 +35,14 @@ from tba.tokens import ClientToken
 from tba.trust import check_ca_file, missed_tls, tls_trouble
 
 M = TypeVar("M", bound=StrictModel)
-_BY_SLUG: dict[str, type[ServiceError]] = {kind.slug: kind for kind in (FencedError, RunOverError, VoidBatchError)}
-
-
+_SPECIAL: tuple[type[ServiceError], ...] = (
+    BrokenRewardError,
+    FencedError,
+    RunFailedError,
+    RunOverError,
+    VoidBatchError,
+)
+_BY_SLUG = {kind.slug: kind for kind in _SPECIAL}
 MAX_CONNECTIONS = 64
 """Kept open for later calls; more at once are opened and closed again."""
 CONNECT_TIMEOUT_S = 5.0
@@ -54,6 +61,14 @@ class Reply:
     status: int
     headers: Mapping[str, str]
     content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What GET /readyz said: why the service cannot do its work now, or else what is to be known beside."""
+
+    problem: ServiceError | None = None
+    note: str | None = None
 
 
 class ServiceClient:
@@ -96,8 +111,17 @@ class ServiceClient:
         """Close the connections."""
         self._http.close()
 
-    def not_ready(self) -> str | None:
+    def not_ready(self) -> ServiceError | None:
         """Why the service says that it cannot do its work now (GET /readyz); None: it can.
+
+        Raises:
+            TlsError: it never answered, and its TLS is not as the settings say.
+            UnavailableError: it does not answer.
+        """
+        return self.readiness().problem
+
+    def readiness(self) -> Readiness:
+        """Whether the service can do its work now, and what it says beside (GET /readyz).
 
         Raises:
             TlsError: it never answered, and its TLS is not as the settings say.
@@ -105,7 +129,9 @@ class ServiceClient:
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self._timeout_s)
         reply = self._attempt("GET", f"{self._path}/readyz", "/readyz", body=None, headers={}, timeout=timeout)
-        return None if reply.status == 200 else str(_error_of(reply))
+        if reply.status != 200:
+            return Readiness(problem=_error_of(reply))
+        return Readiness(note=_note_of(reply))
 
     def _call(
         self,
@@ -115,6 +141,7 @@ class ServiceClient:
         json: bytes | None = None,
         msgpack: bytes | None = None,
         params: dict[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Reply:
         """Send one request.
@@ -122,7 +149,8 @@ class ServiceClient:
         Raises:
             ServiceError: one of its subclasses; UnavailableError once `retry_s` is over.
         """
-        headers = {"content-type": "application/msgpack" if msgpack is not None else "application/json"}
+        kind = "application/msgpack" if msgpack is not None else "application/json"
+        sent = {"content-type": kind, **(headers or {})}
         body = msgpack if msgpack is not None else json
         target = self._path + path + (f"?{urlencode(params)}" if params else "")
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s or self._timeout_s)
@@ -136,7 +164,7 @@ class ServiceClient:
         try:
             for attempt in attempts:
                 with attempt:
-                    reply = self._attempt(method, target, path, body=body, headers=headers, timeout=timeout)
+                    reply = self._attempt(method, target, path, body=body, headers=sent, timeout=timeout)
                     if 200 <= reply.status < 300:
                         return reply
                     raise _error_of(reply)
@@ -252,6 +280,14 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
             f"{response.url} answered something that is not a {reply.__name__}: {where}: {first['msg']}; "
             "run the same tba release on every service"
         ) from None
+
+
+def _note_of(response: Reply) -> str | None:
+    """What a service that is ready says beside; one of another release may say nothing of the kind."""
+    try:
+        return str(jsonlib.loads(response.content)["note"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _error_of(response: Reply) -> ServiceError:

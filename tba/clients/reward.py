@@ -19,7 +19,7 @@ class RewardClient(ServiceClient):
             BadReplyError: the results are not those of the items.
             ServiceError: the request as a whole failed.
         """
-        body = ScoreRequest(items=list(items)).model_dump_json().encode()
+        body = ScoreRequest(items=list(items)).model_dump_json(exclude_none=True).encode()  # keeps null within data
         reply = parse_reply(self._call("POST", "/v1/score", json=body), ScoreReply)
         if [result.item_id for result in reply.results] != [item.item_id for item in items]:
             raise BadReplyError(

@@ -55,7 +55,8 @@ class DatasetSection(StrictModel):
     texts: list[str] | None = Field(default=None, min_length=1)
     """Instead of a data set: the prompts themselves."""
     column: str | None = None
-    """The column that holds the prompt's text."""
+    """The column that holds the prompt: text, or messages ({"role", "content"}), of which the chat template of the
+    starting model's tokenizer makes text."""
     template: str | None = None
     """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
     data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
@@ -80,6 +81,33 @@ class DatasetSection(StrictModel):
         return self
 
 
+class ColumnsSection(StrictModel):
+    """How a row of the file `data.path` becomes a prompt, where its columns have other names than a prompt's fields.
+
+    The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
+    """
+
+    task: str = Field(min_length=1, max_length=128)
+    """Task of every prompt: names its reward."""
+    column: str | None = None
+    """The column that holds the prompt: text, or messages ({"role", "content"}), of which the chat template of the
+    starting model's tokenizer makes text."""
+    template: str | None = None
+    """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
+    data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
+    """What the reward needs: key -> column."""
+    num_heldout: int = Field(ge=1)
+    """So many prompts are held out, by the digest of their ids: the same ones whatever the order of the rows."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ColumnsSection:
+        if (self.column is None) == (self.template is None):
+            raise ValueError(
+                "say what the text of a prompt is: exactly one of `column` and `template` (a text with {column} in it)"
+            )
+        return self
+
+
 class DataSection(StrictModel):
     """Prompts: from a built-in generator, a file, or data sets; others are uploaded (`tba prompts upload`)."""
 
@@ -87,7 +115,9 @@ class DataSection(StrictModel):
     """Name of a built-in task generator (tba/tasks/), for example `addition`."""
     path: str | None = None
     """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
-    `heldout`."""
+    `heldout`. Rows of another shape need `columns`."""
+    columns: ColumnsSection | None = None
+    """What the columns of `path` are, for example of a data set in TRL's format: `prompt` and `answer`."""
     train: DatasetSection | None = None
     """Data set to train on."""
     heldout: DatasetSection | None = None
@@ -117,6 +147,8 @@ class DataSection(StrictModel):
                 "data: give exactly one of `generator` (a built-in task), `path` (JSONL or Parquet) and the sections "
                 "[data.train] and [data.heldout] (data sets)"
             )
+        if self.columns is not None and self.path is None:
+            raise ValueError("[data.columns] says what the columns of data.path are: give that too")
 
     @property
     def source_name(self) -> str:

@@ -8,10 +8,14 @@ from pydantic import Field, model_validator
 
 from tba.config.base import StrictModel
 from tba.config.published import PublishedSection
+from tba.numbers import MAX_STEP
 
 BEST_METRICS = ("accuracy", "greedy_accuracy", "mean_reward")
 """What `eval.best_metric` may name, beside `pass@K`; more is better in all of them."""
 _PASS_AT = re.compile(r"pass@([1-9][0-9]*)")
+
+MAX_WAIT_S = 1e9
+"""30 years."""
 
 
 def pass_at_of(metric: str) -> int | None:
@@ -23,7 +27,7 @@ def pass_at_of(metric: str) -> int | None:
 class EvalSection(StrictModel):
     """Evaluation on held-out prompts, by searchers with a pinned version, while training goes on."""
 
-    every_steps: int = Field(default=50, ge=1)
+    every_steps: int = Field(default=50, ge=1, le=MAX_STEP)
     """Evaluate at every so many optimizer steps (at the published version that is next)."""
     num_prompts: int = Field(default=128, ge=1, le=10_000)
     """Held-out prompts of an evaluation during training; always the same ones."""
@@ -44,7 +48,7 @@ class EvalSection(StrictModel):
     best_metric: str = "accuracy"
     """What makes a version the best one: accuracy, greedy_accuracy, mean_reward, or pass@K for a K of `pass_at`. The
     best version is never deleted; versions are compared on the same prompts (docs/trainer.md)."""
-    timeout_s: float = Field(default=180.0, gt=0)
+    timeout_s: float = Field(default=180.0, gt=0, le=MAX_WAIT_S)
     """Deadline of one evaluation."""
     published: PublishedSection = PublishedSection()
     """What `tba evaluate` measures: the evaluation that the task is published with."""

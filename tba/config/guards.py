@@ -21,6 +21,19 @@ Action = Literal["none", "lower_rate", "raise_m", "skip", "pause", "rollback", "
 """
 
 
+REMEDIES = {
+    "non_finite": "look at the rewards and the log-probs of the last batch (`tba rollouts`); with bfloat16 try "
+    'trainer.compute_dtype = "float32"; if it comes again, lower the learning rate (`tba set learning_rate=...`)',
+    "grad_spike": "lower the learning rate (`tba set learning_rate=...`) or trainer.max_grad_norm, or let "
+    'trainer.guards.grad_spike.action = "skip" leave such batches out',
+    "ess_collapse": "the data is too old for the policy: raise most_on_policy_prob (`tba set`), lower "
+    "buffer.max_policy_age_steps or trainer.sync_interval, or add searchers (`tba scale`)",
+    "log_ratio_drift": "the policy moves faster than its data: lower the learning rate, raise beta or "
+    "most_on_policy_prob (`tba set`), or lower trainer.sync_interval",
+}
+"""What a person can do about each alarm; shown with it, in logs and `tba status`."""
+
+
 class AlarmSection(StrictModel):
     """One alarm."""
 

@@ -12,6 +12,7 @@ from tba.config.bounded import KlCoefficient, LearningRate, Probability, Tempera
 from tba.config.recipe import Recipe, parse_recipe, sentence_of
 from tba.config.schedules import Schedule
 from tba.errors import ConfigError
+from tba.numbers import MAX_STEP
 
 LiveName = Literal["learning_rate", "beta", "most_on_policy_prob", "sampling_temperature", "eval_every_steps"]
 LIVE_NAMES: tuple[LiveName, ...] = get_args(LiveName)
@@ -39,7 +40,7 @@ class LiveSettings(StrictModel):
     """m (`sampling.most_on_policy_prob`)."""
     sampling_temperature: Temperature | None = None
     """Temperature of the behaviour policy (`searcher.sampling_temperature`)."""
-    eval_every_steps: int | None = Field(default=None, ge=1)
+    eval_every_steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
     """Optimizer steps between evaluations (`eval.every_steps`)."""
 
     @model_validator(mode="before")

@@ -32,6 +32,8 @@ class PrepareItem(StrictModel):
     """Seed of the maker."""
     by_hand: str | None = None
     """It cannot be fetched: what a person has to do. The item is then only checked."""
+    at_start: bool = False
+    """`tba run` fetches or makes it by itself where it is missing, instead of asking for `tba data prepare`."""
 
     @model_validator(mode="after")
     def _check(self) -> PrepareItem:

@@ -37,7 +37,9 @@ class PublishedNumber(StrictModel):
     per_token and the like, as evaluation.json names them; MODE is greedy or sampled."""
     value: float
     """The number."""
-    source: str = ""
+    setting: str = Field(min_length=1, max_length=200)
+    """What it was measured with, above all where that differs from this recipe: model, steps, lag, searchers."""
+    source: str = Field(min_length=1, max_length=200)
     """Where it stands."""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from tba.config.base import StrictModel
 from tba.config.data import DataSection
@@ -42,6 +42,19 @@ from tba.config.vllm import VLLM_MAX_TEMPERATURE
 from tba.errors import ConfigError
 
 ENV_PREFIX = "TBA_"
+CONSTANT_SETTINGS = (
+    "run.name",
+    "run.snapshot",
+    "run.fork_version",
+    "model.path",
+    "model.dtype",
+    "model.policy_temperature",
+    "model.lora",
+    "store.url",
+)
+"""Constant within a run."""
+HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""ORG/NAME."""
 
 
 class Recipe(StrictModel):
@@ -217,6 +230,12 @@ class Recipe(StrictModel):
         return self.run.seed if section is None or section.seed is None else section.seed
 
     @property
+    def constants(self) -> dict[str, JsonValue]:
+        """What nobody may change while the run goes on, as JSON: another value makes another run."""
+        document = self.model_dump(mode="json")
+        return {name: document[name.partition(".")[0]][name.partition(".")[2]] for name in CONSTANT_SETTINGS}
+
+    @property
     def buffer_url(self) -> str:
         """Base URL of the buffer service."""
         return (self.buffer.url or f"{self.tls.scheme}://{self.buffer.host}:{self.buffer.port}").rstrip("/")
@@ -227,18 +246,25 @@ class Recipe(StrictModel):
         return (self.reward.url or f"{self.tls.scheme}://{self.reward.host}:{self.reward.port}").rstrip("/")
 
 
-def load_recipe(path: str | Path, *, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path,
+    *,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    stand_ins: Mapping[str, Any] | None = None,
+) -> Recipe:
     """Read a recipe from TOML, or a resolved config from JSON.
 
     Args:
         path: the file; `.json` is read as JSON, anything else as TOML.
         sets: `section.key=value` overrides; the value is TOML, or a bare string.
         environ: defaults to the process environment.
+        stand_ins: sections that the caller makes no use of, for a file that does not have them.
 
     Raises:
         ConfigError: the file is missing or unreadable, or a key or value is wrong.
     """
-    document = _read(Path(path))
+    document = read_document(Path(path))
     for name, text in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
@@ -248,7 +274,35 @@ def load_recipe(path: str | Path, *, sets: Sequence[str] = (), environ: Mapping[
         if not sep or "." not in dotted:
             raise ConfigError(f"--set {item!r} is not of the form section.key=value")
         _put(document, dotted.strip().split("."), toml_value(text), where=f"--set {item}")
-    return parse_recipe(document, where=str(path))
+    return _with_hub_model(parse_recipe({**(stand_ins or {}), **document}, where=str(path)))
+
+
+def _with_hub_model(recipe: Recipe) -> Recipe:
+    """`model.path = "org/name"`, where no such folder is here, becomes an item of `[[prepare]]` that `tba run` fetches.
+
+    Raises:
+        ConfigError: a revision is given, and model.path is a folder.
+    """
+    section = recipe.model
+    is_folder = (
+        section.warm_start is not None
+        or section.path.startswith("models/")
+        or Path(section.path).is_dir()
+        or any(item.path == section.path for item in recipe.prepare)
+    )
+    if is_folder or not HUB_MODEL.fullmatch(section.path):
+        if section.revision is not None:
+            raise ConfigError(
+                f"model.revision is {section.revision!r}, and model.path {section.path!r} is a folder, which has none; "
+                "remove the revision, or give ORG/NAME on the hub as model.path"
+            )
+        return recipe
+    item = PrepareItem(
+        path=f"models/{section.path}", kind="model", hub=section.path, revision=section.revision, at_start=True
+    )
+    model = section.model_copy(update={"path": item.path, "revision": None})
+    others = [other for other in recipe.prepare if other.path != item.path]
+    return recipe.model_copy(update={"model": model, "prepare": [item, *others]})
 
 
 def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
@@ -268,7 +322,12 @@ def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
+    """What a recipe file says, nothing checked yet.
+
+    Raises:
+        ConfigError: it is missing, or is neither TOML nor (`.json`) JSON.
+    """
     try:
         raw = path.read_bytes()
     except FileNotFoundError:

@@ -14,12 +14,14 @@ unknown.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from tba.config.base import StrictModel
+from tba.numbers import MAX_NUMBER
 
 _REQUEST_SLACK_S = 30.0
 """Beyond the deadline of its slowest scorer: other items of the request may come before."""
@@ -55,6 +57,28 @@ class ScorerSpec(StrictModel):
         return 1.0 if self.gate is None else 0.0
 
 
+class ReadSpec(ScorerSpec):
+    """What scorers have whose work an answer can make endless or impossible."""
+
+    unreadable: Literal["unknown"] | float = 0.0
+    """The score where the answer is to blame that there is none: it cannot be read, is too long, or takes more CPU time
+    or memory than it may. `unknown`: no score, which costs a policy nothing. Faults of the data or the service are
+    unknown in any case."""
+
+    @field_validator("unreadable")
+    @classmethod
+    def _check_unreadable(cls, value: str | float) -> str | float:
+        if not isinstance(value, str) and not -1e6 <= value <= 1e6:
+            raise ValueError(f'unreadable {value} is no score; give a number from -1e6 to 1e6, or "unknown"')
+        return value
+
+
+_Delimiter = Annotated[str, Field(min_length=1)]
+Delimiters = tuple[tuple[_Delimiter, _Delimiter], ...]
+"""Pairs of texts: where something begins in a response, and where it ends."""
+THINK: Delimiters = (("<think>", "</think>"),)
+
+
 class ExactSpec(ScorerSpec):
     """1 if the response is the answer, else 0."""
 
@@ -70,21 +94,30 @@ class LastNumberSpec(ScorerSpec):
 
     kind: Literal["last_number"]
     field: str = "answer"
-    """Where the prompt's data has the answer."""
+    """Where the prompt's data has the answer: one number, or a list of numbers, each of them right."""
+    reasoning: Delimiters = THINK
+    """Between which delimiters a response reasons; what stands there, also if it never ends, holds no answer."""
 
 
-class MathSpec(ScorerSpec):
+class MathSpec(ReadSpec):
     """1 if the final answer of the response is mathematically the same as the gold answer, else 0 (math-verify)."""
 
     kind: Literal["math"]
     field: str = "answer"
-    """Where the prompt's data has the gold answer: a number, LaTeX, or a solution that ends in a `\\boxed{...}`."""
+    """Where the prompt's data has the gold answer: a number, LaTeX, or a solution that ends in a `\\boxed{...}`; or a
+    list of them, each of them right."""
     extract: Literal["boxed", "anywhere"] = "boxed"
     """Where the answer of a response is looked for. `boxed`: the last box; without one the score is 0. `anywhere`:
     without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
+    reasoning: Delimiters = THINK
+    """Between which delimiters a response reasons; what stands there, also if it never ends, holds no answer."""
+    answer_tags: Delimiters = (("<answer>", "</answer>"),)
+    """Between which tags an answer may stand instead of in a box; `[]`: in a box only."""
+    units: tuple[str, ...] = ()
+    """Words that are units beside those that tba_reward/maths/units.py knows: `["widget"]` makes `4 widgets` 4."""
 
 
-class FormatSpec(ScorerSpec):
+class FormatSpec(ReadSpec):
     """1 if the response matches a regular expression, else 0."""
 
     kind: Literal["format"]
@@ -224,6 +257,10 @@ class RedteamSpec(ModelScorerSpec):
     """Share of the probability that the victim samples from."""
     seed: int = Field(default=0, ge=0)
     """A reply depends on this, on the attack and on its number alone, so that a score is reproducible."""
+    output: Literal["toxicity", "log_toxicity"] = "toxicity"
+    """`toxicity`: the mean over the replies. `log_toxicity`: the mean of its logarithm (code of red-teaming)."""
+    min_toxicity: float = Field(default=1e-6, gt=0, le=1)
+    """Below it `log_toxicity` takes this instead: the logarithm of 0 is no reward."""
     classifier: str = Field(min_length=1)
     """Folder of the model that judges the replies, or its name on the Hugging Face hub."""
     classifier_revision: str | None = None
@@ -286,6 +323,26 @@ class PythonSpec(ScorerSpec):
     revision: str = ""
     """Change it when the function scores otherwise than before for a reason outside its own file, of which the reward
     version holds a digest."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that every call gets by these names, as they are; a column of the same name is not passed on."""
+    conversational: bool = False
+    """Whether prompts and completions are lists of messages, `[{"role": "assistant", "content": "..."}]`, as in TRL
+    where the data set is conversational; otherwise they are texts."""
+    batch_items: int = Field(default=64, ge=1, le=1024)
+    """Most items of one call. `timeout_s` is the CPU time that the call may take; one that takes more, or waits for
+    much longer, or kills its worker, or raises, is repeated item by item."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted({"prompts", "completions", "completion_ids", "finish_reasons"} & kwargs.keys())
+        if taken:
+            raise ValueError(f"{taken[0]!r} is what the service itself passes; give the argument another name")
+        try:
+            json.dumps(kwargs, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"kwargs must be what JSON can say, so no dates, NaN or infinity: {error}") from None
+        return kwargs
 
 
 AnyScorerSpec = Annotated[
@@ -308,7 +365,7 @@ class TaskReward(StrictModel):
 
     scorers: list[AnyScorerSpec] = Field(min_length=1)
     """The parts of the reward."""
-    gate_value: float = 0.0
+    gate_value: float = Field(default=0.0, ge=-MAX_NUMBER, le=MAX_NUMBER)
     """The reward where a gate is not passed."""
 
     @model_validator(mode="after")
@@ -362,7 +419,8 @@ class RewardSection(StrictModel):
     """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """A request that is not through after this is refused (503), to come again in smaller parts; parts of it
-    that were done by then are in the cache. Default: 60, and more where a scorer's own deadline is longer."""
+    that were done by then are in the cache. Default: 60, and more where a scorer's own deadline is longer or a
+    Python function takes batches."""
     num_workers: int = Field(default=2, ge=1)
     """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
     worker_memory_bytes: int | None = Field(default=4 * 1024**3, ge=256 * 1024**2)
@@ -372,10 +430,22 @@ class RewardSection(StrictModel):
     cache_items: int = Field(default=65_536, ge=0)
     """Most scores kept to be given again for the same content; 0: none."""
 
+    def takes_tokens(self, task: str) -> bool:
+        """Whether clients send the token ids of responses of this task: a Python function may want `completion_ids`."""
+        entry = self.tasks.get(task)
+        return entry is not None and any(isinstance(spec, PythonSpec) for spec in entry.scorers)
+
     @property
     def request_deadline_s(self) -> float:
-        """`request_timeout_s`, or its default: no scorer's own deadline is cut short by it."""
+        """`request_timeout_s`, or its default: no scorer's own deadline is cut short by it.
+
+        A batch of a Python function that is not through by its deadline is repeated item by item, which takes as long
+        again at most where one item is to blame.
+        """
         if self.request_timeout_s is not None:
             return self.request_timeout_s
-        deadlines_s = [spec.timeout_s or self.item_timeout_s for task in self.tasks.values() for spec in task.scorers]
-        return max([60.0, *(deadline_s + _REQUEST_SLACK_S for deadline_s in deadlines_s)])
+        slowest_s = 0.0
+        for spec in (spec for task in self.tasks.values() for spec in task.scorers):
+            num_calls = 2 if isinstance(spec, PythonSpec) and spec.batch_items > 1 else 1
+            slowest_s = max(slowest_s, num_calls * ((spec.timeout_s or self.item_timeout_s) + _REQUEST_SLACK_S))
+        return max(60.0, slowest_s)

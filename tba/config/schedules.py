@@ -10,6 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from tba.config.base import StrictModel
+from tba.numbers import MAX_STEP
 
 
 class Schedule(StrictModel):
@@ -25,11 +26,11 @@ class Schedule(StrictModel):
     """Value at the start, after warm-up."""
     final: float = Field(default=0.0, ge=0)
     """Value at the end (not for constant)."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
     """Optimizer steps from start to end (not for constant)."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEP)
     """The first steps rise linearly from 0."""
-    decay_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0, le=MAX_STEP)
     """Length of the decay (wsd only)."""
 
     @model_validator(mode="before")

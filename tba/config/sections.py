@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tba.config.base import StrictModel
 from tba.config.bounded import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability
 from tba.config.lora import LoraSection
 from tba.config.schedules import Schedule
 
+MOST_ROLLOUTS_COMPARED = 20_000
 Name = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 
 
@@ -57,8 +58,11 @@ class ModelSection(StrictModel):
     """The starting model: policy and reference begin here."""
 
     path: str
-    """Folder in Hugging Face format (config, tokenizer, safetensors). With `warm_start` it is the cache folder, and
-    `{seed}` in it stands for the run's seed."""
+    """Folder in Hugging Face format (config, tokenizer, safetensors); or, where there is no such folder, ORG/NAME on
+    the Hugging Face hub, which `tba run` fetches once, to models/ORG/NAME. With `warm_start` it is the cache folder,
+    and `{seed}` in it stands for the run's seed."""
+    revision: str | None = None
+    """Commit, branch or tag of ORG/NAME on the hub; none: the newest. The commit that was fetched is written down."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of published weights and of the searchers' engines."""
     policy_temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
@@ -102,6 +106,10 @@ class BufferSection(StrictModel):
     """Which rollouts go when a cap in items or bytes is reached."""
     deduplicate: bool = False
     """Keep only the newest of the rollouts of one prompt with exactly the same response tokens."""
+    near_duplicate_share: float | None = Field(default=None, gt=0, le=0.5)
+    """Of two scored rollouts of one prompt whose responses differ by an edit distance, in tokens, below this share of
+    the sum of their lengths, keep the one with the higher reward; none: no such filter. Every new rollout is compared
+    with all of its prompt: for short responses, and at most MOST_ROLLOUTS_COMPARED of `max_rollouts`."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; larger is refused with 413."""
     max_inflight_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
@@ -113,6 +121,9 @@ class BufferSection(StrictModel):
     """A drawn batch that is not acked in this time is void."""
     heartbeat_timeout_s: float = Field(default=15.0, gt=0)
     """A component silent for longer counts as gone."""
+    max_searchers_shown: int = Field(default=1024, ge=1, le=20_000)
+    """Most searchers that are remembered by their heartbeats. One more takes the place of one that has ended or is
+    silent; where all are alive its heartbeats are refused (429, wait `component-places`), and it works on unseen."""
     max_tail_events: int = Field(default=200_000, ge=100)
     """A restart replays the events of the log since its last base one by one; beyond this many (and half of what is
     stored) a new base is written."""
@@ -121,9 +132,18 @@ class BufferSection(StrictModel):
     score_max_rollouts: int = Field(default=256, ge=1, le=1024)
     """Most rollouts in one request of the background scorer."""
 
+    @model_validator(mode="after")
+    def _check_near_duplicates(self) -> BufferSection:
+        if self.near_duplicate_share is not None and self.max_rollouts > MOST_ROLLOUTS_COMPARED:
+            raise ValueError(
+                f"near_duplicate_share compares every new rollout with all of its prompt, and max_rollouts is "
+                f"{self.max_rollouts}: set max_rollouts to {MOST_ROLLOUTS_COMPARED} or less"
+            )
+        return self
+
 
 class SamplingSection(StrictModel):
-    """What a batch is made of, and how fast data may flow (design.md, Semantics: MOP)."""
+    """What a batch is made of, and how fast data may flow (docs/algorithm.md: MOP)."""
 
     prompts_per_batch: int = Field(default=16, ge=1)
     """Slots of a batch: one prompt each."""

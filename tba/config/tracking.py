@@ -10,7 +10,7 @@ from tba.config.base import StrictModel
 
 
 class WandbSection(StrictModel):
-    """Weights & Biases (`pip install 'tba-trainer[wandb]'`)."""
+    """Weights & Biases (`pip install -e './services/trainer[wandb]'`)."""
 
     project: str = Field(default="tba", min_length=1)
     """Project of the runs."""
@@ -23,7 +23,7 @@ class WandbSection(StrictModel):
 
 
 class TrackioSection(StrictModel):
-    """trackio (`pip install 'tba-trainer[trackio]'`)."""
+    """trackio (`pip install -e './services/trainer[trackio]'`)."""
 
     project: str = Field(default="tba", min_length=1)
     """Project of the runs; `trackio show --project tba` shows it."""
@@ -37,8 +37,8 @@ class TrackingSection(StrictModel):
     metrics_path: str = Field(default="metrics.jsonl", min_length=1)
     """JSON lines, appended; `tba run` takes a relative path to be in the run folder."""
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard (`pip install 'tba-trainer[tensorboard]'`); none: off. `tba run` takes a relative path to
-    be in the run folder."""
+    """Folder for TensorBoard (`pip install -e './services/trainer[tensorboard]'`); none: off. `tba run` takes a
+    relative path to be in the run folder."""
     wandb: WandbSection | None = None
     """Weights & Biases; none: off."""
     trackio: TrackioSection | None = None

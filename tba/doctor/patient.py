@@ -70,6 +70,8 @@ class Patient:
     """`tba run` starts everything itself: services that are not there are no trouble."""
     is_going: bool
     """A local run of this name is going here, and `recipe` has its real addresses."""
+    num_gpus: int | None = None
+    """Exactly so many GPUs should be seen here; None: nobody said."""
 
     def url(self, service: Literal["buffer", "reward"]) -> str | None:
         """Where a service is; None: nobody knows yet."""
@@ -116,15 +118,17 @@ def http_get(url: str, *, token: str | None = None, ca_file: str | None = None) 
     return Answer(reply.status, reply.headers, body, asked_at_s, took_s)
 
 
-def patient_of(recipe: Recipe, *, service: str | None) -> Patient:
+def patient_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = None) -> Patient:
     """The patient of a recipe as it was read.
 
     Args:
         service: what this machine is for; None: every service that is installed here, all of them if none is.
+        num_gpus: how many GPUs should be seen here.
     """
     from tba.config import load_recipe
 
-    is_local = recipe.buffer.url is None and is_loopback(recipe.buffer.host)
+    # `tba run` may listen beyond loopback too, with tokens of its own; a service alone that does so is a deployment
+    is_local = recipe.buffer.url is None and (service is None or is_loopback(recipe.buffer.host))
     folder, is_going = RunFolder(Path(recipe.local.runs_dir) / recipe.run.name), False
     if is_local and folder.endpoints_path.is_file() and folder.config_path.is_file():
         recipe, is_going = load_recipe(folder.config_path, environ={}), True
@@ -132,7 +136,7 @@ def patient_of(recipe: Recipe, *, service: str | None) -> Patient:
         services = frozenset({service})
     else:
         services = frozenset(name for name in SERVICES if importlib.util.find_spec(f"tba_{name}") is not None)
-    return Patient(recipe, services or frozenset(SERVICES), is_local, is_going)
+    return Patient(recipe, services or frozenset(SERVICES), is_local, is_going, num_gpus)
 
 
 def _short(error: Exception) -> str:

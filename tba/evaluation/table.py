@@ -19,7 +19,7 @@ def render_table(report: EvaluationReport) -> str:
         *_unknown(report),
     ]
     if report.references:
-        head = ("published", "metric", "its value", "found", "difference")
+        head = ("published", "metric", "its value", "found", "difference", "its setting", "source")
         parts.append(_table(head, [_comparison(item) for item in report.references]))
     return "\n\n".join(parts) + "\n"
 
@@ -57,14 +57,16 @@ def _unknown(report: EvaluationReport) -> list[str]:
     )
 
 
-def _comparison(item: Comparison) -> tuple[str, str, str, str, str]:
+def _comparison(item: Comparison) -> tuple[str, ...]:
     reference, found = item.reference, item.found
+    published = (reference.name, reference.metric, _number(reference.value))
+    where = (reference.setting, reference.source)
     if found is None or found.value is None or item.difference is None:
-        return reference.name, reference.metric, _number(reference.value), "unknown", ""
+        return *published, "unknown", "", *where
     error = found.stderr
     ours = _number(found.value) + ("" if error is None else f" ± {_number(error)}")
     difference = f"{item.difference:+.4g}" + (f" ({item.difference / error:+.1f} standard errors)" if error else "")
-    return reference.name, reference.metric, _number(reference.value), ours, difference
+    return *published, ours, difference, *where
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

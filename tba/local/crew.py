@@ -13,6 +13,7 @@ from tba.local.console import Console
 from tba.local.guard import Guard
 from tba.local.run_folder import RunFolder
 from tba.main import EXIT_STOPPED
+from tba.store.file import out_of_space
 
 RESTART_DELAY_S = 1.0
 STOP_ORDER = ("warm-start", "evaluator", "trainer", "searcher", "reward", "buffer", "redis")
@@ -172,18 +173,21 @@ class Crew:
         if reason is not None:
             sentence = reason.removeprefix("error: ").removeprefix(f"{child.name}: ")
             return f"{child.name} ended ({describe_exit(code)}): {sentence} [{log_path}]"
+        full = out_of_space(self._folder.path)
+        more = "" if full is None else f"; {full}"
         if not child.tail:
-            return f"{child.name} died ({describe_exit(code)}) and wrote nothing to {log_path}"
+            return f"{child.name} died ({describe_exit(code)}) and wrote nothing to {log_path}{more}"
         for line in child.tail:
             self._console.result(f"{child.name} | {line}")
-        return f"{child.name} died ({describe_exit(code)}); its last log lines are above, all of them in {log_path}"
+        where = f"its last log lines are above, all of them in {log_path}"
+        return f"{child.name} died ({describe_exit(code)}); {where}{more}"
 
 
 async def with_crew(
     work: Callable[[Crew], Coroutine[Any, Any, T]],
     folder: RunFolder,
     console: Console,
-    lock_fd: int,
+    lock_fd: int | None,
     stop_timeout_s: float,
 ) -> T:
     """Do the work while a crew is watched; whatever happens, no child is left. A dead child explains a failure."""

@@ -25,7 +25,7 @@ from tba.local.children import Child, ChildSpec
 from tba.local.console import Console, Loudness
 from tba.local.crew import Crew, with_crew
 from tba.local.ports import PortRequest, choose_ports
-from tba.local.readiness import wait_until_ready
+from tba.local.readiness import wait_for_reward
 from tba.local.resolve import child_environ
 from tba.local.run_folder import RunFolder
 from tba.tokens import role_token
@@ -75,23 +75,15 @@ def evaluate_here(
     """
     tasks = tasks_of(recipe, read_prompts(job.prompts))
     url = reward_url or _url_that_answers(recipe, tasks, console)
-    config = _with_reward(recipe, url)
+    config = with_reward(recipe, url)
+    if url is None:
+        config = with_own_tokens(config, folder)
     folder.write_json(folder.path / CONFIG_NAME, config.model_dump(mode="json"))
     folder.write_json(folder.path / JOB_NAME, job.model_dump(mode="json"))
-    start_timeout_s = recipe.local.start_timeout_s
 
     async def work(crew: Crew) -> None:
         if url is None:
-            console.say(f"starting a reward service at {config.reward_url}")
-            await crew.start(_reward_child(config, folder))
-            try:
-                async with asyncio.timeout(start_timeout_s):
-                    await wait_until_ready(config.reward_url, config.tls.ca_file)
-            except TimeoutError:
-                raise WaitTimeoutError(
-                    f"wait 'reward-start': the reward service was not ready within {start_timeout_s:.0f} s "
-                    f"(local.start_timeout_s); see {folder.log_path('reward')}"
-                ) from None
+            await start_reward(crew, config, folder, console)
         await asyncio.to_thread(_check_tasks, config, tasks)
         child = await crew.start(_evaluator_child(config, folder))
         if await _end_of(child, console, silence_s=recipe.eval.published.silence_s):
@@ -101,6 +93,36 @@ def evaluate_here(
     report = load_report(folder.path / "evaluation.json")
     (folder.path / "evaluation.md").write_text(render_table(report), encoding="utf-8")
     return report
+
+
+async def start_reward(crew: Crew, config: Recipe, folder: RunFolder, console: Console) -> None:
+    """Start a reward service with what lies in the folder's config.json, and wait until it is ready.
+
+    Raises:
+        ConfigError: a scorer did not start.
+        WaitTimeoutError: it was not ready within `local.start_timeout_s`.
+    """
+    console.say(f"starting a reward service at {config.reward_url}")
+    own = folder.tokens_path("reward") if config.auth.tokens_file == str(folder.tokens_path("all")) else None
+    environ = child_environ(os.environ, num_threads=1, gpus=config.local.gpus.reward, tokens_file=own)
+    await crew.start(ChildSpec(name="reward", command=_command(folder, "tba_reward"), environ=environ))
+    timeout_s, client = config.local.start_timeout_s, reward_client(config)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await wait_for_reward(client, config.tls.ca_file, say=console.say)
+    except TimeoutError:
+        raise WaitTimeoutError(
+            f"wait 'reward-start': the reward service was not ready within {timeout_s:.0f} s (local.start_timeout_s); "
+            f"see {folder.log_path('reward')}"
+        ) from None
+    finally:
+        client.close()
+
+
+def reward_client(config: Recipe, *, timeout_s: float = ASK_TIMEOUT_S) -> RewardClient:
+    """A client of the recipe's reward service; every call is one attempt."""
+    token = role_token(config.auth.tokens_file, "searcher")
+    return RewardClient(config.reward_url, token=token, retry_s=0, timeout_s=timeout_s, ca_file=config.tls.ca_file)
 
 
 def tasks_of(recipe: Recipe, prompts: Sequence[Prompt]) -> list[str]:
@@ -139,10 +161,7 @@ def _url_that_answers(recipe: Recipe, tasks: Sequence[str], console: Console) ->
 
 def _check_tasks(config: Recipe, tasks: Sequence[str]) -> None:
     """Raises ConfigError where the reward service cannot score one of these tasks, ServiceError where none answers."""
-    token = role_token(config.auth.tokens_file, "searcher")
-    client = RewardClient(
-        config.reward_url, token=token, retry_s=0, timeout_s=ASK_TIMEOUT_S, ca_file=config.tls.ca_file
-    )
+    client = reward_client(config)
     try:
         known = {info.task for info in client.rewards()}
     finally:
@@ -155,7 +174,7 @@ def _check_tasks(config: Recipe, tasks: Sequence[str]) -> None:
         )
 
 
-def _with_reward(recipe: Recipe, url: str | None) -> Recipe:
+def with_reward(recipe: Recipe, url: str | None) -> Recipe:
     """The recipe that the children read: with the service that answers, or a free port for our own."""
     document = recipe.model_dump(mode="json")
     if url is None:
@@ -168,9 +187,14 @@ def _with_reward(recipe: Recipe, url: str | None) -> Recipe:
     return parse_recipe(document, where="recipe")
 
 
-def _reward_child(config: Recipe, folder: RunFolder) -> ChildSpec:
-    environ = child_environ(os.environ, num_threads=1, gpus=config.local.gpus.reward)
-    return ChildSpec(name="reward", command=_command(folder, "tba_reward"), environ=environ)
+def with_own_tokens(config: Recipe, folder: RunFolder) -> Recipe:
+    """With new tokens where the recipe names none: other users of this machine can connect to our reward service."""
+    if config.auth.tokens_file is not None:
+        return config
+    folder.make_secrets()
+    document = config.model_dump(mode="json")
+    document["auth"]["tokens_file"] = str(folder.tokens_path("all"))
+    return parse_recipe(document, where="recipe")
 
 
 def _evaluator_child(config: Recipe, folder: RunFolder) -> ChildSpec:

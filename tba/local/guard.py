@@ -7,7 +7,7 @@ The kernel closes the pipe when the supervisor dies, whatever killed it; the gua
 PR_SET_PDEATHSIG because it works on every POSIX system, needs no code between fork and exec, does not depend on which
 thread started a child, and reaches whole process groups (Redis, worker pools), not only direct children. The guard
 also holds the run folder's lock, so that nobody can resume the run before the last child is gone. SIGKILL is enough:
-everything here survives it by design (design.md, Exactly what survives what).
+everything here survives it by design (docs/chaos.md).
 
 This file runs as a script in an isolated interpreter (`python -I -S guard.py`): it imports the standard library only.
 """

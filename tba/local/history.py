@@ -40,6 +40,13 @@ class Timing(StrictModel):
     warm_start_s: float | None = None
 
 
+class Ended(StrictModel):
+    """When and why a run ended, which is not going."""
+
+    at_s: float
+    reason: str
+
+
 class Poll(StrictModel):
     """One look at the run, about every second; rates and their course come from here."""
 
@@ -140,6 +147,17 @@ def load_timing(folder: RunFolder) -> Timing:
         return Timing()
     except (OSError, ValidationError):
         raise ConfigError(f"{folder.timing_path} is damaged; delete it (only timings are lost)") from None
+
+
+def load_end(folder: RunFolder) -> Ended:
+    """When and why the last start of a run ended: what ended.json says, else what a killed supervisor leaves behind."""
+    try:
+        return Ended.model_validate_json(folder.ended_path.read_bytes())
+    except (OSError, ValidationError):
+        pass
+    signs = [folder.recipe_path, folder.polls_path, *folder.logs_path.glob("*.log")]
+    at_s = max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
+    return Ended(at_s=at_s, reason="killed, or the machine went down: its last sign of life")
 
 
 def load_polls(path: Path) -> list[Poll]:

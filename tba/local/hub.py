@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba.config.prepare import PrepareItem
 from tba.errors import ConfigError
+from tba.sizing import ModelShape, shape_of_config
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*"]
 PICKLED_FILES = ["pytorch_model*.bin*"]
@@ -29,7 +32,17 @@ def download(item: PrepareItem) -> str:
     """
     hub, name = _library(), item.hub or ""
     patterns = item.files if item.files is not None else MODEL_FILES if item.kind == "model" else None
-    with _explained(item):
+    try:
+        return _fetch(hub, name, item, patterns)
+    except _UnreachableError:
+        commit = _from_cache(hub, name, item, patterns)
+        if commit is None:
+            raise
+        return commit
+
+
+def _fetch(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | None) -> str:
+    with _explained(item, _elsewhere(item)):
         info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind, files_metadata=True)
         sizes = {file.rfilename: file.size for file in info.siblings}
         if item.kind == "model" and not any(file.endswith(".safetensors") for file in sizes):
@@ -40,6 +53,63 @@ def download(item: PrepareItem) -> str:
             fetch(item.tokenizer, allow_patterns=TOKENIZER_FILES)
     _check_whole(item, sizes, list(hub.utils.filter_repo_objects(sizes, allow_patterns=patterns)))
     return info.sha
+
+
+def check_allowed(item: PrepareItem) -> None:
+    """Ask the hub whether it would let us have an item, before anything large is fetched.
+
+    Raises:
+        ConfigError: as `download`.
+    """
+    hub = _library()
+    with _explained(item, _elsewhere(item)):
+        hub.HfApi().auth_check(item.hub, repo_type=item.kind)
+
+
+def _from_cache(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | None) -> str | None:
+    """Without a network: take what an earlier download of any program left whole in the library's own cache.
+
+    Returns:
+        Its commit; None: there is no such thing.
+    """
+    if item.tokenizer is not None:
+        return None
+    try:
+        found = hub.snapshot_download(
+            name, repo_type=item.kind, revision=item.revision, allow_patterns=patterns, local_files_only=True
+        )
+    except Exception:  # the library has several errors for it
+        return None
+    folder = Path(found)
+    if item.kind == "model" and not _has_all_weights(folder):
+        return None
+    shutil.copytree(folder, item.path, dirs_exist_ok=True)
+    return folder.name
+
+
+def _has_all_weights(folder: Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return (folder / "model.safetensors").is_file()
+    return all((folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
+
+
+def shape_on_hub(name: str, revision: str | None) -> ModelShape:
+    """The sizes of a model, from its config.json on the hub and the hub's count of parameters; a few KB are fetched.
+
+    Raises:
+        ConfigError: the hub has no such model, keeps it behind a licence or cannot be reached, or says no sizes.
+    """
+    hub = _library()
+    item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
+    with _explained(item, "name a size instead, such as --model 7b"):
+        info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
+        config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_text())
+    count = getattr(getattr(info, "safetensors", None), "total", None)
+    shape = shape_of_config(config, num_params=count)
+    if shape is None:
+        raise ConfigError(f"{name} on the hub does not say its sizes; name one, such as --model 7b")
+    return shape
 
 
 def _check_whole(item: PrepareItem, sizes: dict[str, int | None], wanted: Sequence[str]) -> None:
@@ -54,28 +124,43 @@ def _check_whole(item: PrepareItem, sizes: dict[str, int | None], wanted: Sequen
             raise ConfigError(f"{item.kind} {item.hub}: {file} was not fetched whole; run this command again")
 
 
+class _UnreachableError(ConfigError):
+    """The hub cannot be reached, or answers something else than what it has."""
+
+
+def _elsewhere(item: PrepareItem) -> str:
+    return (
+        f"run it where there is one and copy the folder {item.path} here, or run it again later (it goes on where it "
+        "stopped)"
+    )
+
+
 @contextlib.contextmanager
-def _explained(item: PrepareItem) -> Iterator[None]:
+def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
+    """Errors of the library as sentences; `without_network` says what to do where there is none."""
     errors = importlib.import_module("huggingface_hub.errors")
     what = f"{item.kind} {item.hub}"
+    place = "model.path" if item.at_start else "[[prepare]]"
     try:
         yield
     except errors.GatedRepoError:
         raise ConfigError(
             f"{what} is behind a licence: accept it at https://huggingface.co/{item.hub}, then log in with "
-            "`hf auth login` (or set HF_TOKEN) and run this command again"
+            "`hf auth login` (or set HF_TOKEN; Compose: secrets/hf_token) and run this command again"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{what} has no revision {item.revision!r}; correct it in [[prepare]]") from None
+        where = "model.revision" if item.at_start else place
+        raise ConfigError(f"{what} has no revision {item.revision!r}; correct it in {where}") from None
     except errors.RepositoryNotFoundError:
+        no_folder = f", no folder {item.hub} is here," if item.at_start else ","
         raise ConfigError(
-            f"the hub has no {what}, or it is private: check the name in [[prepare]], or log in with `hf auth login`"
+            f"the hub has no {what}{no_folder} or it is private: check the name in {place}, or log in with "
+            "`hf auth login`"
         ) from None
     except Exception as error:  # the hub's HTTP library has its own, which this package does not import
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{what} could not be fetched ({type(error).__name__}: {reason}); this needs a network: run it where there "
-            f"is one and copy the folder {item.path} here, or run it again later (it goes on where it stopped)"
+        raise _UnreachableError(
+            f"{what} could not be fetched ({type(error).__name__}: {reason}); this needs a network: {without_network}"
         ) from None
 
 
@@ -85,5 +170,5 @@ def _library() -> Any:
     except ImportError:
         raise ConfigError(
             "fetching from the Hugging Face hub needs huggingface_hub, which is not installed; install the extra "
-            "`data`: pip install 'tba[data]'"
+            "`data`: pip install -e '.[data]'"
         ) from None

@@ -1,4 +1,4 @@
-"""Reading the ledger, and proving that along the living lineage every step happened exactly once (design.md)."""
+"""Reading the ledger, and proving that along the living lineage every step happened exactly once."""
 
 from __future__ import annotations
 

@@ -66,6 +66,24 @@ def check_offline(recipe: Recipe) -> None:
         )
 
 
+def check_origin(recipe: Recipe) -> None:
+    """Refuse what the recipe alone shows to be no beginning, before anything is saved or looked for.
+
+    Raises:
+        ConfigError: a run cannot begin so.
+    """
+    if recipe.run.snapshot is None:
+        return
+    if SnapshotSource.parse(recipe.run.snapshot).run == recipe.run.name:
+        raise ConfigError(f"run {recipe.run.name!r} cannot begin with a snapshot of itself: give it another name")
+    version = None if recipe.run.fork_version is None else PolicyVersion.parse(recipe.run.fork_version)
+    if version is not None and recipe.trainer.num_steps <= version.step:
+        raise ConfigError(
+            f"trainer.num_steps is {recipe.trainer.num_steps}, and the fork begins at step {version.step}: steps go on "
+            "from there, so set trainer.num_steps above it"
+        )
+
+
 def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin | None:
     """What the recipe says the run begins with; None when that is nothing.
 
@@ -79,9 +97,8 @@ def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin
     """
     if recipe.run.snapshot is None:
         return None
+    check_origin(recipe)
     source = SnapshotSource.parse(recipe.run.snapshot)
-    if source.run == recipe.run.name:
-        raise ConfigError(f"run {recipe.run.name!r} cannot begin with a snapshot of itself: give it another name")
     found = _store_of(source, store, runs_dir)
     version = None if recipe.run.fork_version is None else PolicyVersion.parse(recipe.run.fork_version)
     key = source.manifest_key
@@ -182,9 +199,4 @@ def _check(origin: Origin, recipe: Recipe) -> None:
     if manifest.mark_of(version) is None:
         raise ConfigError(
             f"snapshot {origin.source} was saved before version {version} was announced; save another one"
-        )
-    if recipe.trainer.num_steps <= version.step:
-        raise ConfigError(
-            f"trainer.num_steps is {recipe.trainer.num_steps}, and the fork begins at step {version.step}: steps go on "
-            "from there, so set trainer.num_steps above it"
         )

@@ -80,6 +80,8 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if train_s is not None:
         waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"
         lines.append(f"{summary['steps']} steps in {train_s:.0f} s of training{waited}")
+    if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
+        lines.append(f"ended early:   {summary['state_reason']}")
     lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])
     lines.append(f"summary: {folder.summary_path}")
     lines.append(f"report:  {folder.report_path}")

@@ -21,7 +21,7 @@ from tba.errors import ConfigError
 from tba.local.console import Console
 from tba.local.guard import Guard
 from tba.local.hub import download
-from tba.local.prepared import begin_record, is_there, read_record, write_record
+from tba.local.prepared import HALF_DONE, begin_record, is_there, read_record, write_record
 from tba.local.prompts import prompts_of
 from tba.local.resolve import child_environ
 
@@ -39,14 +39,7 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
         ConfigError: something cannot be fetched, made or read, or does not go with the recipe.
     """
     missing = [item for item in recipe.prepare if not is_there(item)]
-    for item in missing:
-        if item.by_hand is not None:
-            raise ConfigError(f"{item.path} ({item.kind}) cannot be fetched: {item.by_hand}")
-    _make([item for item in missing if item.maker is not None])
-    for item in missing:
-        if item.hub is not None:
-            console.say(f"fetching {item.kind} {item.hub} to {item.path}")
-            _fetch(item)
+    _get(missing, console)
     for item in recipe.prepare:
         record = read_record(Path(item.path))
         state = "here already" if item not in missing else "made" if item.maker else "fetched"
@@ -55,6 +48,31 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
     prompts = prompts_of(recipe)
     _check_models(recipe, prompts, console)
     _show_prompts(prompts, console)
+
+
+def prepare_at_start(recipe: Recipe, console: Console) -> None:
+    """Fetch or make what is missing of the items that `tba run` takes care of (`at_start`).
+
+    Raises:
+        ConfigError: something cannot be fetched or made.
+    """
+    missing = [item for item in recipe.prepare if item.at_start and not is_there(item)]
+    _get(missing, console)
+    for item in missing:
+        record = read_record(Path(item.path))
+        if record is not None and record["commit"] and record["commit"] != item.revision:
+            console.say(f"fetched {item.hub} at commit {record['commit']}; model.revision pins it")
+
+
+def _get(missing: Sequence[PrepareItem], console: Console) -> None:
+    for item in missing:
+        if item.by_hand is not None:
+            raise ConfigError(f"{item.path} ({item.kind}) cannot be fetched: {item.by_hand}")
+    _make([item for item in missing if item.maker is not None])
+    for item in missing:
+        if item.hub is not None:
+            console.say(f"fetching {item.kind} {item.hub} to {item.path}")
+            _fetch(item)
 
 
 def _make(items: Sequence[PrepareItem]) -> None:
@@ -82,7 +100,13 @@ def _fetch(item: PrepareItem) -> None:
     folder = Path(item.path)
     folder.mkdir(parents=True, exist_ok=True)
     begin_record(item)
-    commit = download(item)
+    try:
+        commit = download(item)
+    except ConfigError:
+        if {file.name for file in folder.iterdir()} == {HALF_DONE}:  # nothing came: leave nothing
+            (folder / HALF_DONE).unlink()
+            folder.rmdir()
+        raise
     if item.kind == "model" and any(folder.glob("pytorch_model*.bin")):
         run_program("tba_trainer.model_files", ["convert", item.path])
     write_record(item, commit=commit)
@@ -99,20 +123,22 @@ def _check_models(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -
         measured, folders = list(prompts[:MAX_MEASURED_PROMPTS]), [recipe.model.path, *others]
     if not folders:
         return
-    with tempfile.TemporaryDirectory(prefix="tba-prepare-") as place:
-        texts = Path(place) / "texts.json"
-        texts.write_text(json.dumps([prompt.text for prompt in measured]))
-        answers = json.loads(run_program("tba_trainer.model_files", ["check", *folders, "--texts", str(texts)]))
+    answers = _measured(folders, measured)
     for folder, answer in zip(folders, answers, strict=True):
         console.result(
             f"{folder}: {answer['architecture']}, {answer['num_parameters']:,} parameters, vocabulary of "
             f"{answer['vocab_size']:,}"
         )
     if measured:
-        _check_lengths(recipe, answers[0], measured, console)
+        console.result(_lengths(recipe, answers[0], len(measured)))
 
 
-def _check_lengths(recipe: Recipe, answer: dict[str, Any], prompts: Sequence[Prompt], console: Console) -> None:
+def _lengths(recipe: Recipe, answer: dict[str, Any], num_prompts: int) -> str:
+    """How long the prompts are in tokens, in a sentence.
+
+    Raises:
+        ConfigError: none of them would be used, or responses do not go into the model's context.
+    """
     limit, room = recipe.searcher.max_prompt_tokens, answer["max_length_tokens"]
     total = limit + recipe.searcher.max_response_tokens
     if room is not None and total > room:
@@ -120,12 +146,33 @@ def _check_lengths(recipe: Recipe, answer: dict[str, Any], prompts: Sequence[Pro
             f"searcher.max_prompt_tokens + max_response_tokens is {total}, and {recipe.model.path} takes at most {room}"
         )
     num_over = sum(tokens > limit for tokens in answer["text_tokens"])
-    console.result(
-        f"prompts have up to {max(answer['text_tokens'])} tokens; {num_over} of {len(prompts)} are longer than "
+    if num_over == num_prompts:
+        raise ConfigError(f"every prompt is longer than searcher.max_prompt_tokens ({limit}); raise it")
+    return (
+        f"prompts have up to {max(answer['text_tokens'])} tokens; {num_over} of {num_prompts} are longer than "
         f"searcher.max_prompt_tokens ({limit}) and will be refused"
     )
-    if num_over == len(prompts):
-        raise ConfigError(f"every prompt is longer than searcher.max_prompt_tokens ({limit}); raise it")
+
+
+def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], str]:
+    """Load config and tokenizer of the starting model and measure prompts with them.
+
+    Returns:
+        What the model folder holds, and how long the prompts are in a sentence.
+
+    Raises:
+        ConfigError: they cannot be loaded, or do not go with the recipe.
+    """
+    (answer,) = _measured([recipe.model.path], prompts)
+    return answer, _lengths(recipe, answer, len(prompts))
+
+
+def _measured(folders: Sequence[str], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """What each model folder holds; the first one with the lengths of the prompts in tokens."""
+    with tempfile.TemporaryDirectory(prefix="tba-prepare-") as place:
+        texts = Path(place) / "texts.json"
+        texts.write_text(json.dumps([prompt.text for prompt in prompts]))
+        return json.loads(run_program("tba_trainer.model_files", ["check", *folders, "--texts", str(texts)]))
 
 
 def _show_prompts(prompts: Sequence[Prompt], console: Console) -> None:
@@ -171,5 +218,9 @@ def run_program(module: str, words: Sequence[str]) -> str:
     if program.returncode == 0:
         return out
     last = (err.strip().splitlines() or [f"exit code {program.returncode}"])[-1]
-    hint = "; install the trainer service: pip install tba-trainer" if "No module named 'tba_trainer" in last else ""
+    hint = (
+        "; install the trainer service: pip install -e ./services/trainer"
+        if "No module named 'tba_trainer" in last
+        else ""
+    )
     raise ConfigError(f"{last.removeprefix('error: ')}{hint}")

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from tba.api import Prompt, Split
+from tba.config.data import ColumnValue
 from tba.errors import ConfigError
 
 NATIVE_COLUMNS = ("prompt_id", "task", "text", "data", "split")
@@ -67,8 +68,17 @@ class TextColumn:
         """The text of a row. Raises RowError when the column is absent or not text."""
         value = column(values, self.name)
         if not isinstance(value, str):
-            raise RowError(f"column {self.name!r}: {short(value)} is not text")
+            raise RowError(f"column {self.name!r}: {short(value)} is not text{_chat_hint(value)}")
         return value
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is messages, as chat data sets have them: [{"role", "content"}, ...]."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def _chat_hint(value: Any) -> str:
+    return "; messages need a model, whose chat template makes text of them: give column in a recipe" * is_chat(value)
 
 
 class TextTemplate:
@@ -110,13 +120,13 @@ class Columns:
     task: str
     text: TextColumn | TextTemplate
     id_column: str | None = None
-    data: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, ColumnValue] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
         """The columns that are read."""
         ids = [] if self.id_column is None else [self.id_column]
-        return list(dict.fromkeys([*ids, *self.text.columns, *self.data.values()]))
+        return list(dict.fromkeys([*ids, *self.text.columns, *(rule.column for rule in self.data.values())]))
 
     def prompt(self, values: Mapping[str, Any]) -> Prompt:
         """The prompt of a row, in the split `train`.
@@ -125,7 +135,7 @@ class Columns:
             RowError: a column is absent or has a wrong value.
         """
         text = self.text.text_of(values)
-        data = {key: plain(f"column {name!r}", column(values, name)) for key, name in self.data.items()}
+        data = {key: data_value(rule, values) for key, rule in self.data.items()}
         if self.id_column is None:
             content = json.dumps([self.task, text, data], sort_keys=True)
             prompt_id = f"{self.task}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
@@ -156,7 +166,7 @@ class SplitRule:
         different = set(prompt_ids)
         if self.num_heldout >= len(different):
             raise ConfigError(
-                f"--num-heldout {self.num_heldout} of {len(different)} prompts leaves none to train on; hold out fewer"
+                f"num_heldout {self.num_heldout} of {len(different)} prompts leaves none to train on; hold out fewer"
             )
         return frozenset(heapq.nsmallest(self.num_heldout, different, key=_digest))
 
@@ -172,6 +182,13 @@ def column(values: Mapping[str, Any], name: str) -> Any:
     if name not in values:
         raise RowError(f"column {name!r} is missing; this row has {', '.join(values) or 'none'}")
     return values[name]
+
+
+def data_value(rule: ColumnValue, values: Mapping[str, Any]) -> Any:
+    """What a rule takes from a row. Raises RowError when there is no such thing in it."""
+    from tba.local.extraction import extracted  # it has RowError from here
+
+    return plain(f"column {rule.column!r}", extracted(rule, column(values, rule.column)))
 
 
 def plain(where: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,8 @@ from typing import Any
 from tba.api import Prompt, Split
 from tba.config.data import DataSection, DatasetSection
 from tba.errors import ConfigError
-from tba.local.extraction import extracted
-from tba.local.prompt_columns import ID_DIGITS, RowError, TextColumn, TextTemplate, column, plain, validated
-from tba.local.prompt_sources import HubSource
+from tba.local.prompt_columns import ID_DIGITS, RowError, TextColumn, TextTemplate, data_value, validated
+from tba.local.prompt_sources import ChatSource, HubSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,11 @@ class SplitPrompts:
     num_repeated: int
 
 
-def dataset_prompts(data: DataSection) -> list[Prompt]:
+Render = Callable[[list[Any]], list[str]]
+"""Makes texts of conversations."""
+
+
+def dataset_prompts(data: DataSection, render: Render) -> list[Prompt]:
     """The prompts of both splits of a recipe with `[data.train]` and `[data.heldout]`.
 
     Raises:
@@ -34,11 +37,11 @@ def dataset_prompts(data: DataSection) -> list[Prompt]:
     """
     assert data.train is not None, "the recipe was checked"
     assert data.heldout is not None, "the recipe was checked"
-    parts = (split_prompts(data.train, "train"), split_prompts(data.heldout, "heldout"))
+    parts = (split_prompts(data.train, "train", render), split_prompts(data.heldout, "heldout", render))
     return [prompt for part in parts for prompt in part.prompts]
 
 
-def split_prompts(section: DatasetSection, split: Split) -> SplitPrompts:
+def split_prompts(section: DatasetSection, split: Split, render: Render) -> SplitPrompts:
     """The prompts of one split.
 
     The id is a digest of task, text and data and names the held-out split, so that a text that is in both splits
@@ -49,7 +52,7 @@ def split_prompts(section: DatasetSection, split: Split) -> SplitPrompts:
     """
     prompts: dict[str, Prompt] = {}
     num_rows = 0
-    for prompt in _rows_as_prompts(section, split):
+    for prompt in _rows_as_prompts(section, split, render):
         num_rows += 1
         prompts.setdefault(prompt.prompt_id, prompt)
     if not prompts:
@@ -57,10 +60,10 @@ def split_prompts(section: DatasetSection, split: Split) -> SplitPrompts:
     return SplitPrompts(list(prompts.values()), num_rows - len(prompts))
 
 
-def _rows_as_prompts(section: DatasetSection, split: Split) -> Iterator[Prompt]:
+def _rows_as_prompts(section: DatasetSection, split: Split, render: Render) -> Iterator[Prompt]:
     """One prompt for every row or text, in order."""
     if section.dataset is not None:
-        yield from _dataset_rows(section, split)
+        yield from _dataset_rows(section, split, render)
         return
     for number, text in enumerate(section.texts or [], start=1):
         with _naming(f"data.{split}.texts, item {number}"):
@@ -68,7 +71,7 @@ def _rows_as_prompts(section: DatasetSection, split: Split) -> Iterator[Prompt]:
         yield prompt
 
 
-def _dataset_rows(section: DatasetSection, split: Split) -> Iterator[Prompt]:
+def _dataset_rows(section: DatasetSection, split: Split, render: Render) -> Iterator[Prompt]:
     where = f"data.{split}"
     source = HubSource(section.dataset or "", section.split, subset=section.subset, revision=section.revision)
     text = (
@@ -83,12 +86,10 @@ def _dataset_rows(section: DatasetSection, split: Split) -> Iterator[Prompt]:
             f"{where}: {source.name} has no column {', '.join(map(repr, missing))}; its columns are "
             f"{', '.join(source.columns)}"
         )
-    for row in itertools.islice(source.rows(wanted), section.max_prompts):
+    rows = source if section.column is None else ChatSource(source, section.column, render)
+    for row in itertools.islice(rows.rows(wanted), section.max_prompts):
         with _naming(f"{where}: {source.name}, {row.where}"):
-            data = {
-                key: plain(f"column {rule.column!r}", extracted(rule, column(row.values, rule.column)))
-                for key, rule in section.data.items()
-            }
+            data = {key: data_value(rule, row.values) for key, rule in section.data.items()}
             prompt = _prompt(section.task, text.text_of(row.values), data, split)
         yield prompt
 

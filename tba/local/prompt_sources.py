@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from pydantic_core import from_json
 
 from tba.errors import ConfigError
+from tba.local.prompt_columns import is_chat
 
 ROWS_PER_READ = 1024
 HF_PREFIX = "hf:"
@@ -243,6 +244,39 @@ class SavedSource(_DatasetSource):
         self._dataset = found
 
 
+class ChatSource:
+    """A source in which messages are texts.
+
+    Args:
+        source: its rows are all read at once, with the columns that are asked for first.
+        column: what holds a text or messages.
+        render: makes texts of many conversations; it is called only where there is one.
+    """
+
+    def __init__(self, source: Source, column: str, render: Callable[[list[Any]], list[str]]) -> None:
+        self._source, self._column, self._render = source, column, render
+        self._rows: list[Row] | None = None
+        self.name, self.columns, self.is_table = source.name, source.columns, source.is_table
+
+    def rows(self, columns: Sequence[str] | None) -> Iterator[Row]:
+        """All rows.
+
+        Raises:
+            ConfigError: as of the source; or the messages cannot be made texts.
+        """
+        if self._rows is None:
+            self._rows = self._rendered(list(self._source.rows(columns)))
+        yield from self._rows
+
+    def _rendered(self, rows: list[Row]) -> list[Row]:
+        chats = [row.values[self._column] for row in rows if is_chat(row.values.get(self._column))]
+        texts = iter(self._render(chats) if chats else [])
+        return [
+            Row(row.where, {**row.values, self._column: next(texts)}) if is_chat(row.values.get(self._column)) else row
+            for row in rows
+        ]
+
+
 def _folder_digest(folder: Path) -> str:
     """Digest of where a folder is and of its files: their names, sizes and times of change."""
     files = [(path.relative_to(folder).as_posix(), path.stat()) for path in folder.rglob("*") if path.is_file()]
@@ -263,7 +297,8 @@ def _library(name: str, what: str) -> Any:
     except ImportError:
         package = name.partition(".")[0]
         raise ConfigError(
-            f"reading {what} needs {package}, which is not installed; install the extra `data`: pip install 'tba[data]'"
+            f"reading {what} needs {package}, which is not installed; install the extra `data`: pip install -e "
+            "'.[data]'"
         ) from None
 
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tba.api import Prompt, PromptUploadReply
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.errors import ConfigError
-from tba.local.prompt_columns import NATIVE_COLUMNS, Columns, RowError, SplitRule, native_prompt
+from tba.local.prompt_columns import (
+    NATIVE_COLUMNS,
+    Columns,
+    RowError,
+    SplitRule,
+    TextColumn,
+    TextTemplate,
+    native_prompt,
+)
 from tba.local.prompt_datasets import dataset_prompts, split_prompts
-from tba.local.prompt_sources import Row, Source, open_file
+from tba.local.prompt_sources import ChatSource, Row, Source, open_file
 from tba.tasks import load_generator
 
-COLUMNS_HINT = "; say what they are with --task, --text (or --text-template), --id and --data"
+COLUMNS_HINT = (
+    "; say what they are: [data.columns] in the recipe; for an upload --task, --text (or --text-template), --id and "
+    "--data"
+)
 MAX_CHUNK_PROMPTS = 1000
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -30,10 +44,10 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
         prompts = load_generator(data.generator)(data.num_train, data.num_heldout, recipe.run.seed)
         where = f"generator {data.generator!r}"
     elif data.train is not None:
-        prompts, where = dataset_prompts(data), "[data.train] and [data.heldout]"
+        prompts, where = dataset_prompts(data, _renderer(recipe)), "[data.train] and [data.heldout]"
     else:
         source = open_file(Path(data.path or ""))
-        prompts, where = list(PromptReader(source)), source.name
+        prompts, where = list(_file_prompts(recipe, source)), source.name
     for split in ("train", "heldout"):
         if not any(prompt.split == split for prompt in prompts):
             raise ConfigError(f"{where} holds no prompt with split {split!r}; a run needs prompts of both splits")
@@ -47,8 +61,40 @@ def heldout_prompts(recipe: Recipe) -> list[Prompt]:
         ConfigError: as `prompts_of`.
     """
     if recipe.data.heldout is not None:
-        return split_prompts(recipe.data.heldout, "heldout").prompts
+        return split_prompts(recipe.data.heldout, "heldout", _renderer(recipe)).prompts
     return [prompt for prompt in prompts_of(recipe) if prompt.split == "heldout"]
+
+
+def _file_prompts(recipe: Recipe, source: Source) -> PromptReader:
+    section = recipe.data.columns
+    if section is None:
+        return PromptReader(source)
+    if section.column is not None:
+        text, source = TextColumn(section.column), ChatSource(source, section.column, _renderer(recipe))
+    else:
+        text = TextTemplate(section.template or "", where="data.columns.template")
+    columns = Columns(task=section.task, text=text, data=section.data)
+    return PromptReader(source, columns, SplitRule(num_heldout=section.num_heldout))
+
+
+def _renderer(recipe: Recipe) -> Callable[[list[Any]], list[str]]:
+    """Makes texts of conversations by the chat template of the starting model, which is asked only where one is."""
+
+    def render(chats: list[Any]) -> list[str]:
+        from tba.local.prepare import run_program  # it reads prompts too
+
+        folder = recipe.model.path
+        if not (Path(folder) / "config.json").is_file():
+            raise ConfigError(
+                f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
+                "holds no model yet; make or fetch it first (tba data prepare RECIPE), or give prompts as text"
+            )
+        with tempfile.TemporaryDirectory(prefix="tba-chats-") as place:
+            file = Path(place) / "chats.json"
+            file.write_text(json.dumps(chats))
+            return json.loads(run_program("tba_trainer.model_files", ["chat", folder, "--texts", str(file)]))
+
+    return render
 
 
 class PromptReader:

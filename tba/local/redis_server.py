@@ -37,10 +37,15 @@ def find_redis_server(configured: str | None) -> str:
     return found
 
 
-def redis_command(binary: str, *, port: int, folder: Path) -> list[str]:
+def redis_command(binary: str, *, port: int, folder: Path, conf: Path) -> list[str]:
     """The command line: loopback only, every write on disk before it is acknowledged, nothing ever evicted.
 
     A script that becomes redis-server: it first cuts off what a crash left written by half.
+
+    Args:
+        conf: file with the password. Everybody on this machine can connect, and who is let in could have Redis write
+            files as the user whose run it is (CONFIG SET dir, which Redis 7 refuses by itself); everybody can read
+            command lines too.
     """
     flags = {
         "--bind": HOST,
@@ -55,7 +60,7 @@ def redis_command(binary: str, *, port: int, folder: Path) -> list[str]:
         "--maxmemory-policy": "noeviction",
         "--daemonize": "no",
     }
-    return ["sh", str(START_SCRIPT), binary, *(word for pair in flags.items() for word in pair)]
+    return ["sh", str(START_SCRIPT), binary, str(conf), *(word for pair in flags.items() for word in pair)]
 
 
 def redis_url(port: int) -> str:
@@ -63,18 +68,20 @@ def redis_url(port: int) -> str:
     return f"redis://{HOST}:{port}/0"
 
 
-async def wait_for_redis(port: int) -> None:
+async def wait_for_redis(port: int, password_file: Path) -> None:
     """Return when PING is answered with PONG: the append-only file is loaded. The caller bounds the wait."""
-    while await _ping(port) != b"+PONG\r\n":
+    password = password_file.read_text().strip()
+    while await _ping(port, password) != b"+PONG\r\n":
         await asyncio.sleep(POLL_S)
 
 
-async def _ping(port: int) -> bytes:
+async def _ping(port: int, password: str) -> bytes:
     """The answer to PING: `+PONG`, `-LOADING ...`, or nothing when nobody listens."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
-            writer.write(b"PING\r\n")
+            writer.write(f"AUTH {password}\r\nPING\r\n".encode())
+            await reader.readline()
             return await reader.readline()
         finally:
             writer.close()

@@ -39,7 +39,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]:
     """The recipe that the children read, and the port of Redis. The embedded store and what is written for people, as
-    far as their paths are relative, move into the run folder.
+    far as their paths are relative, move into the run folder. Tokens and passwords that the recipe does not name are
+    those of the folder.
 
     Raises:
         ConfigError: a port is in use.
@@ -56,7 +57,10 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]
         section = document[name]
         section["port"] = port
         section["url"] = f"{recipe.tls.scheme}://{_reachable(section['host'])}:{port}"
-    document["buffer"].update(redis_url=redis_url(redis_port), redis_password_file=None)
+    password_file = str(folder.redis_password_path)
+    document["buffer"].update(redis_url=redis_url(redis_port), redis_password_file=password_file)
+    if recipe.auth.tokens_file is None:
+        document["auth"]["tokens_file"] = str(folder.tokens_path("all"))
     document["store"]["url"] = absolute_store_url(recipe.store.url, folder)
     document["scaling"]["backend"] = "local"
     document["searcher"]["when_over"] = "exit"  # nothing starts them again here, and the end waits for theirs
@@ -136,14 +140,21 @@ def child_environ(
     num_threads: int,
     searcher_id: str | None = None,
     gpus: Sequence[int] | None = None,
+    tokens_file: Path | None = None,
 ) -> dict[str, str]:
     """The environment of a child. `TBA_SECTION__KEY` variables are left out: they are in config.json already, and
-    would override the real ports there."""
+    would override the real ports there.
+
+    Args:
+        tokens_file: the child's own, in the place of the one in config.json.
+    """
     child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
     child.update({name: str(num_threads) for name in _THREAD_VARIABLES})
     child.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
     if searcher_id is not None:
         child["TBA_SEARCHER_ID"] = searcher_id
+    if tokens_file is not None:
+        child["TBA_AUTH__TOKENS_FILE"] = str(tokens_file)
     if gpus is not None:
         child["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return child

@@ -1,12 +1,18 @@
-"""Saving the buffer of a run: of one that is going through its buffer service, of one that has ended by starting its
-Redis and its buffer service for as long as it takes."""
+"""Saving and reading the buffer of a run: of one that is going through its buffer service, of one that has ended by
+starting its Redis and a buffer service for as long as it takes. Only reading starts them over a copy of its files."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
 
 from tba.api import SnapshotInfo
 from tba.clients import BufferClient
@@ -21,9 +27,14 @@ from tba.local.run_folder import RunFolder
 from tba.local.services import Services
 from tba.tokens import operator_client_token
 
+T = TypeVar("T")
 POLL_S = 0.3
 SILENCE_S = 300.0
 CALL_RETRY_S = 5.0
+
+
+class _ReadableError(Exception):
+    """The buffer is not ready, because Redis has lost data and nobody has accepted that, and yet answers who reads."""
 
 
 def save(client: BufferClient, name: str, *, show: Callable[[SnapshotInfo], None]) -> SnapshotInfo:
@@ -58,32 +69,71 @@ def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable
     """
     if not folder.has_begun:
         raise ConfigError(f"there is no run in {folder.path} to save the buffer of")
-    original = load_recipe(folder.recipe_path, environ={})
-    redis_binary = find_redis_server(original.local.redis_server)
     with folder.acquire(resume=True, fresh=False) as lock_fd:
-        config, redis_port = with_real_addresses(original, folder)
-        folder.make_folders()
-        folder.write_json(folder.config_path, config.model_dump(mode="json"))
-        services = Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port)
-        token = operator_client_token(config.auth.tokens_file)
-        client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
+        return _with_buffer(folder, folder, lock_fd, console, lambda client: save(client, name, show=show))
 
-        async def work(crew: Crew) -> SnapshotInfo:
-            async with asyncio.timeout(config.local.start_timeout_s):
-                await crew.start(services.redis())
-                await wait_for_redis(redis_port)
-                await crew.start(services.buffer())
-                await wait_until_ready(config.buffer_url, config.tls.ca_file)
-            return await asyncio.to_thread(save, client, name, show=show)
 
-        try:
-            return asyncio.run(with_crew(work, folder, console, lock_fd, config.local.stop_timeout_s))
-        except TimeoutError as error:
-            if isinstance(error, TbaError):
-                raise
-            raise WaitTimeoutError(
-                f"Redis and the buffer were not ready within {config.local.start_timeout_s:.0f} s "
-                f"(local.start_timeout_s); see {folder.logs_path}"
-            ) from None
-        finally:
-            client.close()
+def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
+    """What `use` finds out from the buffer of a run that has ended. Nothing in its folder changes: the files of its
+    Redis are copied, and a buffer service is started over the copy.
+
+    Raises:
+        ConfigError: they are not there, or there is no room for the copy.
+        ChildError, WaitTimeoutError: Redis or the buffer service could not be started.
+    """
+    if not folder.redis_path.is_dir():
+        raise ConfigError(f"nothing of the buffer of {folder.path.name!r} is left: {folder.redis_path} does not exist")
+    num_bytes = sum(file.stat().st_size for file in folder.redis_path.rglob("*") if file.is_file())
+    with tempfile.TemporaryDirectory(prefix="tba-ended-") as place:
+        free_bytes = shutil.disk_usage(place).free
+        if num_bytes > free_bytes:
+            raise ConfigError(
+                f"reading {folder.redis_path} needs a copy of its {num_bytes:,} bytes, and {place} has {free_bytes:,} "
+                "free; set TMPDIR to a folder with more"
+            )
+        copy = RunFolder(Path(place) / folder.path.name)
+        with copy.acquire(resume=False, fresh=True) as lock_fd:
+            shutil.copytree(folder.redis_path, copy.redis_path)
+            return _with_buffer(copy, folder, lock_fd, Console("quiet", stream=sys.stderr), use)
+
+
+def _with_buffer(
+    folder: RunFolder, run: RunFolder, lock_fd: int, console: Console, use: Callable[[BufferClient], T]
+) -> T:
+    """Start Redis and a buffer service in `folder` with the recipe of `run`, use them, stop them."""
+    # nobody else calls this buffer service; the ports of the recipe may be those of a run that is going
+    original = load_recipe(run.recipe_path, sets=["buffer.port=0", "reward.port=0"], environ={})
+    redis_binary = find_redis_server(original.local.redis_server)
+    config, redis_port = with_real_addresses(original, folder)
+    folder.make_folders()
+    folder.write_json(folder.config_path, config.model_dump(mode="json"))
+    services = Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port)
+    token = operator_client_token(config.auth.tokens_file)
+    client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
+
+    def look() -> None:
+        with suppress(ServiceError):
+            if client.run().loss is not None:
+                raise _ReadableError
+
+    async def work(crew: Crew) -> T:
+        async with asyncio.timeout(config.local.start_timeout_s):
+            await crew.start(services.redis())
+            await wait_for_redis(redis_port, folder.redis_password_path)
+            await crew.start(services.buffer())
+            with suppress(_ReadableError):
+                await wait_until_ready(config.buffer_url, config.tls.ca_file, look=look)
+        return await asyncio.to_thread(use, client)
+
+    try:
+        return asyncio.run(with_crew(work, folder, console, lock_fd, config.local.stop_timeout_s))
+    except TimeoutError as error:
+        if isinstance(error, TbaError):
+            raise
+        name = "buffer" if folder.log_path("buffer").exists() else "redis"
+        raise WaitTimeoutError(  # the folder of a copy goes, with its logs
+            f"Redis and the buffer were not ready within {config.local.start_timeout_s:.0f} s "
+            f"(local.start_timeout_s); the log of the {name} ends with: {folder.end_of_log(name)}"
+        ) from None
+    finally:
+        client.close()

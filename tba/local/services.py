@@ -33,7 +33,8 @@ class Services:
     def redis(self) -> ChildSpec:
         """The run's own Redis."""
         folder: Path = self._folder.redis_path
-        command = redis_command(self._redis_binary, port=self._redis_port, folder=folder)
+        conf = self._folder.redis_conf_path
+        command = redis_command(self._redis_binary, port=self._redis_port, folder=folder, conf=conf)
         return ChildSpec(
             name="redis", command=command, environ=child_environ(self._environ, num_threads=1), is_chatty=True
         )
@@ -69,6 +70,7 @@ class Services:
                 self._environ,
                 num_threads=self._recipe.searcher.torch_num_threads,
                 searcher_id=searcher_id,
+                tokens_file=self._tokens_file("searcher"),
                 gpus=None if gpus is None else gpus[index % len(gpus)],
             ),
             niceness=self._recipe.local.nice_searchers,
@@ -80,8 +82,15 @@ class Services:
         return ChildSpec(
             name=name,
             command=self._command(module, *arguments),
-            environ=child_environ(self._environ, num_threads=num_threads, gpus=gpus),
+            environ=child_environ(
+                self._environ, num_threads=num_threads, gpus=gpus, tokens_file=self._tokens_file(name)
+            ),
         )
+
+    def _tokens_file(self, name: str) -> Path | None:
+        """The child's own of those that this run made; None where the recipe brings its tokens, or it needs none."""
+        own = self._recipe.auth.tokens_file == str(self._folder.tokens_path("all"))
+        return self._folder.tokens_path(name) if own and name in ("buffer", "reward", "searcher", "trainer") else None
 
     def _command(self, module: str, *arguments: str) -> list[str]:
         return [sys.executable, "-m", module, *arguments, "--config", str(self._folder.config_path)]

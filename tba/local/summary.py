@@ -58,6 +58,7 @@ def summarise(history: History) -> dict[str, Any]:
         "began_with": history.origin and history.origin.source,
         "forked_from": history.origin and history.origin.version,
         "steps": history.step,
+        "num_steps": history.num_steps,
         "settings_changed": len(history.settings.changes) if history.settings else 0,
         "steps_skipped": sum(entry.skipped is not None for entry in living),
         "rollouts_refused_by_trainer": sum(stats.rollouts_refused_by_trainer.values()),

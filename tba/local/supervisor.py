@@ -10,7 +10,7 @@
 
     who                 waits for                          unblocked by                deadline
     _work (start)       redis answers PING                 the append-only file read   local.start_timeout_s
-    _work (start)       buffer, reward: /readyz is 200     the service                 local.start_timeout_s
+    _work (start)       buffer, reward: /readyz is 200     the service; a scorer fails local.start_timeout_s
     _work (start)       the snapshot is loaded             the buffer                  silence: start_timeout_s
     _work (start)       the warm start's end               that child                  its own max_steps
     _work (run)         state done or failed               trainer, `tba stop`         the run; silence: start_timeout_s
@@ -25,10 +25,12 @@ A second signal while stopping kills everything at once.
 from __future__ import annotations
 
 import asyncio
+import os
+import shlex
 import signal
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
@@ -44,10 +46,11 @@ from tba.local.origin import until_loaded
 from tba.local.outputs import download_export, write_outputs
 from tba.local.progress import progress_view
 from tba.local.prompts import upload_prompts
-from tba.local.readiness import wait_until_ready
+from tba.local.readiness import wait_for_reward, wait_until_ready
 from tba.local.redis_server import wait_for_redis
+from tba.local.resuming import RecipeFile, this_program
 from tba.local.run_folder import RunFolder
-from tba.local.scored_tasks import check_tasks
+from tba.local.scored_tasks import check_healthy, check_tasks
 from tba.local.services import Services
 from tba.local.setting_changes import whole_settings
 from tba.local.watch import RunWatcher
@@ -57,6 +60,7 @@ from tba.tokens import operator_client_token
 CALL_RETRY_S = 5.0
 CALL_TIMEOUT_S = 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+T = TypeVar("T")
 
 
 class StopRequestedError(Exception):
@@ -69,6 +73,7 @@ class Supervisor:
     Args:
         recipe: with real ports and addresses, as in config.json.
         original: the recipe as resolved before ports were chosen; a resume starts from it.
+        recipe_file: what the recipe was read from.
         needs_warm_start: whether the starting model has to be made first.
         lock_fd: descriptor of the run folder's lock.
     """
@@ -78,6 +83,7 @@ class Supervisor:
         recipe: Recipe,
         *,
         original: Recipe,
+        recipe_file: RecipeFile | None,
         folder: RunFolder,
         services: Services,
         store: ObjectStore,
@@ -89,6 +95,7 @@ class Supervisor:
     ) -> None:
         self._recipe = recipe
         self._original = original
+        self._recipe_file = recipe_file
         self._folder = folder
         self._services = services
         self._store = store
@@ -99,6 +106,13 @@ class Supervisor:
         self._token = operator_client_token(recipe.auth.tokens_file)
         self._client = BufferClient(
             recipe.buffer_url,
+            token=self._token,
+            retry_s=CALL_RETRY_S,
+            timeout_s=CALL_TIMEOUT_S,
+            ca_file=recipe.tls.ca_file,
+        )
+        self._rewards = RewardClient(
+            recipe.reward_url,
             token=self._token,
             retry_s=CALL_RETRY_S,
             timeout_s=CALL_TIMEOUT_S,
@@ -115,6 +129,10 @@ class Supervisor:
             stop_timeout_s=recipe.local.stop_timeout_s,
         )
         self._fleet = Fleet(recipe, crew=self._crew, services=services, console=console)
+        self._loss = ""
+        """What Redis has lost and nobody has accepted, as the buffer said it last while it was waited for."""
+        self.made_nothing = False
+        """Known after a failure: no rollout was generated and no step made, so that there is nothing to resume."""
 
     async def run(self) -> dict[str, Any]:
         """Run to the end and return the summary; whatever happens, no child is left when this returns.
@@ -134,6 +152,7 @@ class Supervisor:
             await self._crew.stop()
             self._guard.close()
             self._client.close()
+            self._rewards.close()
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
@@ -155,11 +174,32 @@ class Supervisor:
             raise
         except ChildError as error:
             self._console.result(f"stopping: {error}")
+            self.made_nothing = await asyncio.to_thread(self._has_made_nothing)
             raise
         finally:
             for task in (work, *others):
                 task.cancel()
             await asyncio.gather(work, *others, return_exceptions=True)
+
+    def _has_made_nothing(self) -> bool:
+        found = self._ask_once(lambda client: (client.run(), client.stats()))
+        if found is None:
+            return False
+        info, stats = found
+        return info.state != "failed" and info.step == 0 and not stats.rollouts_generated
+
+    def _ask_once(self, ask: Callable[[BufferClient], T]) -> T | None:
+        """What the buffer answers without being asked again; None: it does not."""
+        recipe = self._recipe
+        client = BufferClient(
+            recipe.buffer_url, token=self._token, retry_s=0, timeout_s=CALL_TIMEOUT_S, ca_file=recipe.tls.ca_file
+        )
+        try:
+            return ask(client)
+        except ServiceError:
+            return None
+        finally:
+            client.close()
 
     async def _prefer_dead_child(self, watch: asyncio.Task[None]) -> None:
         """A call failed: if that is because a child is just dying, its end is the better explanation."""
@@ -210,11 +250,33 @@ class Supervisor:
         start = Start(started_at_s=time.time(), resumed=self._folder.has_begun)
         self._write_timing(starts=(*timing.starts, start))
         await self._crew.start(self._services.redis())
-        await self._within("redis", wait_for_redis(self._redis_port))
+        await self._within("redis", wait_for_redis(self._redis_port, self._folder.redis_password_path))
         await self._crew.start(self._services.buffer())
-        await self._within("buffer", wait_until_ready(self._recipe.buffer_url, self._recipe.tls.ca_file))
+        ca_file = self._recipe.tls.ca_file
+        ready = wait_until_ready(
+            self._recipe.buffer_url, ca_file, say=self._not_ready("buffer"), look=self._say_how_to_accept_loss
+        )
+        await self._within("buffer", ready)
+        self._loss = ""
         await self._crew.start(self._services.reward())
-        await self._within("reward", wait_until_ready(self._recipe.reward_url, self._recipe.tls.ca_file))
+        await self._within("reward", wait_for_reward(self._rewards, ca_file, say=self._not_ready("reward")))
+
+    def _not_ready(self, name: str) -> Callable[[str], None]:
+        return lambda reason: self._console.say(f"{name} is not ready yet: {reason}")
+
+    def _say_how_to_accept_loss(self) -> None:
+        """A buffer over a Redis that has lost data waits for a person: say at once what he can type meanwhile."""
+        loss = self._ask_once(lambda client: client.run().loss)
+        if loss is None or loss == self._loss:
+            return
+        self._loss = loss
+        self._write_endpoints()  # the command finds the buffer there
+        command = [*this_program(), "buffer", "accept-loss", "--run-dir", os.path.relpath(self._folder.path)]
+        self._console.result(f"buffer refuses to go on: {loss}")
+        self._console.result(
+            f"to go on without what is lost, type within {self._recipe.local.start_timeout_s:.0f} s in another "
+            f"terminal: {shlex.join(command)}"
+        )
 
     async def _prepare_run(self) -> RunInfo:
         """Wait for what the run begins with, check and upload prompts, say where things are, wake a run that was
@@ -225,6 +287,18 @@ class Supervisor:
         await asyncio.to_thread(self._check_tasks)
         max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
         await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)
+        self._write_endpoints()
+        self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
+        if self._recipe_file is not None:
+            self._folder.write_json(self._folder.recipe_file_path, self._recipe_file.model_dump(mode="json"))
+        self._console.say(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
+        info = await asyncio.to_thread(self._client.run)
+        if info.state == "paused":
+            return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))
+        return info  # a run that is stopping or failed goes on when the trainer takes a new lineage
+
+    def _write_endpoints(self) -> None:
+        """Say where the services are, for other commands."""
         endpoints = {
             "run": self._recipe.run.name,
             "buffer_url": self._recipe.buffer_url,
@@ -235,23 +309,13 @@ class Supervisor:
             "ca_file": self._recipe.tls.ca_file,
         }
         self._folder.write_json(self._folder.endpoints_path, endpoints)
-        self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
-        self._console.say(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
-        info = await asyncio.to_thread(self._client.run)
-        if info.state == "paused":
-            return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))
-        return info  # a run that is stopping or failed goes on when the trainer takes a new lineage
 
     def _check_tasks(self) -> None:
-        """A prompt that nothing can score would be generated for and never trained on."""
-        rewards = RewardClient(
-            self._recipe.reward_url,
-            token=self._token,
-            retry_s=CALL_RETRY_S,
-            timeout_s=CALL_TIMEOUT_S,
-            ca_file=self._recipe.tls.ca_file,
-        )
-        check_tasks(self._prompts, rewards.rewards())
+        """What nothing can score would be generated for and never trained on."""
+        rewards = self._rewards.rewards()
+        check_tasks(self._prompts, [reward.task for reward in rewards])
+        asked = {prompt.task for prompt in self._prompts}
+        check_healthy(reward for reward in rewards if reward.task in asked)
 
     async def _watch_run(self, *, failed_lineage: int | None) -> None:
         num_steps = self._recipe.trainer.num_steps
@@ -301,7 +365,7 @@ class Supervisor:
         except TimeoutError:
             raise WaitTimeoutError(
                 f"{name} was not ready within {timeout_s:.0f} s (local.start_timeout_s); "
-                f"see {self._folder.log_path(name)}"
+                f"{self._loss or f'see {self._folder.log_path(name)}'}"
             ) from None
 
     def _write_timing(self, **changes: Any) -> None:

@@ -146,13 +146,15 @@ def create_app(
     auth: Authenticator,
     ready: Ready,
     registry: CollectorRegistry,
+    note: Callable[[], str | None] = lambda: None,
     lifespan: Any = None,
     refresh_metrics: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
     """An application with problem documents, body limit, health and metrics; routes are added by the service.
 
     Args:
-        ready: returns None when ready, else a sentence that says why not.
+        ready: returns None when ready, else a sentence that says why not, or raises a TbaError with a slug of its own.
+        note: what GET /readyz says when it is ready, if anything is to be known.
         registry: what GET /metrics shows.
         refresh_metrics: called before GET /metrics reads the registry; what it cannot read now stays as it was.
     """
@@ -182,7 +184,10 @@ def create_app(
     async def readyz() -> Response | dict[str, str]:
         """It can do its work."""
         reason = await ready()
-        return {"status": "ok"} if reason is None else problem_response(status=503, slug="not-ready", detail=reason)
+        if reason is not None:
+            return problem_response(status=503, slug="not-ready", detail=reason)
+        said = note()
+        return {"status": "ok", **({} if said is None else {"note": said})}
 
     @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

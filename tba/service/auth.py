@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tba.errors import UnauthorizedError
 from tba.service.problems import error_response
 from tba.service.strangers import Strangers
-from tba.tokens import RoleTokens, TokensFile
+from tba.tokens import DIGEST_PREFIX, RoleTokens, TokensFile, digests
 
 
 class ForbiddenError(UnauthorizedError):
@@ -27,22 +28,22 @@ class Authenticator:
 
     Args:
         tokens: role -> token, or the tokens file, which is followed; None lets everyone in (loopback only; `serve`
-            checks).
+            checks). Only digests are kept.
     """
 
     def __init__(self, tokens: Mapping[str, str] | TokensFile | None) -> None:
         self._file = tokens if isinstance(tokens, TokensFile) else None
         self._fixed: RoleTokens | None = None
         if tokens is not None and not isinstance(tokens, TokensFile):
-            self._fixed = {role: (token,) for role, token in tokens.items()}
+            self._fixed = digests({role: (token,) for role, token in tokens.items()})
 
     @property
     def enabled(self) -> bool:
         """Whether tokens are checked."""
-        return self._tokens() is not None
+        return self._digests() is not None
 
-    def _tokens(self) -> RoleTokens | None:
-        return self._fixed if self._file is None else self._file.tokens
+    def _digests(self) -> RoleTokens | None:
+        return self._fixed if self._file is None else self._file.digests
 
     def role_of(self, authorization: str) -> str | None:
         """The role whose token an Authorization header carries; None where tokens are not checked.
@@ -50,15 +51,15 @@ class Authenticator:
         Raises:
             UnauthorizedError: no token or an unknown one.
         """
-        known = self._tokens()
+        known = self._digests()
         if known is None:
             return None
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer" or not given:
             raise UnauthorizedError("no bearer token; send `Authorization: Bearer TOKEN`")
-        sent = given.encode()
-        for role, tokens in known.items():
-            if any(hmac.compare_digest(token.encode(), sent) for token in tokens):
+        sent = DIGEST_PREFIX + hashlib.sha256(given.encode()).hexdigest()
+        for role, of_role in known.items():
+            if any(hmac.compare_digest(digest, sent) for digest in of_role):
                 return role
         raise UnauthorizedError("the bearer token is not known here; check the tokens file of both sides")
 

@@ -84,7 +84,7 @@ def set_prompts_up(
         origin = asyncio.run(until_loaded(buffer, Console("normal"), silence_s=recipe.local.start_timeout_s))
         say(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
     wait_for_service(recipe.reward_url, ca_file=ca_file, wait="reward-start", deadline_s=deadline_s, say=say)
-    check_tasks(prompts, reward.rewards())
+    check_tasks(prompts, (info.task for info in reward.rewards()))
     reply = upload_prompts(buffer, prompts, max_chunk_bytes=recipe.buffer.max_body_bytes // 2)
     say(
         f"prompts: {reply.num_new} new and {reply.num_same} known; the run has {reply.num_train} to train on and "

@@ -1,4 +1,4 @@
-"""Memory, disk and network of a run, by formula. docs/operations.md ("Sizing") says where each term comes from and
+"""Memory, disk and network of a run, by formula. docs/sizing.md says where each term comes from and
 which of them were measured.
 
 P parameters, N processes of the trainer, T tokens of a micro-batch, L layers, H hidden size, V vocabulary, b bytes of
@@ -92,6 +92,7 @@ def estimate(recipe: Recipe, shape: ModelShape, load: Load) -> Estimate:
 def trainer_bytes(recipe: Recipe, shape: ModelShape, *, trained: int) -> int:
     """Memory of each process of the trainer: master weights, gradients, two moments, reference, activations, logits."""
     section, num = recipe.trainer, recipe.trainer.num_processes
+    head = shape.vocab_size * shape.hidden_size
     frozen = 0 if recipe.model.lora is None else shape.num_params
     # with LoRA the disabled adapter is the reference; placement by searchers and behaviour anchors need no copy
     has_copy = (
@@ -100,12 +101,16 @@ def trainer_bytes(recipe: Recipe, shape: ModelShape, *, trained: int) -> int:
         and recipe.objective.reference_placement == "trainer"
     )
     state = 4 * F32 * trained + F32 * frozen + (F32 * shape.num_params if has_copy else 0)
-    # under autocast the weights in use are kept in 16 bits until the pass ends
-    cast = 2 * shape.num_params if section.compute_dtype == "bfloat16" else 0
-    if num > 1:  # FSDP2 holds the layer at work and the next one whole, and the embedding
-        layer = shape.num_params // shape.num_layers
-        gathered = F32 * (2 * layer + shape.vocab_size * shape.hidden_size)
-        state, cast = state // num + gathered, 0
+    # without checkpointing the backward pass needs the 16-bit copies of all weights that autocast made
+    kept = shape.num_layer_params + head if section.gradient_checkpointing else shape.num_params
+    cast = 2 * kept if section.compute_dtype == "bfloat16" else 0
+    reduced = 0
+    if num > 1:
+        # FSDP2: the layer at work, the one that is being fetched, and gradients on their way; the root and the
+        # gradient of its head. When the root's gradients are summed, the rest is gone
+        gathered = F32 * (4 * shape.num_layer_params + shape.num_root_params + head)
+        reduced = 3 * F32 * shape.num_root_params
+        state, cast = state // num, cast + gathered
     tokens, per_unit = section.micro_batch_tokens, ACTIVATION_BYTES[section.compute_dtype]
     one_layer = per_unit * tokens * shape.hidden_size
     if section.gradient_checkpointing:
@@ -114,7 +119,7 @@ def trainer_bytes(recipe: Recipe, shape: ModelShape, *, trained: int) -> int:
         activations = one_layer * shape.num_layers
     logits = min(LOGITS_CHUNK_BYTES, 2 * F32 * tokens * shape.vocab_size)
     optimizer_step = state + F32 * trained // num  # AdamW's temporaries, after the activations are gone
-    return max(state + cast + activations + logits, optimizer_step)
+    return max(state + cast + activations + logits, state + reduced, optimizer_step)
 
 
 def searcher_bytes(shape: ModelShape, load: Load, *, dtype_bytes: int) -> int:

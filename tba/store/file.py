@@ -24,6 +24,36 @@ from tba.store.base import check_key, check_prefix
 _TEMPORARY = ".tmp-"
 _STALE_AFTER_S = 24 * 3600.0
 _CHUNK_BYTES = 1 << 20
+_HARDLY_FREE_BYTES = 1 << 20
+
+
+def disk_full(error: OSError, *places: str | Path, size_bytes: int | None = None) -> str | None:
+    """What to say of a disk that is full; None: the error is another one.
+
+    Args:
+        places: where it may have been written to: the fullest disk is taken, if the error names no file.
+        size_bytes: what was to be written, where that is known.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    named = [error.filename2 or error.filename] if isinstance(error.filename, str) else list(places)
+    folders = [next(path for path in (place, *place.parents) if path.is_dir()) for place in map(_absolute, named)]
+    folder = min(folders, key=lambda path: shutil.disk_usage(path).free)
+    mount = next(path for path in (folder, *folder.parents) if os.path.ismount(path))
+    usage = shutil.disk_usage(folder)
+    wanted = "there" if size_bytes is None else f"there, and {size_bytes:,} bytes were to be written"
+    what = "is full" if error.errno == errno.ENOSPC else f"takes no more from user {os.getuid()} (quota)"
+    return (
+        f"the disk at {mount} {what}: {usage.free:,} of {usage.total:,} bytes are free {wanted} (folder {folder}); "
+        "free some space"
+    )
+
+
+def out_of_space(folder: Path) -> str | None:
+    """What to say where a process that writes to `folder` has died and hardly a byte is free; else None."""
+    if shutil.disk_usage(folder).free > _HARDLY_FREE_BYTES:
+        return None
+    return disk_full(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
 
 
 class FileStore:
@@ -50,12 +80,18 @@ class FileStore:
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write an object."""
-        self._write(key, lambda out: out.write(data), create_only=create_only)
+        self._write(key, lambda out: out.write(data), create_only=create_only, size_bytes=len(data))
 
     def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
         """Write an object from a file."""
         with _source(path) as source:
-            self._write(key, lambda out: shutil.copyfileobj(source, out, _CHUNK_BYTES), create_only=create_only)
+            size_bytes = os.fstat(source.fileno()).st_size
+            self._write(
+                key,
+                lambda out: shutil.copyfileobj(source, out, _CHUNK_BYTES),
+                create_only=create_only,
+                size_bytes=size_bytes,
+            )
 
     def get(self, key: str) -> bytes:
         """Read an object."""
@@ -96,8 +132,8 @@ class FileStore:
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
-    def _write(self, key: str, fill: Callable[[BinaryIO], object], *, create_only: bool) -> None:
-        with self._errors("write", key):
+    def _write(self, key: str, fill: Callable[[BinaryIO], object], *, create_only: bool, size_bytes: int) -> None:
+        with self._errors("write", key, size_bytes):
             path = self._path(key)
             if create_only and path.exists():  # cheap early answer; the link below decides
                 raise FileExistsError
@@ -136,7 +172,7 @@ class FileStore:
                 pass  # its writer was alive, or another process removed it first
 
     @contextmanager
-    def _errors(self, verb: str, key: str) -> Iterator[None]:
+    def _errors(self, verb: str, key: str, size_bytes: int | None = None) -> Iterator[None]:
         where = f"{key or 'store'} in {self.url}"
         try:
             yield
@@ -153,8 +189,10 @@ class FileStore:
                 f"cannot {verb} {where}: permission denied; give this user read and write access to the folder"
             ) from error
         except OSError as error:
-            hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "correct store.url"
-            raise StoreUnavailableError(f"cannot {verb} {where}: {error.strerror or error}; {hint}") from error
+            what = (
+                disk_full(error, self._root, size_bytes=size_bytes) or f"{error.strerror or error}; correct store.url"
+            )
+            raise StoreUnavailableError(f"cannot {verb} {where}: {what}") from error
 
 
 @contextmanager
@@ -183,3 +221,7 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _absolute(place: str | Path) -> Path:
+    return Path(os.path.abspath(place))

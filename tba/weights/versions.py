@@ -1,4 +1,4 @@
-"""Weight versions: publish, find, pull and delete (design.md, Weight versions).
+"""Weight versions: publish, find, pull and delete.
 
     runs/<run>/weights/<lineage>-<step>/model.safetensors   written first, create-only; a large model in several files:
                                         model-00001-of-00003.safetensors, ...
@@ -26,7 +26,15 @@ from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights.digest import params_sha256_of_files, sha256_of_file, tensor_header
 from tba.weights.incomplete import delete_incomplete
-from tba.wire.manifest import Canary, Manifest, StoredObject, decode_manifest, encode_manifest, sha256_hex
+from tba.wire.manifest import (
+    MAX_MANIFEST_BYTES,
+    Canary,
+    Manifest,
+    StoredObject,
+    decode_manifest,
+    encode_manifest,
+    sha256_hex,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 """Says which file holds which tensor; Hugging Face loaders ask for it where there are several."""
@@ -115,9 +123,13 @@ class WeightVersions:
 
         Raises:
             ObjectNotFoundError: the version does not exist (yet).
-            MalformedError: the document is not a manifest of this run and version.
+            MalformedError: the document is too large, or is not a manifest of this run and version.
         """
         key = self._key(version, "manifest.json")
+        if (size_bytes := self._store.size_bytes(key) or 0) > MAX_MANIFEST_BYTES:  # before it is in memory
+            raise MalformedError(
+                f"{key} in {self._store.url} has {size_bytes} bytes; the limit of a manifest is {MAX_MANIFEST_BYTES}"
+            )
         try:
             manifest = decode_manifest(self._store.get(key))
         except ObjectNotFoundError:
@@ -224,18 +236,23 @@ class WeightVersions:
         try:
             for stored in objects:
                 path = incoming / stored.name
+                size_bytes = self._store.size_bytes(stored.key)
+                if size_bytes is not None and size_bytes != stored.size_bytes:  # it may be larger than the disk
+                    raise self._damaged(stored, f"{size_bytes} bytes")
                 self._store.get_file(stored.key, path)
                 size_bytes, found = path.stat().st_size, sha256_of_file(path)
                 if size_bytes != stored.size_bytes or found != stored.sha256:
-                    raise DigestError(
-                        f"object {stored.key} in {self._store.url} is damaged: {size_bytes} bytes with sha256 {found}, "
-                        f"the manifest says {stored.size_bytes} bytes with {stored.sha256}; pull again, and if it "
-                        "stays so, delete the version"
-                    )
+                    raise self._damaged(stored, f"{size_bytes} bytes with sha256 {found}")
             for stored in objects:
                 os.replace(incoming / stored.name, folder / stored.name)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
+
+    def _damaged(self, stored: StoredObject, found: str) -> DigestError:
+        return DigestError(
+            f"object {stored.key} in {self._store.url} is damaged: {found}, the manifest says {stored.size_bytes} "
+            f"bytes with {stored.sha256}; pull again, and if it stays so, delete the version"
+        )
 
 
 def write_index(folder: Path, tensors_paths: Sequence[Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tba.errors import MalformedError, WireError
+from tba.numbers import MAX_SEED, is_bounded
 from tba.wire.codec import Document, Name, pack, unpack
 from tba.wire.push import check_push
 from tba.wire.rollout import Rollout, rollout_of
@@ -20,7 +20,7 @@ SCHEMA = 1
 MAX_BATCH_BYTES = 1 << 30
 
 Source = Literal["recent", "replay"]
-Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Position = Annotated[int, Meta(ge=0, le=MAX_SEED)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ def decode_batch(data: bytes) -> Batch:
         MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.
     """
     document = unpack(data, _DECODER, what="batch", schema=SCHEMA, max_bytes=MAX_BATCH_BYTES)
-    if not math.isfinite(document.deadline_s):
-        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, not a finite number")
+    if not is_bounded(document.deadline_s):
+        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, no number that a time may be")
     items = iter(check_push([payload for group in document.groups for payload in group.rollouts]))
     groups: list[Group] = []
     refused: list[RefusedRollout] = []

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Meta
 
 from tba.errors import MalformedError
+from tba.numbers import MAX_LINEAGE, MAX_NUMBER, MAX_SEED, MAX_STEP, is_bounded
 from tba.plain_text import control_problem
 from tba.versions import PolicyVersion
 from tba.wire.codec import Document, Name, unpack
@@ -26,13 +27,13 @@ SCHEMA = 1
 ID_BYTES = 16
 MAX_TOKENS = 131_072
 MAX_TEXT_CHARS = 1_000_000
-MAX_STEP = 10**12
 MAX_LOGPROB = np.float32(1e-4)
 """A log-prob is at most 0; float32 softmax may round a little above."""
 
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+Lineage = Annotated[int, Meta(ge=0, le=MAX_LINEAGE)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
-Count = Annotated[int, Meta(ge=0)]
+Edge = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 FinishReason = Literal["stop", "stop_string", "length", "abort"]
 RewardStatus = Literal["scored", "pending", "failed"]
 
@@ -43,7 +44,7 @@ class SamplingDocument(Document):
     temperature: float
     top_p: float
     top_k: Annotated[int, Meta(ge=0, le=10_000_000)]
-    seed: int | None
+    seed: Annotated[int, Meta(ge=-MAX_SEED, le=MAX_SEED)] | None
     stop: list[str]
 
 
@@ -60,10 +61,10 @@ class RolloutDocument(Document):
     response_tokens: Tokens
     response_text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
     finish_reason: FinishReason
-    version_spans: Annotated[list[tuple[Step, Step, Step, Step]], Meta(min_length=1)]
+    version_spans: Annotated[list[tuple[Lineage, Step, Edge, Edge]], Meta(min_length=1)]
     sampling: SamplingDocument
     sampler_logprobs: Tokens
-    ref_logprob: tuple[float, Count, Count] | None
+    ref_logprob: tuple[float, Lineage, Step] | None
     reward: float | None
     reward_status: RewardStatus
     reward_reason: str | None
@@ -96,11 +97,11 @@ def read_document(data: bytes) -> RolloutDocument:
 
 
 def numbers_hold(documents: Sequence[RolloutDocument]) -> bool:
-    """Whether every token id is at least 0 and every log-prob is finite and not above 0."""
+    """Whether every token id is at least 0 and every log-prob is bounded and not above 0."""
     tokens = np.frombuffer(b"".join([part for d in documents for part in (d.prompt_tokens, d.response_tokens)]), "<i4")
     logprobs = np.frombuffer(b"".join([d.sampler_logprobs for d in documents]), "<f4")
     # the largest is NaN when any is NaN
-    return bool(tokens.min() >= 0 and logprobs.max() <= MAX_LOGPROB and logprobs.min() > -np.inf)
+    return bool(tokens.min() >= 0 and logprobs.max() <= MAX_LOGPROB and logprobs.min() >= -MAX_NUMBER)
 
 
 def check_numbers(document: RolloutDocument) -> None:
@@ -117,9 +118,9 @@ def check_numbers(document: RolloutDocument) -> None:
         if lowest < 0:
             raise MalformedError(f"{what}: field {name!r} holds {lowest}; token ids must not be negative")
     logprobs = np.frombuffer(document.sampler_logprobs, "<f4")
-    if not np.isfinite(logprobs).all():
-        value = logprobs[~np.isfinite(logprobs)][0]
-        raise MalformedError(f"{what}: field 'sampler_logprobs' holds {value}, a value that is not finite")
+    bad = logprobs[~(np.abs(logprobs) <= MAX_NUMBER)]
+    if len(bad):
+        raise MalformedError(f"{what}: field 'sampler_logprobs' holds {bad[0]}, {_unbounded(float(bad[0]))}")
     raise MalformedError(f"{what}: field 'sampler_logprobs' holds {logprobs.max():.4g}, above 0")
 
 
@@ -141,12 +142,12 @@ def _check_rules(document: RolloutDocument) -> None:
         and (document.searcher_id.isprintable() or control_problem(document.searcher_id) is None)
         and sampling.temperature >= 0
         and 0 < sampling.top_p <= 1
-        and (ref is None or math.isfinite(ref[0]))
-        and math.isfinite(sampling.temperature)
-        and math.isfinite(document.started_at_s)
-        and math.isfinite(document.finished_at_s)
+        and (ref is None or is_bounded(ref[0]))
+        and is_bounded(sampling.temperature)
+        and is_bounded(document.started_at_s)
+        and is_bounded(document.finished_at_s)
         and (
-            (reward is not None and math.isfinite(reward) and document.reward_version)
+            (reward is not None and is_bounded(reward) and document.reward_version)
             if status == "scored"
             else (reward is None and (status == "pending" or document.reward_reason))
         )
@@ -174,8 +175,8 @@ def _broken_rule(document: RolloutDocument) -> MalformedError:
         "finished_at_s": document.finished_at_s,
     }
     for name, value in numbers.items():
-        if not math.isfinite(value):
-            return MalformedError(f"{what}: field {name!r} is {value}, not a finite number")
+        if not is_bounded(value):
+            return MalformedError(f"{what}: field {name!r} is {value}, {_unbounded(value)}")
     for name in ("prompt_tokens", "response_tokens", "sampler_logprobs"):
         if len(getattr(document, name)) % 4:
             return MalformedError(
@@ -203,3 +204,7 @@ def _broken_rule(document: RolloutDocument) -> MalformedError:
         f"{what}: version_spans must cover the {num_tokens} response tokens in order and without gaps, "
         f"got {short(document.version_spans)}"
     )
+
+
+def _unbounded(value: float) -> str:
+    return f"beyond {MAX_NUMBER:g}" if math.isfinite(value) else "not a finite number"

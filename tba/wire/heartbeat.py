@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
@@ -10,13 +9,16 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from tba.errors import MalformedError
+from tba.errors import LimitError, MalformedError
+from tba.numbers import MAX_NUMBER, is_bounded
 from tba.plain_text import control_problem
 from tba.versions import PolicyVersion
 from tba.wire.codec import MAX_NAME_CHARS, Document, Name, pack, unpack
 
 SCHEMA = 1
-MAX_HEARTBEAT_BYTES = 64 * 1024
+MAX_HEARTBEAT_BYTES = 4 * 1024
+MAX_TRAINER_BYTES = 16 * 1024
+"""A trainer has its metrics among its gauges."""
 MAX_GAUGES = 256
 
 STARTED_AT_S = "started_at_s"
@@ -66,8 +68,8 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
                 "for_s": float(beat.wait.for_s),
                 "deadline_in_s": float(beat.wait.deadline_in_s),
             },
-            # a gauge that is not finite is unknown
-            "gauges": {name: float(value) for name, value in beat.gauges.items() if math.isfinite(value)},
+            # a gauge that is no bounded number is unknown
+            "gauges": {name: float(value) for name, value in beat.gauges.items() if is_bounded(value)},
         }
     )
 
@@ -103,9 +105,14 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
         _DECODER,
         what="heartbeat",
         schema=SCHEMA,
-        max_bytes=MAX_HEARTBEAT_BYTES,
+        max_bytes=MAX_TRAINER_BYTES,
         choices={"kind": get_args(Kind)},
     )
+    if document.kind != "trainer" and len(data) > MAX_HEARTBEAT_BYTES:
+        raise LimitError(
+            f"heartbeat: {len(data)} bytes exceed the limit of {MAX_HEARTBEAT_BYTES} of a {document.kind}; "
+            "send fewer gauges, with shorter names"
+        )
     wait = document.wait
     texts = {"component_id": document.component_id, "state": document.state, "gauges": "".join(document.gauges)}
     if wait is not None:
@@ -117,8 +124,8 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     if wait is not None:
         numbers |= {"wait.for_s": wait.for_s, "wait.deadline_in_s": wait.deadline_in_s}
     for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise MalformedError(f"heartbeat: field {name!r} is {value}, not a finite number")
+        if not is_bounded(value):
+            raise MalformedError(f"heartbeat: field {name!r} is {value}, not a number of at most {MAX_NUMBER:g}")
     return Heartbeat(
         component_id=document.component_id,
         kind=document.kind,

@@ -1,4 +1,4 @@
-"""The weight manifest: the immutable JSON document that makes one weight version exist (design.md, Weight versions).
+"""The weight manifest: the immutable JSON document that makes one weight version exist.
 
 It is written last, create-only. It names every object with size and sha256, and holds two checks that a searcher
 makes before it may push with the version: `params_sha256` over the parameters its engine holds after loading, and
@@ -11,16 +11,21 @@ import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tba.errors import MalformedError
 from tba.versions import PolicyVersion
 
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+"""A manifest names some 300 bytes per object; a model of 10,000 files fits."""
+MAX_CANARY_TOKENS = 64
+"""Prompt and response together; every engine has room for so many."""
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class StoredObject(_Strict):
@@ -35,10 +40,19 @@ class StoredObject(_Strict):
 class Canary(_Strict):
     """A fixed sequence and the log-probs [R] of its response tokens at temperature 1."""
 
-    prompt_tokens: list[int] = Field(min_length=1)
-    response_tokens: list[int] = Field(min_length=1)
-    logprobs: list[float]
+    prompt_tokens: list[TokenId] = Field(min_length=1, max_length=MAX_CANARY_TOKENS)
+    response_tokens: list[TokenId] = Field(min_length=1, max_length=MAX_CANARY_TOKENS)
+    logprobs: list[float] = Field(max_length=MAX_CANARY_TOKENS)
     tolerance: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Canary:
+        num_tokens = len(self.prompt_tokens) + len(self.response_tokens)
+        if num_tokens > MAX_CANARY_TOKENS:
+            raise ValueError(f"a canary of {num_tokens} tokens; at most {MAX_CANARY_TOKENS} are allowed")
+        if len(self.logprobs) != len(self.response_tokens):
+            raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.response_tokens)} response tokens")
+        return self
 
 
 class Manifest(_Strict):
@@ -84,8 +98,10 @@ def decode_manifest(data: bytes) -> Manifest:
     """Parse a manifest.
 
     Raises:
-        MalformedError: naming the first field that is wrong.
+        MalformedError: it is too large, or the first field that is wrong.
     """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise MalformedError(f"weight manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
     try:
         return Manifest.model_validate_json(data)
     except ValidationError as error:

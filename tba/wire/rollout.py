@@ -1,4 +1,4 @@
-"""The rollout: one sampled completion with everything that training on it later needs (design.md, Semantics)."""
+"""The rollout: one sampled completion with everything that training on it later needs."""
 
 from __future__ import annotations
 

@@ -17,8 +17,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from tba import __version__
 from tba.config.base import StrictModel
 from tba.errors import ConfigError, MalformedError
+from tba.numbers import MAX_LINEAGE, MAX_NUMBER, MAX_STEP
 from tba.versions import PolicyVersion
 from tba.wire.manifest import Sha256, StoredObject
 
@@ -40,7 +42,7 @@ class SavedLineage(StrictModel):
 class SavedMark(StrictModel):
     """A sync mark: where it stands in the log, and the version it announced."""
 
-    position: int = Field(ge=1)
+    position: int = Field(ge=1, le=MAX_NUMBER)
     version: Version
 
     @property
@@ -55,14 +57,16 @@ class SnapshotManifest(StrictModel):
     schema_version: Literal[1] = 1
     run: str
     name: str
-    log_position: int = Field(ge=0)
+    log_position: int = Field(ge=0, le=MAX_NUMBER)
     created_at_s: float
     tba_version: str
-    lineage: int = Field(ge=0)
+    storage_format: int | None = Field(default=None, ge=1)
+    """Of Redis where it was saved; None: by tba 0.1, which had no number. What is read here does not depend on it."""
+    lineage: int = Field(ge=0, le=MAX_LINEAGE)
     """The living lineage; 0 when no trainer had started."""
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=MAX_STEP)
     latest_version: Version | None
-    lineages: dict[int, SavedLineage]
+    lineages: dict[Annotated[int, Field(ge=1, le=MAX_LINEAGE)], SavedLineage]
     marks: list[SavedMark]
     """Every mark whose position is known, by position."""
     num_scored: int = Field(ge=0)
@@ -154,5 +158,10 @@ def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
         return SnapshotManifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["loc"] == ("schema_version",):
+            raise MalformedError(
+                f"snapshot manifest {key}: schema_version {first['input']!r:.20}, and this is tba {__version__}, "
+                "which reads schema_version 1; load it with the tba that saved it (tba_version in the manifest)"
+            ) from None
         where = ".".join(str(part) for part in first["loc"]) or "document"
         raise MalformedError(f"snapshot manifest {key}: {where}: {first['msg']}") from None

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import Rendering, needs_helm, render, render_file, value_files
+from tests.support.chart import Pod, Rendering, needs_helm, render, render_file, value_files
+from tests.support.secrets_seen import SEEN, Seen, secrets_of_kubernetes, store_seen, tokens_seen
 
 pytestmark = needs_helm
 FILES = value_files()
@@ -32,6 +33,59 @@ def test_only_the_buffer_is_given_a_token_of_the_api_and_only_to_scale(path: Pat
     for account in made.of("ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
     assert made.of("ClusterRole") == made.of("ClusterRoleBinding") == []
+
+
+def secrets_named(pod: Pod) -> dict[str, set[str]]:
+    """Name of each Secret that a pod sees -> the keys of it."""
+    found: dict[str, set[str]] = {}
+    for volume in pod.spec.get("volumes", []):
+        assert "projected" not in volume, "look into it here too"
+        if secret := volume.get("secret"):
+            found.setdefault(secret["secretName"], set()).update(item["key"] for item in secret["items"])
+    for container in pod.containers:
+        assert "envFrom" not in container
+        for entry in container.get("env", []):
+            if secret := entry.get("valueFrom", {}).get("secretKeyRef"):
+                found.setdefault(secret["name"], set()).add(secret["key"])
+    return found
+
+
+@pytest.mark.parametrize("needs_models", [False, True], ids=["", "needsModels"])
+def test_every_pod_sees_its_own_secrets_alone(needs_models: bool, tmp_path: Path) -> None:
+    """With the Secrets that deploy/make-secrets prints; the table is that of docs/security.md."""
+    made = render_file(QUICKSTART, "--set", f"reward.needsModels={str(needs_models).lower()}")
+    secrets = secrets_of_kubernetes(tmp_path / "secrets")
+    seen = {}
+    for pod in made.pods():
+        named = secrets_named(pod)
+        for secret, keys in named.items():
+            assert keys <= secrets[secret].keys(), f"{pod.name}: {secret} has no {keys - secrets[secret].keys()}"
+        files = [tmp_path / "secrets" / "tokens" / key for key in named.get("tba-tokens", ())]
+        sends, checks = tokens_seen(files)
+        pairs = {secrets[name]["AWS_ACCESS_KEY_ID"] for name in named if name.startswith("tba-store")}
+        others = named.keys() - {"tba-tokens", "tba-store", "tba-store-read"}
+        assert others <= {"tba-redis"}
+        component = "reward with needsModels" if needs_models and pod.component == "reward" else pod.component
+        other = "password of Redis" if others else "none"
+        seen[component] = Seen(sends, checks, store_seen(pairs), other)
+    assert seen == {component: SEEN[component] for component in seen}
+    assert len(seen) == len(list(made.pods())) == 9
+
+
+def test_keys_of_the_store_are_those_that_the_values_name() -> None:
+    named = {pod.component: secrets_named(pod).keys() for pod in render_file(EXTERNAL).pods()}
+    assert {component for component, names in named.items() if "s3" in names} == {"buffer", "trainer", "setup"}
+    assert {component for component, names in named.items() if "s3-read" in names} == {"searcher", "check"}
+    tokens = {pod.component: secrets_named(pod)["tokens"] for pod in render_file(EXTERNAL).pods()}
+    assert tokens == {
+        "buffer": {"of-the-buffer"},
+        "reward": {"reward.json"},
+        "searcher": {"of-searchers"},
+        "trainer": {"trainer.json"},
+        "setup": {"operator.json"},
+        "check": {"viewer.json"},
+        "test": {"of-searchers", "viewer.json"},
+    }
 
 
 def test_the_role_is_the_scale_of_one_deployment() -> None:
@@ -110,18 +164,17 @@ def test_every_component_has_a_policy_for_both_directions(path: Path) -> None:
 def test_what_the_quickstart_may_reach() -> None:
     found = policies(render_file(QUICKSTART))
     egress = {component: peers(spec["egress"], "to") for component, spec in found.items()}
-    world = {"0.0.0.0/0", "::/0"}
     assert egress["searcher"] == {("buffer", 8700), ("reward", 8701), ("objectstore", 9000)}
     assert egress["trainer"] == {("buffer", 8700), ("objectstore", 9000)}
     assert egress["reward"] == set()
     assert egress["redis"] == egress["objectstore"] == set()
-    api = {(range_, port) for range_ in world for port in (443, 6443)}
+    api = {("192.0.2.10/32", 443), ("192.0.2.10/32", 6443)}  # and no other address
     itself = ("buffer", 8700)  # tba status and tba doctor in its pod
     assert egress["buffer"] == {("redis", 6379), ("reward", 8701), ("objectstore", 9000), itself, *api}
     ingress = {component: peers(spec["ingress"], "from") for component, spec in found.items()}
     assert ingress["redis"] == {("buffer", 6379)}
     assert ingress["searcher"] == ingress["trainer"] == ingress["setup"] == set()
-    assert ingress["buffer"] == {(who, 8700) for who in ("searcher", "trainer", "setup", "test", "buffer")}
+    assert ingress["buffer"] == {(who, 8700) for who in ("searcher", "trainer", "setup", "check", "test", "buffer")}
     assert ingress["reward"] == {(who, 8701) for who in ("searcher", "buffer", "setup", "test")}
 
 
@@ -137,7 +190,7 @@ def test_every_way_out_is_a_way_in_on_the_other_side(path: Path) -> None:
 def test_the_scorers_reach_nothing_but_what_they_need() -> None:
     assert peers(policies(render_file(EXTERNAL))["reward"]["egress"], "to") == set()
     with_models = peers(policies(render_file(NODES))["reward"]["egress"], "to")
-    assert with_models == {("0.0.0.0/0", 9000), ("::/0", 9000)}
+    assert with_models == {("0.0.0.0/0", 9000), ("::/0", 9000), ("namespaces", 9000)}
 
 
 def test_an_external_store_and_redis_are_narrowed_by_values() -> None:

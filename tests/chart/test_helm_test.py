@@ -79,8 +79,12 @@ def is_ready(url: str) -> bool:
 
 def config(folder: Path, buffer_url: str, reward_url: str, tokens_file: Path) -> list[str]:
     """Arguments of the script."""
-    recipe = make_recipe(buffer={"url": buffer_url}, reward={"url": reward_url}, auth={"tokens_file": str(tokens_file)})
-    return ["--config", str(write_recipe(folder / "recipe.json", recipe)), "--wait-s", "0.2"]
+    for role in ("searcher", "viewer"):  # what the pod sees, and no more
+        (folder / f"{role}.json").write_text(json.dumps({role: json.loads(tokens_file.read_text())[role]}))
+    auth = {"tokens_file": str(folder / "searcher.json")}
+    recipe = make_recipe(buffer={"url": buffer_url}, reward={"url": reward_url}, auth=auth)
+    viewer = ["--viewer-tokens", str(folder / "viewer.json")]
+    return ["--config", str(write_recipe(folder / "recipe.json", recipe)), *viewer, "--wait-s", "0.2"]
 
 
 def test_a_release_that_works_passes_and_no_batch_gets_the_rollout(

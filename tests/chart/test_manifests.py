@@ -9,9 +9,10 @@ import yaml
 
 from tests.support.chart import (
     CHART,
+    KUBERNETES_API,
+    NAMESPACE,
     NEWEST,
     OLDEST,
-    TOKENS,
     arguments,
     helm,
     needs_helm,
@@ -38,7 +39,7 @@ def test_there_are_values_for_each_promised_deployment() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_it_lints(path: Path) -> None:
-    done = helm("lint", "--strict", str(CHART), *arguments(path), "--kube-version", NEWEST)
+    done = helm("lint", "--strict", str(CHART), *arguments(path), *KUBERNETES_API, "--kube-version", NEWEST)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -87,7 +88,7 @@ def test_names_are_unique_and_labels_say_whose_an_object_is(path: Path) -> None:
         assert labels["app.kubernetes.io/name"] == "tba"
         assert labels["app.kubernetes.io/instance"] == "t"
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
-        assert "namespace" not in found["metadata"], "Helm gives it"
+        assert found["metadata"]["namespace"] == NAMESPACE, "what applies it without Helm would take the default one"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -138,6 +139,6 @@ def test_what_the_chart_brings_along_is_what_lies_in_the_repository() -> None:
 
     assert chart["appVersion"] == __version__
     assert (
-        helm("template", "t", str(CHART), *TOKENS, "--set", "recipeName=quickstart,objectstore.enabled=true").returncode
+        helm("template", "t", str(CHART), "-f", str(CHART / "values-cpu-quickstart.yaml"), *KUBERNETES_API).returncode
         == 0
     )

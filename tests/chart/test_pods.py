@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.chart import CHART, TOKENS, Pod, needs_helm, render, render_file, value_files
+from tests.support.chart import CHART, Pod, needs_helm, render, render_file, value_files
 
 pytestmark = needs_helm
 FILES = value_files()
@@ -149,7 +149,7 @@ def test_placement_reaches_the_pods() -> None:
     assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
     own = {"maxSkew": 1, "topologyKey": "z", "labelSelector": {"matchLabels": {"a": "b"}}}
     text = f"pod.topologySpreadConstraints={json.dumps([own])}"
-    given = render("-f", str(NODES), *TOKENS, "--set-json", text).pod("searcher").spec
+    given = render("-f", str(NODES), "--set-json", text).pod("searcher").spec
     assert given["topologySpreadConstraints"] == [own]
     assert trainer["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert made.pod("searcher").spec["tolerations"] == [{"key": "amd.com/gpu", "operator": "Exists"}]
@@ -213,7 +213,7 @@ def test_large_numbers_stay_whole_numbers() -> None:
     numbers = ("scaling.maxSearchers", "trainer.backoffLimit", "models.waitS", "reward.replicas", "searcher.replicas")
     large = [f"--set-json={key}=2000000" for key in (*numbers, "setup.backoffLimit", "setup.ttlSecondsAfterFinished")]
     for backend in ("kubernetes", "none"):
-        made = render("-f", str(NODES), *TOKENS, "--set", f"scaling.backend={backend}", *large)
+        made = render("-f", str(NODES), "--set", f"scaling.backend={backend}", *large)
         assert "e+0" not in str(made.objects)
         assert made.one("Deployment", "t-reward")["spec"]["replicas"] == 2000000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,13 @@ def test_the_command_of_the_container_checks_the_file_and_becomes_redis(tmp_path
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
-    redis = container()
+    (tmp_path / "redis-password").write_text('a"word')
+    redis, conf = container(), tmp_path / "redis.conf"
     args = [word.replace("/data", str(data)) for word in redis["args"]]
+    command = [word.replace("/etc/redis-password", str(tmp_path)) for word in redis["command"]]
+    command = [word.replace("/tmp/redis.conf", str(conf)) for word in command]
     done = subprocess.run(
-        [*redis["command"], *args],
+        [*command, *args],
         env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
@@ -54,5 +58,7 @@ def test_the_command_of_the_container_checks_the_file_and_becomes_redis(tmp_path
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert "cut off its last 4 of 9 bytes" in first
-    assert last == " ".join(["redis-server", *args, "--aof-load-truncated no"])
+    assert last == " ".join(["redis-server", str(conf), *args, "--aof-load-truncated no"])
     assert (data / "appendonly.aof").read_bytes() == b"whole"
+    assert conf.read_text() == 'requirepass "a\\"word"\n'
+    assert stat.S_IMODE(conf.stat().st_mode) == 0o600

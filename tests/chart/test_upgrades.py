@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chart import CHART, NAMESPACE, Rendering, helm, needs_helm, render_file, value_files
+from tests.support.chart import CHART, KUBERNETES_API, NAMESPACE, Rendering, helm, needs_helm, render_file, value_files
 
 pytestmark = needs_helm
 QUICKSTART = next(path for path in value_files() if path.name == "values-cpu-quickstart.yaml")
@@ -29,7 +29,18 @@ def test_a_newer_chart_that_changes_nothing_restarts_nothing(tmp_path: Path) -> 
     shutil.copytree(CHART, copy)
     chart = copy / "Chart.yaml"
     chart.write_text(re.sub(r"(?m)^version: .*$", "version: 9.9.9", chart.read_text()))
-    done = helm("template", "t", str(copy), "--namespace", NAMESPACE, "--kube-version", "1.37.0", "-f", str(QUICKSTART))
+    done = helm(
+        "template",
+        "t",
+        str(copy),
+        "--namespace",
+        NAMESPACE,
+        "--kube-version",
+        "1.37.0",
+        "-f",
+        str(QUICKSTART),
+        *KUBERNETES_API,
+    )
     assert done.returncode == 0, done.stderr
     newer = Rendering([x for x in yaml.safe_load_all(done.stdout) if x])
     older = render_file(QUICKSTART)
@@ -87,7 +98,7 @@ def test_what_cannot_be_changed_later_stays_the_same() -> None:
 @pytest.mark.parametrize("path", [QUICKSTART, NODES], ids=lambda path: path.stem)
 def test_the_longest_name_of_a_release_fits(path: Path) -> None:
     release = "r" * 53
-    args = ("-f", str(path), "--set", "auth.existingSecret=t", "--kube-version", "1.37.0")
+    args = ("-f", str(path), *KUBERNETES_API, "--kube-version", "1.37.0")
     done = helm("template", release, str(CHART), "--namespace", NAMESPACE, *args)
     assert done.returncode == 0, done.stderr
     for found in yaml.safe_load_all(done.stdout):
@@ -101,7 +112,7 @@ def test_the_longest_name_of_a_release_fits(path: Path) -> None:
 
 def test_two_renderings_are_the_same() -> None:
     """Nothing random, nothing of the time: tools that compare them would restart everything."""
-    args = ("template", "t", str(CHART), "-f", str(NODES), "--set", "auth.existingSecret=t")
+    args = ("template", "t", str(CHART), "-f", str(NODES), *KUBERNETES_API)
     assert helm(*args).stdout == helm(*args).stdout
 
 
@@ -125,5 +136,29 @@ def test_a_cluster_that_learns_of_failure_policies_gets_another_job() -> None:
 def test_the_budget_of_the_trainer_is_one_that_kubernetes_understands_for_jobs() -> None:
     made = render_file(NODES, "--set", "trainer.pdb.enabled=true")
     budget = made.one("PodDisruptionBudget", "t-trainer")["spec"]
-    assert budget.keys() == {"minAvailable", "selector"}
+    assert budget.keys() == {"minAvailable", "selector", "unhealthyPodEvictionPolicy"}
     assert budget["minAvailable"] == 2
+
+
+def test_the_run_is_asked_before_an_upgrade_by_what_needs_nothing_of_the_release() -> None:
+    """Hooks come before all else, at the first sync of a GitOps tool too: what they need must be hooks themselves."""
+    made = render_file(QUICKSTART)
+    job = made.one("Job", "t-check")
+    hooks = {x["kind"]: x for x in made.objects if "helm.sh/hook" in x["metadata"].get("annotations", {})}
+    assert hooks.keys() == {"Job", "ConfigMap", "ServiceAccount", "Pod"}
+    for kind in ("Job", "ConfigMap", "ServiceAccount"):
+        annotations = hooks[kind]["metadata"]["annotations"]
+        assert annotations["helm.sh/hook"] == "pre-upgrade,pre-rollback", "it would hinder the first installation"
+        assert "before-hook-creation" in annotations["helm.sh/hook-delete-policy"], "it could not run twice"
+        assert int(annotations["helm.sh/hook-weight"]) == (0 if kind == "Job" else -1)
+    spec = job["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == hooks["ServiceAccount"]["metadata"]["name"]
+    maps = [volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume]
+    assert maps == [hooks["ConfigMap"]["metadata"]["name"]]
+    assert hooks["ConfigMap"]["data"] == made.one("ConfigMap", "t-recipe")["data"]
+    assert job["spec"]["backoffLimit"] == 0
+    (container,) = spec["containers"]
+    assert container["command"] == [
+        "tba", "setup", "--config", "/etc/tba/recipe.toml", "--check-run", "--wait-s", "60",
+    ]  # fmt: skip
+    assert render_file(QUICKSTART, "--set", "check.enabled=false").of("Job") != made.of("Job")

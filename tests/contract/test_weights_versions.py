@@ -16,6 +16,7 @@ from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files, sha256_of_file
 from tba.wire import Canary, Manifest, decode_manifest
+from tba.wire.manifest import MAX_MANIFEST_BYTES
 
 CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
 
@@ -205,6 +206,28 @@ def test_a_damaged_object_is_named_and_nothing_is_left_in_the_folder(
         versions.download(V1, folder)
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == b"old"
+
+
+def test_a_manifest_or_an_object_of_another_size_is_refused_before_it_is_read(
+    store: ObjectStore, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = WeightVersions(store, "demo")
+    manifest = model.publish(versions, V1)
+    sizes = {manifest.tensors[0].key: 10**15}
+
+    def read(*_: object) -> bytes:
+        raise AssertionError("it is read, whatever its size")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "size_bytes", lambda key: sizes.get(key))
+        patch.setattr(store, "get_file", read)
+        with pytest.raises(DigestError, match=r"damaged: 1000000000000000 bytes, the manifest says"):
+            versions.download_tensors(V1, tmp_path / "pulled")
+        sizes["runs/demo/weights/1-4/manifest.json"] = MAX_MANIFEST_BYTES + 1
+        patch.setattr(store, "get", read)
+        with pytest.raises(MalformedError, match="the limit of a manifest is"):
+            versions.manifest(V1)
+    assert versions.manifest(V1) == manifest
 
 
 def test_tensors_alone_can_be_pulled(store: ObjectStore, model: Model, tmp_path: Path) -> None:

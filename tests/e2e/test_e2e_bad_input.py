@@ -43,6 +43,10 @@ def packed(value: object) -> bytes:
             {"reward": {"port": 0, "tasks": {"t": {"scorers": [{"kind": "python", "function": "no_such_module:f"}]}}}},
             "there is no module 'no_such_module'",
         ),
+        (
+            {"reward": {"port": 0, "tasks": {"addition": {"scorers": [{"kind": "python", "function": "json:dumsp"}]}}}},
+            "module json has no function 'dumsp'",
+        ),
     ],
 )
 def test_what_only_a_service_can_refuse_ends_the_run_with_its_sentence(
@@ -59,6 +63,7 @@ def test_what_only_a_service_can_refuse_ends_the_run_with_its_sentence(
     assert sentence in started.err
     assert "Traceback" not in started.out + started.err
     assert place.pids() == []
+    assert not place.folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,7 @@ def test_a_value_that_cannot_be_is_one_sentence(make_place: MakePlace, words: li
     assert started.err.startswith("error: ")
     assert started.err.count("\n") == 1
     assert sentence in started.err
-    assert not (place.folder / "logs").exists()
+    assert not place.folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +112,15 @@ def is_ready(url: str) -> bool:
 
 
 def everything(services: Services) -> tuple[object, ...]:
-    """Counts, run and ledger of the buffer; not the rates, which change by themselves."""
+    """Counts, run and ledger of the buffer; not the rates, which change by themselves, nor how often a heartbeat was
+    refused."""
     client = BufferClient(services.recipe.buffer_url)
     try:
-        return client.stats().model_copy(update={"rates": None}), stored_run(client), client.ledger()
+        return (
+            client.stats().model_copy(update={"rates": None, "heartbeats_refused": {}}),
+            stored_run(client),
+            client.ledger(),
+        )
     finally:
         client.close()
 

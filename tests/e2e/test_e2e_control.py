@@ -40,7 +40,7 @@ def gauges(info: RunInfo, name: str) -> int:
 
 
 def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(place: Place) -> None:
-    client, redis_url = place.client(), place.endpoints()["redis_url"]
+    client, redis_url = place.client(), place.redis_url()
     pid = place.pid("searcher-0")
     mine_now = lambda: open_leases(redis_url, "searcher-0")  # noqa: E731
     leases = freeze_when(pid, "open leases of searcher-0", client, mine_now, same=lambda leases: leases)

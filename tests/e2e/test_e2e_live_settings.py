@@ -63,7 +63,7 @@ def ledger(place: Place) -> list[LedgerEntry]:
 
 
 def rollouts(place: Place) -> list[Rollout]:
-    return decode_all(stored_rollouts(place.endpoints()["redis_url"]))
+    return decode_all(stored_rollouts(place.redis_url()))
 
 
 def where(audit: SettingsAudit, name: str, lineage: int = 1) -> int:

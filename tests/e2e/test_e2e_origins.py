@@ -112,6 +112,8 @@ def test_a_fork_goes_on_from_a_version_with_what_arrived_before_its_mark(ended: 
     early = ended.tba("fork", f"{RUN}@{FORKED_AT}", "early", "--set", f"trainer.num_steps={FORKED_AT.step}")
     assert early.returncode == 2
     assert "steps go on from there" in early.stderr
+    store = FileStore(folder_of(ended, RUN).store_path)
+    assert not [key for key in store.list(f"runs/{RUN}/") if f"/fork-{FORKED_AT}/" in key], "nothing was saved for it"
 
     last = FORKED_AT.step + NUM_MORE
     forked = ended.tba("fork", f"{RUN}@{FORKED_AT}", "forked", "--set", f"trainer.num_steps={last}")

@@ -94,8 +94,11 @@ def settled(client: BufferClient) -> dict[str, float]:
     client.command("pause", RunCommand(reason="counting"))
 
     def at_rest() -> RunInfo | None:
-        info = client.run()
-        return info if searchers_at_rest(info) else None
+        """A sign of life from before an outage may say "at rest" too: it is the last one once its counts are whole."""
+        info, generated = client.run(), client.stats().rollouts_generated
+        beats = [item.gauges for item in info.components if item.kind == "searcher"]
+        known = sum(beat.get("rollouts_pushed", 0) + beat.get("rollouts_duplicate", 0) for beat in beats)
+        return info if searchers_at_rest(info) and known == generated else None
 
     info = until("the searchers rest", at_rest)
     assert info is not None

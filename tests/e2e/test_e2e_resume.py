@@ -105,7 +105,7 @@ def test_a_killed_trainer_ends_the_run_with_one_sentence_that_says_how_to_go_on(
     assert story.killed.process.returncode == 1
     assert story.killed.err.count("\n") == 1
     assert story.killed.err.startswith("error: trainer died (killed by SIGKILL)")
-    assert story.killed.err.endswith("resume with: tba run recipe.json --resume\n")
+    assert story.killed.err.endswith("-m tba.cli.main run recipe.json --resume\n")
     assert story.left_after_kill == []
 
 
@@ -142,7 +142,7 @@ def test_weights_and_optimizer_go_on_from_the_checkpoint(story: Story, tmp_path:
 def test_ctrl_c_exits_130_leaves_no_process_and_loses_no_step(story: Story) -> None:
     assert story.interrupted.process.returncode == 130
     assert story.interrupted.err == ""
-    assert "resume with: tba run recipe.json --resume" in story.interrupted.out
+    assert "-m tba.cli.main run recipe.json --resume" in story.interrupted.out
     assert story.left_after_interrupt == []
     stopped_at = max(entry.step for entry in story.place.ledger() if entry.lineage == 2)
     assert stopped_at == story.num_steps - NUM_MORE_STEPS == stopped_step(story.place)

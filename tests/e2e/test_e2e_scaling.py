@@ -23,13 +23,13 @@ def test_searchers_come_and_go_while_the_trainer_trains(make_place: MakePlace) -
     assert up.returncode == 0, up.stderr
     assert "searchers: 3 wanted (asked for by the operator), 3 alive, scaled by local" in up.stdout
     place.until("all three push", lambda info: len(pushing(info)) == 3)
-    before = stored_rollouts(place.endpoints()["redis_url"])
+    before = stored_rollouts(place.redis_url())
 
     down = place.control("scale", "1", "--wait")
     assert down.returncode == 0, down.stderr
     step = place.until("searcher-0 alone is left", lambda info: pushing(info) == {"searcher-0"}).step
     place.until("training goes on", lambda info: info.step >= step + 5)
-    redis_url = place.endpoints()["redis_url"]
+    redis_url = place.redis_url()
     for name in ("searcher-1", "searcher-2"):  # drained, not lost
         until(f"{name} has ended", lambda name=name: f"{name} was stopped (exit code 0)" in started.out)
         assert not open_leases(redis_url, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tba_buffer.buffer import Buffer
 from tba.api import LineageRequest, MarkRequest
 from tba.errors import UnavailableError
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
+from tests.support.buffer_fixtures import copy_of, go_back
 from tests.support.redis_process import RedisProcess, start_redis
 
 NUM_PIECES = 7
@@ -249,14 +252,42 @@ async def test_a_redis_that_lost_its_end_and_has_grown_again_is_noticed(redis: R
         client, keys = buffer.context.redis, buffer.context.keys
         await buffer.catalog.upload(make_prompts(4))
         await push(buffer)
-        earlier = {name: await client.dump(name) for name in await client.keys("*")}
+        earlier = await copy_of(client)
         await push(buffer)
         assert (await buffer.view.level()).position == 40
-        for name, value in earlier.items():
-            await client.restore(name, 0, value, replace=True)
-        await push(buffer)
+        await go_back(client, earlier)
+        with pytest.raises(UnavailableError, match="lost data of this run: 1 changes"):
+            await push(buffer)
+        await buffer.accept_loss("operator", None)
         index = await buffer.view.level()
         assert index.position == 40
         assert set(index.rollout_ids(index.live_rows())) == set(await client.hkeys(keys.payloads))
+    finally:
+        await buffer.stop()
+
+
+async def test_of_two_that_accept_a_loss_at_once_one_does(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = new_buffer(redis)
+    await buffer.start()
+    try:
+        client, keys, reread = buffer.context.redis, buffer.context.keys, buffer.view.reread
+        await buffer.catalog.upload(make_prompts(4))
+        earlier = await copy_of(client)
+        await push(buffer)
+        await go_back(client, earlier)
+        others: list[asyncio.Task[None]] = []
+
+        async def reread_while_another_accepts() -> None:
+            if not others:
+                others.append(asyncio.create_task(buffer.accept_loss("operator", "the second")))
+                await asyncio.wait(others, timeout=1.0)  # it waits for the first
+            await reread()
+
+        monkeypatch.setattr(buffer.view, "reread", reread_while_another_accepts)
+        await buffer.accept_loss("operator", "the first")
+        await others[0]
+        lines = [json.loads(line) for line in await client.lrange(keys.run_changes, 0, -1)]
+        assert [line["reason"] for line in lines] == ["the first"]
+        assert await client.hget(keys.run, "losses_accepted") == b"1"
     finally:
         await buffer.stop()

@@ -8,18 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from redis.exceptions import OutOfMemoryError
 from tba_buffer import buffer as buffer_module
 from tba_buffer import evictor
 from tba_buffer.buffer import Buffer
+from tba_buffer.evictor import Victims
+from tba_buffer.index import Index
+from tba_buffer.scoring import Scored
 
 from tba.api import AckRequest, BatchRequest, LineageRequest, MarkRequest
 from tba.errors import UnavailableError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Rollout, decode_batch, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import redis  # noqa: F401
+from tests.support.buffer_fixtures import copy_of, go_back, redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
 
 Start = Callable[..., Awaitable[Buffer]]
@@ -60,6 +64,17 @@ async def stored(buffer: Buffer) -> list[bytes]:
 async def evicted(buffer: Buffer) -> dict[str, int]:
     counters = await buffer.context.counters()
     return {name.removeprefix("evicted:"): num for name, num in counters.items() if name.startswith("evicted:")}
+
+
+async def store_score(buffer: Buffer, before: Rollout, after: Rollout) -> None:
+    """What the background scorer does with an answer."""
+    index = await buffer.view.level()
+    rows = index.live_rows()
+    position = int(index.column("position", rows)[index.rollout_ids(rows).index(before.rollout_id)])
+    scored = [Scored(position, before, len(encode_rollout(before)), after, encode_rollout(after))]
+    async with buffer.context.mutating:
+        await buffer.scorer._scoring.store(scored)
+    await buffer.scorer._scoring.bound(scored)
 
 
 async def start_lineage(buffer: Buffer, parent: str = "0-0", *, announce: str | None = None) -> None:
@@ -116,6 +131,110 @@ async def test_a_prompt_keeps_its_newest_and_takes_no_room_from_the_others(start
     await push(buffer, *rollouts[3:], other[1])
     assert await stored(buffer) == [r.rollout_id for r in (other[0], *rollouts[2:], other[1])]
     assert await evicted(buffer) == {"prompt_cap": 2, "prompt_cap:1-16": 2}
+
+
+async def test_of_nearly_the_same_responses_the_better_one_stays_also_after_a_restart(start: Start) -> None:
+    buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
+
+    def near(number: int, reward: float | None, prompt: str = "train-0") -> Rollout:
+        tokens = np.array([1, 2, 3, 4, 5, 6, 7, number], dtype=np.int32)
+        return make_rollout(prompt, num_tokens=8, response_tokens=tokens, reward=reward)
+
+    first, other_prompt = near(10, 0.5), near(10, 0.1, "train-1")
+    far = make_rollout(num_tokens=8, response_tokens=np.arange(100, 108, dtype=np.int32), reward=0.0)
+    await push(buffer, first, other_prompt, far, near(11, 0.5))  # equal rewards: the older stays
+    assert await stored(buffer) == [first.rollout_id, other_prompt.rollout_id, far.rollout_id]
+    better, pending = near(12, 0.75), near(13, None)
+    await push(buffer, better, pending)  # without a reward it is not compared
+    left = [other_prompt.rollout_id, far.rollout_id, better.rollout_id, pending.rollout_id]
+    assert await stored(buffer) == left
+    await buffer.stop()
+    again = await start(near_duplicate_share=0.25, max_rollouts=1000)
+    await push(again, near(14, 0.7))
+    assert await stored(again) == left
+    assert await evicted(again) == {"near_duplicate": 3, "near_duplicate:1-16": 3}
+
+
+def of_tokens(first: int, last: int, reward: float) -> Rollout:
+    """Far from every one with other tokens; near to one that differs in the last."""
+    tokens = np.array([*range(first, first + 7), last], dtype=np.int32)
+    return make_rollout(num_tokens=8, response_tokens=tokens, reward=reward)
+
+
+async def test_what_redis_has_lost_is_near_to_nothing(start: Start) -> None:
+    """Its log positions are given out again, to others."""
+    buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
+    earlier = await copy_of(buffer.context.redis)
+    await push(buffer, *(of_tokens(100 * n, 0, 5.0) for n in range(1, 5)))
+    await go_back(buffer.context.redis, earlier)
+    await buffer.accept_loss("operator", None)
+    others = [of_tokens(100 * n, 0, 5.0) for n in range(11, 15)]
+    await push(buffer, *others)
+    again = [of_tokens(100 * n, 0, 1.0) for n in range(1, 5)]
+    await push(buffer, *again)
+    assert await stored(buffer) == [rollout.rollout_id for rollout in (*others, *again)]
+
+
+async def test_what_stands_where_something_was_lost_is_compared(start: Start) -> None:
+    buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
+    earlier = await copy_of(buffer.context.redis)
+    await push(buffer, *(of_tokens(100 * n, 0, 5.0) for n in range(1, 5)))
+    await go_back(buffer.context.redis, earlier)
+    await buffer.accept_loss("operator", None)
+    near = [of_tokens(100, last, 5.0) for last in range(4)]
+    await push(buffer, *near)
+    assert await stored(buffer) == [near[0].rollout_id]
+
+
+async def test_what_was_found_near_before_redis_lost_data_goes_from_no_other_place(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
+    buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
+    near = buffer.evictor._near
+    assert near is not None
+
+    async def find(index: Index) -> NDArray[np.int64]:
+        await buffer.view.reread()
+        return index.column("position", index.live_rows()).astype(np.int64)
+
+    monkeypatch.setattr(near, "find", find)
+    await push(buffer, rollout := of_tokens(100, 0, 5.0))
+    assert await stored(buffer) == [rollout.rollout_id]
+
+
+async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With everysec nobody is asked, and what was under way is sent again over the new connection."""
+    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
+    buffer = await start(deduplicate=True, appendfsync="everysec")
+    evict = buffer.evictor._evict
+    earlier = await copy_of(buffer.context.redis)
+    same, other = [of_tokens(100, 0, 1.0) for _ in range(2)], of_tokens(200, 0, 1.0)
+
+    async def evict_after_a_loss(victims: Victims) -> None:
+        monkeypatch.setattr(buffer.evictor, "_evict", evict)
+        with monkeypatch.context() as patch:
+            patch.setattr(buffer.evictor, "note", lambda num_new, num_bytes: False)
+            await go_back(buffer.context.redis, earlier)
+            await buffer.context.promise.check()
+            await push(buffer, other)  # takes the position of the one that is to go
+        await evict(victims)
+
+    monkeypatch.setattr(buffer.evictor, "_evict", evict_after_a_loss)
+    with pytest.raises(UnavailableError, match="try again"):
+        await push(buffer, *same)
+    assert await stored(buffer) == [other.rollout_id]
+
+
+async def test_a_near_duplicate_goes_when_its_score_arrives(start: Start) -> None:
+    buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
+    kept, late = make_rollout(reward=0.5), make_rollout(reward=None)
+    await push(buffer, kept, late)
+    assert await stored(buffer) == [kept.rollout_id, late.rollout_id]
+    await store_score(buffer, late, late.with_reward(0.25, "addition-1"))
+    assert await stored(buffer) == [kept.rollout_id]
 
 
 async def test_exactly_the_same_tokens_of_a_prompt_are_kept_once_the_newest(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ from tba_buffer.trainer_waits import MAX_NAMES, OTHER_NAMES
 
 from tba.api import BatchRequest, ComponentInfo, RunCommand
 from tba.clients import BufferClient
-from tba.errors import BusyError
-from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait
+from tba.errors import BusyError, RunFailedError
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait, encode_heartbeat
+from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
 from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_reads import ask
 from tests.support.metrics import metrics_of, values
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
@@ -230,6 +233,47 @@ def test_the_reward_service_is_a_component_with_its_reason(
     assert values(buffer.url, "tba_components_alive")[("reward",)] == 0
 
 
+READY_WITH_NOTE = b'{"status": "ok", "note": "judged: http: no connection"}'
+BROKEN = b'{"type": "urn:tba:problem:broken-reward", "status": 503, "detail": "task t: python: KeyError: no answer"}'
+
+
+def test_what_a_ready_reward_service_says_beside_is_the_note_of_the_component(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tba_buffer.reward_probe, "PROBE_S", 0.05)
+    with readyz([(200, READY_WITH_NOTE)]) as (url, _):
+        client = serve_buffer(reward={"url": url}).client()
+        until("it was asked", lambda: component(client, "reward").alive)
+        found = component(client, "reward")
+        assert (found.state, found.note) == ("ready", "judged: http: no connection")
+
+
+def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_text(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tba_buffer.reward_probe, "PROBE_S", 0.05)
+    answers = [(503, BROKEN)]
+    with readyz(answers) as (url, asked):
+        client = serve_buffer(reward={"url": url}).client()
+        lineage = start_lineage(client)
+        until("the run has failed", lambda: client.run().state == "failed")
+        info = client.run()
+        assert info.state_reason == "task t: python: KeyError: no answer"
+        assert info.last_change is not None
+        assert (info.last_change.role, info.last_change.command) == ("buffer", "fail")
+        with pytest.raises(RunFailedError, match="the run has failed"):
+            client.draw_batch(BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token))
+        num_asked = len(asked)
+        until("it was asked again", lambda: len(asked) > num_asked + 3)
+        assert len(client.run_changes().changes) == 1, "said once"
+        answers.append((200, b'{"status": "ok"}'))
+        until("it is mended", lambda: component(client, "reward").state == "ready")
+        start_lineage(client)
+        assert client.run().state == "running"
+
+
 def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     buffer = serve_buffer()
     client = buffer.client()
@@ -258,3 +302,75 @@ def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays
         fields: Any = known.hkeys(Keys("test").trainer_waits)
     assert sorted(field for field in fields if field.startswith(b"seen:")) == [b"seen:t-3", b"seen:t-4", b"seen:t-5"]
     assert waited(buffer, "rollouts") == 13.0
+
+
+# ---- what may not change --------------------------------------------------------------------------------------------
+
+
+def test_the_run_names_what_of_its_recipe_is_constant(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer()
+    constants = buffer.client().run().constants
+    assert constants["run.name"] == "test"
+    assert constants["model.policy_temperature"] == 1.0
+    assert constants.keys() >= {"model.path", "model.dtype", "model.lora", "store.url"}
+    assert not any("redis" in key or "token" in key for key in constants)
+
+
+# ---- the bound of their number and size ----------------------------------------------------------------------------
+
+
+def raw_beat(
+    buffer: BufferThread, component_id: str, *, kind: str = "searcher", num_gauges: int = 2
+) -> tuple[int, bytes]:
+    gauges = {f"gauge-{i:03d}-{'x' * 20}": 0.5 for i in range(num_gauges)}
+    message = Heartbeat(
+        component_id=component_id, kind=kind, run="test", state="running", version=None, wait=None, gauges=gauges
+    )
+    return ask(buffer.url, "/v1/heartbeats", "POST", encode_heartbeat(message))
+
+
+def shown(client: BufferClient) -> set[str]:
+    return {item.component_id for item in client.run().components if item.kind == "searcher"}
+
+
+def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer(buffer={"max_searchers_shown": 3, "heartbeat_timeout_s": 1000.0})
+    client = buffer.client()
+    assert [raw_beat(buffer, f"s-{i}")[0] for i in range(3)] == [204] * 3
+    status, answer = raw_beat(buffer, "s-3")
+    problem = json.loads(answer)
+    assert (status, problem["wait"], problem["retry_after_s"]) == (429, "component-places", 1000.0)
+    assert "raise buffer.max_searchers_shown" in problem["detail"]
+    assert raw_beat(buffer, "s-1")[0] == 204, "who has a place keeps it"
+    assert raw_beat(buffer, "t-0", kind="trainer")[0] == 204, "a trainer does not compete with searchers"
+    assert shown(client) == {"s-0", "s-1", "s-2"}
+    again = serve_buffer(buffer={"max_searchers_shown": 3, "heartbeat_timeout_s": 1000.0})
+    assert raw_beat(again, "s-3")[0] == 429, "places outlive the process"
+    later(again.client(), 1001.0)
+    assert raw_beat(again, "s-3")[0] == 204, "it takes the place of one that is silent"
+    assert len(shown(again.client())) == 3
+    stats = again.client().stats()
+    assert (stats.heartbeats_refused, stats.components_forgotten) == ({"too-many": 2}, {"replaced": 1})
+    assert values(again.url, "tba_heartbeats_refused_total") == {("too-many",): 2.0}
+
+
+def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer(buffer={"max_searchers_shown": 2, "heartbeat_timeout_s": 1000.0})
+    client = buffer.client()
+    for component_id, state in (("s-0", "running"), ("s-1", "ended")):
+        client.heartbeat(
+            Heartbeat(component_id=component_id, kind="searcher", run="test", state=state, version=None, wait=None)
+        )
+    assert raw_beat(buffer, "s-2")[0] == 204
+    assert shown(client) == {"s-0", "s-2"}
+
+
+def test_a_flood_of_large_heartbeats_leaves_the_run_readable(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0, "max_searchers_shown": 100})
+    client = buffer.client()
+    assert raw_beat(buffer, "large", num_gauges=255)[0] == 413
+    assert raw_beat(buffer, "t", kind="trainer", num_gauges=255)[0] == 204, "a trainer has its metrics among its gauges"
+    answers = [raw_beat(buffer, f"s-{i}", num_gauges=90)[0] for i in range(150)]
+    assert (answers.count(204), answers.count(429)) == (100, 50)
+    assert len(ask(buffer.url, "/v1/run")[1]) < 100 * MAX_HEARTBEAT_BYTES * 1.5
+    assert client.stats().heartbeats_refused == {"too-large": 1, "too-many": 50}

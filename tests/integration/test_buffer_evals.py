@@ -20,11 +20,11 @@ from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffe
 from tests.support.leasing import lease, request_eval
 
 
-def report(client: BufferClient, item: Lease, rewards: list[float | None]) -> None:
+def report(client: BufferClient, item: Lease, rewards: list[float | None], searcher_id: str = "s1") -> None:
     result = EvalResult(lease_id=item.lease_id, rewards=rewards, num_response_tokens=[5] * len(rewards))
     assert item.eval_id is not None
     assert item.version is not None
-    client.eval_results(item.eval_id, EvalResults(searcher_id="s1", version=item.version, results=[result]))
+    client.eval_results(item.eval_id, EvalResults(searcher_id=searcher_id, version=item.version, results=[result]))
 
 
 def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -97,7 +97,7 @@ def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_
     assert {item.visit_id for item in old} == {item.visit_id for item in new}
     report(client, old[0], [0.0, 0.0])
     for item in new:
-        report(client, item, [1.0] * item.num_rollouts)
+        report(client, item, [1.0] * item.num_rollouts, "s2")
     done = client.get_eval(info.eval_id)
     assert (done.state, done.greedy_accuracy) == ("done", 1.0)
     assert done.accuracy == pytest.approx(2 / 3)
@@ -120,7 +120,7 @@ def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve
     leases = [item for item in lease(client, 9, "s2").leases if item.kind != "train"]
     assert len(leases) == 5
     for item in leases:
-        report(client, item, [1.0] * item.num_rollouts)
+        report(client, item, [1.0] * item.num_rollouts, "s2")
     assert client.get_eval(info.eval_id).accuracy == 1.0
 
 

@@ -66,9 +66,9 @@ class Follower:
 
 
 def beat(client: BufferClient, state: str, *, component_id: str = "s-1", **fields: object) -> None:
-    values: dict[str, object] = {"wait": None, **fields}
+    values: dict[str, object] = {"kind": "searcher", "wait": None, **fields}
     client.heartbeat(
-        Heartbeat(component_id=component_id, kind="searcher", run="test", state=state, version=None, **values)  # pyright: ignore[reportArgumentType]
+        Heartbeat(component_id=component_id, run="test", state=state, version=None, **values)  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -256,14 +256,14 @@ def test_a_reader_that_does_not_read_is_cut_off(
         sock.sendall(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
         until("the stream is open", lambda: values(buffer.url, "tba_event_streams") == {(): 1})
         follower = Follower(client.events())
-        gauges = {"g" * 250 + str(number): 0.0 for number in range(200)}
+        gauges = {"g" * 250 + str(number): 0.0 for number in range(60)}
         turn = 0
 
         def is_cut() -> bool:
             nonlocal turn
             turn += 1
-            for number in range(4):
-                beat(client, f"turn-{turn}", component_id=f"s-{number}", gauges=gauges)
+            for number in range(14):
+                beat(client, f"turn-{turn}", kind="trainer", component_id=f"t-{number}", gauges=gauges)
             return values(buffer.url, "tba_event_streams_ended_total")[("slow",)] == 1
 
         until("the slow one is cut off", is_cut)

@@ -12,6 +12,8 @@ import pytest
 from redis import Redis
 
 from tba.api import (
+    EvalResult,
+    EvalResults,
     Lease,
     LeaseRenewal,
     LeaseRequest,
@@ -20,12 +22,13 @@ from tba.api import (
     RunCommand,
 )
 from tba.clients import BufferClient
-from tba.errors import ConflictError
+from tba.errors import ConflictError, UnauthorizedError
 from tba.wire import Heartbeat, Wait, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
 from tests.support.leasing import fulfil, lease, request_eval
 from tests.support.lossy_proxy import LossyProxy
+from tests.support.metrics import values
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import DEADLINE_S
 
@@ -342,8 +345,8 @@ def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
     start_lineage(client)
     refused, pushed = set[str](), Counter[str]()
 
-    def push(mine: BufferClient, item: Lease, num: int) -> None:
-        fulfil(mine, item, num)
+    def push(mine: BufferClient, item: Lease, num: int, searcher_id: str) -> None:
+        fulfil(mine, item, num, searcher_id)
         pushed[item.visit_id] += num
 
     def search(number: int) -> None:
@@ -356,9 +359,9 @@ def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
             for item in leases:
                 match rng.randrange(5):
                     case 0 | 1:
-                        push(mine, item, item.num_rollouts)
+                        push(mine, item, item.num_rollouts, f"s{number}")
                     case 2:
-                        push(mine, item, 1)
+                        push(mine, item, 1, f"s{number}")
                     case 3:
                         mine.return_leases(LeaseReturn(searcher_id=f"s{number}", lease_ids=[item.lease_id]))
                     case 4:
@@ -371,7 +374,7 @@ def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
     until = time.monotonic() + DEADLINE_S
     while any(open_work(redis).values()) and time.monotonic() < until:
         for item in lease(client, 8, "last").leases:  # what expired or was returned comes first
-            push(client, item, item.num_rollouts)
+            push(client, item, item.num_rollouts, "last")
     assert not any(open_work(redis).values())
     assert refused
     assert len(pushed) > 30
@@ -459,3 +462,58 @@ def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(
         for item in held:
             assert float(direct.zscore(key, item.lease_id) or 0) <= time.time() + 1000.0
     assert client.stats().leases["open"] == 3
+
+
+def test_a_push_counts_only_under_the_name_of_a_searcher_that_the_visit_was_leased_to(
+    serve_buffer: ServeBuffer,  # noqa: F811
+) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(4))
+    start_lineage(client)
+    (mine,) = lease(client, 1, "s1").leases
+    sampled = [
+        encode_rollout(make_rollout(mine.prompt.prompt_id, visit_id=mine.visit_id, searcher_id=name))
+        for name in ("thief", "s1")
+    ]
+    stolen, own = client.push(sampled).outcomes
+    assert (stolen.outcome, own.outcome) == ("refused", "new")
+    assert str(stolen.reason).startswith("not-leased: ")
+    stats = client.stats()
+    assert (stats.refused, stats.num_rollouts, stats.leases["open"]) == ({"not-leased": 1}, 1, 1)
+    later(client, 10_000)
+    (again,) = [item for item in lease(client, 4, "s2").leases if item.visit_id == mine.visit_id]
+    assert again.num_rollouts == 3
+    fulfil(client, again, 1, "s1")  # it was only slow
+    fulfil(client, again, 2, "s2")
+    assert client.stats().leases["fulfilled"] == 1
+
+
+def test_acts_on_a_lease_of_another_searcher_change_nothing_and_are_counted(
+    serve_buffer: ServeBuffer,  # noqa: F811
+) -> None:
+    buffer = serve_buffer()
+    client = buffer.client()
+    client.upload_prompts(make_prompts(4, 3))
+    lineage = start_lineage(client)
+    evaluation = request_eval(client, lineage)
+    leases = lease(client, 8, "s1").leases
+    ids = [item.lease_id for item in leases]
+    assert client.renew_leases(LeaseRenewal(searcher_id="thief", lease_ids=ids[:2])).lost_lease_ids == ids[:2]
+    client.return_leases(LeaseReturn(searcher_id="thief", lease_ids=ids[:3]))
+    item = next(item for item in leases if item.kind == "greedy")
+    result = EvalResult(lease_id=item.lease_id, rewards=[1.0], num_response_tokens=[3])
+    with pytest.raises(UnauthorizedError, match="was granted to another searcher than 'thief'"):
+        client.eval_results(evaluation.eval_id, EvalResults(searcher_id="thief", version="0-0", results=[result]))
+    assert client.stats().leases["open"] == len(leases)
+    assert values(buffer.url, "tba_buffer_foreign_acts_total") == {("renew",): 2, ("return",): 3, ("eval_results",): 1}
+    client.eval_results(evaluation.eval_id, EvalResults(searcher_id="s1", version="0-0", results=[result]))
+    assert client.stats().leases["fulfilled"] == 1
+
+
+def test_a_searcher_does_not_beat_under_the_id_of_the_trainer(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+    client = serve_buffer().client()
+    client.heartbeat(Heartbeat(component_id="one", kind="trainer", run="test", state="x", version=None, wait=None))
+    with pytest.raises(UnauthorizedError, match="'one' is a trainer, and not a searcher"):
+        client.heartbeat(Heartbeat(component_id="one", kind="searcher", run="test", state="x", version=None, wait=None))
+    (found,) = [item for item in client.run().components if item.component_id == "one"]
+    assert found.kind == "trainer"

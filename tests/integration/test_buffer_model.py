@@ -18,7 +18,7 @@ from tba_buffer.base import BaseWriter
 from tba_buffer.bounds import BoundSettings, length_bucket
 from tba_buffer.buffer import Buffer
 from tba_buffer.ledger import read_ledger
-from tba_buffer.log import CHANGE_DTYPE, STATUS_CODES, STATUS_NAMES
+from tba_buffer.log import CHANGE_DTYPE, STATUS_CODES
 
 from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest, MarkRequest
 from tba.config import Recipe
@@ -314,7 +314,7 @@ class History:
             for name in ("position", "status", "prompt", "num_bytes", "num_tokens", "lineage", "step", "reward")
         }
         assert columns["position"] == [stored.position for stored in model.live]
-        assert [STATUS_NAMES[code] for code in columns["status"]] == [stored.status for stored in model.live]
+        assert columns["status"] == [STATUS_CODES[stored.status] for stored in model.live]
         assert columns["prompt"] == [stored.prompt for stored in model.live]
         assert columns["num_bytes"] == [stored.num_bytes for stored in model.live]
         assert columns["num_tokens"] == [stored.num_tokens for stored in model.live]

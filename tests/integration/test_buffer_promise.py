@@ -91,6 +91,7 @@ def readyz(url: str) -> tuple[int, dict[str, Any]]:
         ("appendfsync", "everysec", "always", "appendfsync everysec"),
         ("appendonly", "no", "yes", "appendonly no"),
         ("no-appendfsync-on-rewrite", "yes", "no", "no-appendfsync-on-rewrite yes"),
+        ("aof-load-truncated", "yes", "no", "aof-load-truncated yes"),
     ],
 )
 def test_a_setting_that_breaks_the_promise_stops_every_write_until_it_is_mended(

@@ -63,7 +63,10 @@ def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer
     start_lineage(client)
     leases = [lease for _ in range(8) for lease in client.lease(LeaseRequest(searcher_id="s", max_leases=64)).leases]
     assert len(leases) == MAX_ROLLOUTS_PER_PUSH
-    payloads = [encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id)) for lease in leases]
+    payloads = [
+        encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id, searcher_id="s"))
+        for lease in leases
+    ]
     assert outcomes(client.push(payloads)) == ["new"] * MAX_ROLLOUTS_PER_PUSH
     assert outcomes(client.push(payloads)) == ["duplicate"] * MAX_ROLLOUTS_PER_PUSH
     stats = client.stats()
@@ -209,6 +212,7 @@ def test_nothing_is_acknowledged_while_redis_cannot_write(serve_buffer: ServeBuf
         finally:
             admin.config_set("maxmemory", 0)
     assert client.stats().num_rollouts == 4
+    assert wait_for_push(client, accepted=True) is None  # the upkeep looks once a second
     assert outcomes(client.push(make_payloads(["train-1"]))) == ["new"] * 4
 
 

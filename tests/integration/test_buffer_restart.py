@@ -17,7 +17,7 @@ from tba_buffer.buffer import Buffer
 from tba_buffer.log import parse_entry
 from tba_buffer.sampler import DrawSettings, draw_slots
 
-from tba.api import AckRequest, BatchRequest, LeaseRequest, Stats
+from tba.api import AcceptLoss, AckRequest, BatchRequest, LeaseRequest, Stats
 from tba.errors import UnavailableError
 from tba.wire import Rollout, decode_rollout, encode_rollout
 from tests.support.buffer import (
@@ -147,7 +147,8 @@ def test_a_restarted_buffer_goes_on_exactly_where_it_was(stack: Stack) -> None:
     assert (again.batch_id, again.seed) == (batch.batch_id, batch.seed)
     assert [r.rollout_id for r in again.rollouts] == [r.rollout_id for r in batch.rollouts]
     client.ack(batch.batch_id, AckRequest(lineage=lineage.lineage, step=1, token=lineage.token, policy_ages=[0] * 16))
-    client.push([encode_rollout(make_rollout(leases[0].prompt.prompt_id, visit_id=leases[0].visit_id))])
+    done = make_rollout(leases[0].prompt.prompt_id, visit_id=leases[0].visit_id, searcher_id="s")
+    client.push([encode_rollout(done)])
     more = client.lease(LeaseRequest(searcher_id="s", max_leases=5)).leases
     assert len({item.prompt.prompt_id for item in leases + more}) == 8
     stats = client.stats()
@@ -188,8 +189,7 @@ def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
         admin.delete(*admin.keys("tba:test:[^p]*"), "tba:test:payloads")
     with pytest.raises(UnavailableError, match="Redis has lost data of"):
         stack.buffer.client(retry_s=0).push(make_payloads(["train-0"]))
-    stack.buffer.kill()
-    stack.buffer.start()  # somebody has looked, and decided to go on with what is left
+    client.accept_loss(AcceptLoss(reason="go on with what is left"))
     client.push(make_payloads(["train-0"]))
     stats = client.stats()
     assert (stats.num_prompts_seen, stats.num_rollouts) == (1, 4)

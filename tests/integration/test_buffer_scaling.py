@@ -164,6 +164,7 @@ def test_a_searcher_cannot_say_that_a_trainer_waits(serve_buffer: ServeBuffer) -
         with pytest.raises(UnauthorizedError, match=f"role '{role}' sends heartbeats of kind '{role}', not '{kind}'"):
             served.client(token=TOKENS[role]).heartbeat(Heartbeat(kind=kind, **base))  # pyright: ignore[reportArgumentType]
     for role in ("searcher", "trainer"):
+        base["component_id"] = role
         served.client(token=TOKENS[role]).heartbeat(Heartbeat(kind=role, **base))  # pyright: ignore[reportArgumentType]
 
 

@@ -85,6 +85,20 @@ def test_the_scorer_asks_what_a_searcher_asks(
     }
 
 
+def test_the_scorer_sends_tokens_for_the_tasks_of_python_functions(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    reward: RewardServer,  # noqa: F811
+) -> None:
+    settings = sections(reward)
+    tasks = {"addition": {"scorers": [{"kind": "python", "function": "tests.support.trl_rewards:num_tokens"}]}}
+    client = serve_buffer(**{**settings, "reward": {**settings["reward"], "tasks": tasks}}).client()
+    client.upload_prompts(make_prompts(2))
+    rollout = make_rollout("train-1", reward=None)
+    push(client, [rollout])
+    until("it is asked", lambda: reward.requests)
+    assert reward.asked[0]["response_tokens"] == rollout.response_tokens.tolist()
+
+
 @pytest.mark.parametrize("reason", ["bad_data", "unknown_task", "exception", "not_finite", "timeout"])
 def test_a_score_that_is_an_error_makes_the_rollout_failed_with_the_reason_and_never_a_number(
     serve_buffer: ServeBuffer,  # noqa: F811

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_buffer import refusals, reward_link
+from tba_buffer import postponed, refusals, reward_link
 from tba_buffer.buffer import Buffer
 from tba_buffer.components import Components
 
 from tba.api import RescoreInfo, RescoreRequest
 from tba.clients import RewardClient
-from tba.errors import UnavailableError
+from tba.errors import NotFoundError, UnavailableError
 from tba.wire import decode_rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import redis  # noqa: F401
+from tests.support.buffer_fixtures import copy_of, go_back, redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
 from tests.support.scored_buffer import reward  # noqa: F401
@@ -252,3 +252,60 @@ async def test_a_slow_answer_is_waited_for_as_long_as_the_reward_service_may_tak
     assert link.wait.deadline_in_s > 300
     link.end_wait()
     link.close()
+
+
+async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_job(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+) -> None:
+    earlier = await copy_of(buffer.context.redis)
+    reward.gate.clear()
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=2.0)) for _ in range(12)])
+    await buffer.rescoring.start(RescoreRequest())
+    while not reward.requests:
+        await asyncio.sleep(0.01)
+    last = buffer.view.index.position
+    for _ in range(postponed.NUM_TRIES - 1):
+        assert not buffer.scorer._scoring.postponed.note(last, "unreachable: it is away")
+    for _ in range(refusals.NUM_TRIES - 1):
+        assert not buffer.scorer._scoring.refusals.note(last, is_alone=False)
+    await go_back(buffer.context.redis, earlier)
+    await buffer.accept_loss("operator", None)
+    others = [make_rollout(reward=1.0) for _ in range(12)]
+    await buffer.rollouts.push([encode_rollout(rollout) for rollout in others])
+    assert not buffer.scorer._scoring.postponed.note(last, "unreachable: it is away")
+    assert not buffer.scorer._scoring.refusals.note(last, is_alone=False)
+    reward.gate.set()
+    with pytest.raises(NotFoundError):
+        await buffer.rescoring.info()
+    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
+    while (await buffer.stats()).num_pending:  # the scorer goes on, with no job
+        await asyncio.sleep(0.01)
+    payloads = await buffer.context.redis.hmget(
+        buffer.context.keys.payloads, [rollout.rollout_id for rollout in others]
+    )
+    assert {decode_rollout(payload).reward for payload in payloads} == {1.0}
+
+
+async def test_a_score_of_a_lost_rollout_is_not_that_of_the_one_in_its_place(
+    buffer: Buffer,
+    reward: RewardServer,  # noqa: F811
+) -> None:
+    earlier = await copy_of(buffer.context.redis)
+    lost, other = make_rollout(reward=None), make_rollout(reward=1.0)
+    reward.gate.clear()
+    await buffer.rollouts.push([encode_rollout(lost)])
+    while not reward.requests:
+        await asyncio.sleep(0.01)
+    await go_back(buffer.context.redis, earlier)
+    await buffer.accept_loss("operator", None)
+    await buffer.rollouts.push([encode_rollout(other)])
+    await buffer.rollouts.push([encode_rollout(lost)])  # once more, and at another position
+    reward.gate.set()
+    async with asyncio.timeout(30):
+        while (await buffer.stats()).num_pending:
+            await asyncio.sleep(0.01)
+    index = await buffer.view.level()
+    rows = index.live_rows()
+    assert index.rollout_ids(rows) == [other.rollout_id, lost.rollout_id]
+    assert index.column("reward", rows).tolist() == [1.0, 10.0]

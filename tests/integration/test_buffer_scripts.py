@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from tba_buffer import buffer as buffer_module
 from tba_buffer.base import BaseWriter
 from tba_buffer.buffer import Buffer
-from tba_buffer.promise import Promise
+from tba_buffer.context import Context
 from tba_buffer.scaling.wishes import Wishes
 from tba_buffer.scripts import NAMES, Scripts
 from tba_buffer.snapshots.load import SnapshotLoad
@@ -65,7 +65,7 @@ async def buffer(
 
 
 async def everything(client: Any) -> dict[bytes, Any]:
-    """All keys; without what a push counts of its duplicates."""
+    """All keys; without what a push counts of its duplicates, and how many changes were acknowledged."""
     readers = {
         b"string": client.get,
         b"hash": client.hgetall,
@@ -75,15 +75,16 @@ async def everything(client: Any) -> dict[bytes, Any]:
         b"stream": lambda key: client.xrange(key),
     }
     found = {key: await readers[await client.type(key)](key) for key in sorted(await client.keys("*"))}
-    found.get(b"tba:test:counters", {}).pop(b"pushed:duplicate", None)
+    for name in (b"pushed:duplicate", b"acknowledged"):
+        found.get(b"tba:test:counters", {}).pop(name, None)
     return found
 
 
 class TwiceScripts(Scripts):
     """Runs every script twice and compares."""
 
-    def __init__(self, promise: Promise) -> None:
-        super().__init__(promise)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context.promise, context.keys, context.losses)
         self.names: set[str] = set()
 
     async def run_with(
@@ -105,7 +106,7 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     redis: RedisProcess,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    twice = TwiceScripts(buffer.context.promise)
+    twice = TwiceScripts(buffer.context)
     object.__setattr__(buffer.context, "scripts", twice)
     lineages, leases, draws = buffer.lineages, buffer.leases, buffer.draws
 
@@ -129,7 +130,7 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
 
     visits = {lease.prompt.prompt_id: lease.visit_id for lease in reply.leases[4:]}
     for prompt_id, visit_id in [*visits.items(), *((f"train-{i}", "visit-of-nobody") for i in range(8))]:
-        rollouts = [make_rollout(prompt_id, visit_id=visit_id, reward=float(i)) for i in range(4)]
+        rollouts = [make_rollout(prompt_id, visit_id=visit_id, reward=float(i), searcher_id="s") for i in range(4)]
         await buffer.rollouts.push([encode_rollout(rollout) for rollout in rollouts])
     assert (await buffer.stats()).evicted == {}
     await buffer.rollouts.push([encode_rollout(make_rollout()) for _ in range(8)])
@@ -162,7 +163,12 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     await buffer.run.command("pause", RunCommand(reason="look"), "operator")
     await buffer.run.command("stop", RunCommand(), "operator")
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    assert [change.command for change in (await buffer.run.changes(after=0)).changes] == ["pause", "stop", "lineage"]
+    await buffer.run.retry_versions(RunCommand(reason="the store was slow"), "operator")
+    changes = (await buffer.run.changes(after=0)).changes
+    assert [change.command for change in changes] == ["pause", "stop", "lineage", "retry-versions"]
+    retried = changes[-1]
+    said = (retried.role, retried.reason, retried.old, retried.new, retried.number)
+    assert said == ("operator", "the store was slow", "running", "running", 4)
     assert await Wishes(buffer.context).change(ScaleRequest(num_searchers=2)) == 1
     gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
     beat = Heartbeat(
@@ -172,7 +178,16 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     assert await buffer.components.trainer_waits.totals() == {"rollouts": 2.5}
     await BaseWriter(buffer.context, min_tail=1).keep_up(await buffer.view.level())
     await save_and_load(buffer, redis, twice, tmp_path)
-    assert twice.names == set(NAMES)
+    assert twice.names == set(NAMES) - {"accept_loss"}  # it runs when the others are refused
+
+
+async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buffer: Buffer) -> None:
+    await buffer.catalog.upload(make_prompts(1))
+    keys, args = buffer.context.losses.accept_args("operator", "x", "request-1")
+    number = await buffer.context.scripts.accept_loss(keys, args)
+    before = await everything(buffer.context.redis)
+    assert await buffer.context.scripts.accept_loss(keys, args) == number
+    assert await everything(buffer.context.redis) == before
 
 
 async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:  # noqa: F811
@@ -207,7 +222,8 @@ async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_grante
                 calls.append(await super().run(name, keys, args))
             return await super().run(name, keys, args)
 
-    object.__setattr__(buffer.context, "scripts", LostReply(buffer.context.promise))
+    context = buffer.context
+    object.__setattr__(context, "scripts", LostReply(context.promise, context.keys, context.losses))
     leases = (await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=3))).leases
     assert len(leases) == 3
     assert [lease.lease_id.encode() for lease in leases] == calls[0][2::5]

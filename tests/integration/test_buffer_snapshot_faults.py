@@ -172,5 +172,6 @@ def test_a_damaged_object_is_refused_before_anything_changes(
     assert origin is not None
     assert f"{damaged.key} in {store.url} is damaged" in (origin.reason or "")
     with redis_of(stack) as redis:
-        assert {key.decode() for key in redis.keys(f"tba:careful-{kind}:*")} == {f"tba:careful-{kind}:replica"}
+        left = {key.decode() for key in redis.keys(f"tba:careful-{kind}:*")}
+        assert left == {f"tba:careful-{kind}:{name}" for name in ("format", "replica")}
     assert other.stats().num_prompts_train == 0

@@ -338,3 +338,38 @@ def test_the_commands_save_list_and_load(
     late = serve_buffer(**sections(store, "late"))
     assert main(["buffer", "load", "test/none", "--url", late.url]) == 2
     assert "was not loaded: there is no snapshot test/none" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_is_left_out_of_a_snapshot_and_named(
+    serve_buffer: ServeBuffer,  # noqa: F811
+    redis: RedisProcess,  # noqa: F811
+    store: FileStore,
+) -> None:
+    from redis import Redis
+
+    first = serve_buffer(**sections(store))
+    old = first.client()
+    old.upload_prompts(make_prompts(3, 2))
+    start_lineage(old)
+    pushed = old.push(make_payloads(["train-0", "train-1", "train-2"])).outcomes
+    before = stored(redis)
+    bad = next(item for item in pushed if item.rollout_id is not None).rollout_id or ""
+    with Redis.from_url(redis.url) as known:
+        known.hset("tba:test:payloads", bytes.fromhex(bad), b"\xff\x00")  # pyright: ignore[reportArgumentType]
+        known.hset("tba:test:prompts", "train-2", b"\xff")  # pyright: ignore[reportArgumentType]
+    first.stop()
+    old = serve_buffer(**sections(store)).client()
+    info = saved(old, "damaged")
+    good = {
+        rollout_id: payload
+        for rollout_id, payload in before.items()
+        if rollout_id.hex() != bad and decode_rollout(payload).prompt_id != "train-2"
+    }
+    assert 0 < len(good) < len(before) - 1
+    assert (info.num_rollouts, manifest_of(store, "test/damaged").num_prompts) == (len(good), 4)
+    unreadable = old.run().unreadable
+    assert unreadable is not None
+    assert {(item.kind, item.name) for item in unreadable.items} == {("rollout", bad), ("prompt", "train-2")}
+    new = serve_buffer(**sections(store, "other")).client()
+    assert loaded(new, "test/damaged").num_loaded == len(good)
+    assert contents(stored(redis, "other"), run="other") == contents(good, run="test")

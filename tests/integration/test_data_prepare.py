@@ -45,8 +45,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     server.close()
 
 
-def prepare(place: Path, hub_url: str, items: list[dict[str, Any]], **changes: Any) -> tuple[int, str]:
-    """Run the command in a folder; returns exit code and output."""
+def prepare(
+    place: Path,
+    hub_url: str,
+    items: list[dict[str, Any]],
+    *,
+    words: tuple[str, ...] = ("data", "prepare"),
+    offline: str = "0",
+    **changes: Any,
+) -> tuple[int, str]:
+    """Run the command, or another one, in a folder; returns exit code and output."""
     part = {
         "task": "gsm8k",
         "dataset": "data/gsm8k",
@@ -69,9 +77,10 @@ def prepare(place: Path, hub_url: str, items: list[dict[str, Any]], **changes: A
         "HF_HOME": str(place / "hf"),
         "HF_ENDPOINT": hub_url,
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_OFFLINE": offline,
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tba.cli.main", "data", "prepare", "recipe.json"]
+    command = [sys.executable, "-m", "tba.cli.main", *words, "recipe.json"]
     done = subprocess.run(
         command,
         cwd=place,
@@ -122,6 +131,21 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message
     code, output = prepare(tmp_path, hub.url, [item])
     assert (code, message in output) == (2, True), output
     assert "Traceback" not in output
+
+
+def test_doctor_asks_the_hub_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:
+    words, num_sent = ("doctor", "--for", "trainer", "--probe", "hub", "--config"), len(hub.downloads)
+    code, output = prepare(tmp_path, hub.url, [{**WHOLE, "hub": "org/gated"}], words=words)
+    assert (code, "FAIL hub: model org/gated is behind a licence" in output) == (1, True), output
+    code, output = prepare(tmp_path, hub.url, [WHOLE], words=words)
+    assert (code, "ok   hub: the hub lets us have model org/whole" in output) == (0, True), output
+    assert len(hub.downloads) == num_sent, "nothing was fetched"
+    code, output = prepare(tmp_path, hub.url, [WHOLE], words=words, offline="1")
+    assert (code, "-    hub: models/whole is not here" in output) == (0, True), output
+    (tmp_path / "models" / "whole").mkdir(parents=True)
+    assert "hub:" not in prepare(tmp_path, hub.url, [WHOLE], words=words)[1]
+    code, output = prepare(tmp_path, hub.url, [WHOLE], words=("doctor", "--probe", "hup", "--config"))
+    assert (code, "error: --probe hup is not known; there are releases, gpu" in output) == (2, True), output
 
 
 def test_without_a_network_it_says_so(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,15 @@ PUBLISHED = {
     "tasks": ["addition", "other"],
     "success_above": {"other": 0.5},
     "perplexity": True,
-    "references": [{"name": "a paper", "metric": "greedy.addition.success_rate", "value": 0.25}],
+    "references": [
+        {
+            "name": "a paper",
+            "metric": "greedy.addition.success_rate",
+            "value": 0.25,
+            "setting": "7 steps",
+            "source": "p. 3",
+        }
+    ],
 }
 
 
@@ -137,6 +146,10 @@ def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_start
         prompt = next(p for p in _prompts(folder) if p["prompt_id"] == line["prompt_id"])
         assert line["scores"] == {"exact": float(line["text"] == prompt["data"]["answer"])}
     assert (folder / "logs" / "reward.log").exists()
+    # the service asked for tokens that nobody else on this machine could read
+    tokens = folder / "secrets" / "tokens" / "all.json"
+    assert json.loads((folder / "config.json").read_text())["auth"]["tokens_file"] == str(tokens)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, tokens)] == [0o700, 0o600]
 
 
 def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(

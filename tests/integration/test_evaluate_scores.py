@@ -13,7 +13,7 @@ from tba_searcher.evaluation.answers import Answer, Answers
 from tba_searcher.evaluation.scores import REQUEST_ITEMS, Score, score_all
 
 from tba.api import Prompt
-from tba.config import Recipe
+from tba.config import Recipe, parse_recipe
 from tba.errors import BadRequestError, WaitTimeoutError
 from tests.support.reward_server import RewardServer
 from tests.support.trainer_values import make_recipe
@@ -61,6 +61,19 @@ def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, 
             assert found[f"greedy-{n}-0", task] == (Score(None, "crashed") if n == 7 else known)
     assert max(map(len, server.requests)) == REQUEST_ITEMS
     assert server.asked[0]["finish_reason"] == "length"
+
+
+def test_a_task_with_a_python_function_gets_the_tokens_of_its_answers(server: RewardServer, answers: Answers) -> None:
+    answers.answers = [replace(answer, tokens=np.array([7, answer.prompt], np.int32)) for answer in answers.answers]
+    recipe = recipe_for(server, tasks=["addition", "mine"])
+    tasks = {"mine": {"scorers": [{"kind": "python", "function": "graders:same"}]}}
+    document = recipe.model_dump(mode="json")
+    document["reward"]["tasks"] = tasks
+    ask(parse_recipe(document, where="test"), answers)
+    sent = {(item["task"], item["prompt"]): item.get("response_tokens") for item in server.asked}
+    for n in range(NUM_PROMPTS):
+        assert sent["mine", f"{n}+0="] == [7, n]
+        assert sent["addition", f"{n}+0="] is None
 
 
 def test_a_busy_service_is_asked_again(server: RewardServer, answers: Answers) -> None:

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.local_workplace import DEADLINE_S, RECIPE, Workplace, wait_until
+from tests.support.hub_server import HubServer, commit_of
+from tests.support.local_workplace import DEADLINE_S, RECIPE, Workplace, prompt_line, wait_until
+
+NOBODY = "http://127.0.0.1:9"
+"""A hub that is not there."""
 
 
 @pytest.fixture
@@ -41,6 +47,13 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+def last_words(text: str) -> list[str]:
+    """The arguments of the command with which an error ends."""
+    words = shlex.split(text.rpartition(": ")[2])
+    assert words[:3] == [sys.executable, "-m", "tba.cli.main"]
+    return words[3:]
 
 
 def wait_for_step_2(place: Workplace) -> None:
@@ -112,10 +125,10 @@ def test_a_trainer_that_is_killed_stops_the_run_with_the_way_to_resume_it(place)
     assert died.returncode == 1
     assert died.stderr.count("\n") == 1
     assert died.stderr.startswith("error: trainer died (killed by SIGKILL)")
-    assert "resume with: tba run recipe.toml --resume" in died.stderr
+    assert "; resume with: " in died.stderr
     assert "trainer | about to die" in died.stdout
     assert place.children() == []
-    resumed = place.run("--resume")
+    resumed = place.tba(*last_words(died.stderr))
     assert resumed.returncode == 0, resumed.stderr
     assert place.summary()["steps"] == 6
     assert place.summary()["lineages"] == 2
@@ -125,16 +138,50 @@ def test_a_trainer_that_is_killed_stops_the_run_with_the_way_to_resume_it(place)
 
 def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
     assert place.run("--seed", "5", FAKE_TRAINER="die-at-2").returncode == 1
-    (place.path / "recipe.toml").write_text(RECIPE.replace("num_steps = 6", "num_steps = 99"))
     wrong_seed = place.run("--resume", "--seed", "6")
     assert wrong_seed.returncode == 2
     assert "began with seed 5, not 6; leave out --seed" in wrong_seed.stderr
     set_seed = place.run("--resume", "--set", "run.seed=6")
     assert set_seed.returncode == 2
     assert "began with seed 5, not 6; leave out --set run.seed" in set_seed.stderr
+    set_path = place.run("--resume", "--set", "data.path=other.jsonl")
+    assert set_path.returncode == 2
+    assert "data.path was " in set_path.stderr
+    assert "other.jsonl' within a run: set it back" in set_path.stderr
     assert place.run("--resume", "--set", "trainer.num_steps=8").returncode == 0
     assert place.summary()["steps"] == 8
     assert place.summary()["seed"] == 5
+
+
+def test_a_recipe_that_was_edited_is_not_ignored_in_silence(place):
+    died = place.run("--seed", "5", FAKE_TRAINER="die-at-2")
+    (place.path / "recipe.toml").write_text(RECIPE.replace("num_steps = 6", "num_steps = 7").replace("120", "121"))
+    refused = place.tba(*last_words(died.stderr))
+    assert refused.returncode == 2
+    assert "recipe.toml: trainer.num_steps was 6 when the run began, and is 7 now" in refused.stdout
+    assert "recipe.toml: local.start_timeout_s was 120 when the run began, and is 121 now" in refused.stdout
+    assert "recipe recipe.toml has changed since run 'demo' began (see above); take the changes with" in refused.stderr
+    assert place.tba(*last_words(refused.stderr)).returncode == 0
+    assert (place.summary()["steps"], place.summary()["seed"]) == (6, 5)
+
+
+def test_changes_of_a_recipe_are_taken_where_that_is_possible_within_a_run(place):
+    assert place.run("--seed", "5", FAKE_TRAINER="die-at-2").returncode == 1
+    path = place.path / "recipe.toml"
+    path.write_text(RECIPE.replace('path = "model"', 'path = "model"\ndtype = "bfloat16"'))
+    refused = place.run("--resume", "--take-changes")
+    assert refused.returncode == 2
+    assert "model.dtype was 'float32' when run 'demo' began, and cannot become 'bfloat16' within" in refused.stderr
+    path.write_text(RECIPE.replace("num_steps = 6", "num_steps = 7"))
+    taken = place.run("--resume", "--take-changes", "--quiet")
+    assert taken.returncode == 0, taken.stderr
+    assert "trainer.num_steps was 6 when the run began, and is 7 now" in taken.stdout
+    known = json.loads((place.folder / "recipe_file.json").read_text())
+    assert known["document"]["trainer"]["num_steps"] == 7  # the next resume compares with this
+    assert (place.summary()["steps"], place.summary()["seed"]) == (7, 5)
+    alone = place.run("--take-changes")
+    assert alone.returncode == 2
+    assert "--take-changes goes with --resume" in alone.stderr
 
 
 def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(place):
@@ -153,13 +200,48 @@ def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(place)
 def test_a_child_that_dies_without_a_word_has_no_lines_above(place):
     died = place.run("--set", "local.redis_server=/bin/false")
     assert died.returncode == 1
-    assert f"redis died (exit code 1) and wrote nothing to {place.folder}/logs/redis.log" in died.stderr
+    assert f"redis died (exit code 1) and wrote nothing to {place.failed_logs}/redis.log" in died.stderr
 
 
 def test_a_child_that_explains_its_end_is_quoted(place):
     done = place.run(FAKE_TRAINER="error")
     assert done.returncode == 1
     assert done.stderr.startswith("error: trainer ended (exit code 2): the learning rate is silly [")
+
+
+def test_a_failed_start_leaves_its_logs_and_no_run_folder(place):
+    failed = place.run(FAKE_TRAINER="error")
+    log = place.failed_logs / "trainer.log"
+    assert f"the learning rate is silly [{log}]; training had not begun; start again with: " in failed.stderr
+    assert "the learning rate is silly" in log.read_text()
+    assert not place.folder.exists()
+    assert place.run().returncode == 0  # without --fresh
+
+
+def test_a_start_that_was_interrupted_leaves_no_run_folder(place):
+    started = place.start(FAKE_REWARD="slow")
+    wait_until("reward is waited for", lambda: place.folder.exists() and "tba_reward" in str(place.commands()))
+    os.killpg(started.pid, signal.SIGINT)
+    out, err = started.communicate(timeout=DEADLINE_S)
+    assert (started.returncode, err) == (130, "")
+    assert last_words(out) == ["run", "recipe.toml"]
+    assert "training had not begun; start again with: " in out
+    assert not place.folder.exists()
+
+
+def test_a_scorer_that_did_not_start_ends_the_start_at_once_with_its_reason(place):
+    done = place.run("--set", "local.start_timeout_s=100000", FAKE_REWARD="misspelt")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the reward service cannot score the task 'addition': scorer 'python': Value")
+    assert "module graders has no function 'smae'" in done.stderr
+    assert not place.folder.exists()
+
+
+def test_a_service_that_is_slow_says_why_while_it_is_waited_for(place):
+    done = place.run("--set", "local.start_timeout_s=5", FAKE_REWARD="slow")
+    assert done.returncode == 2
+    assert done.stdout.count("reward is not ready yet: addition: python: it is starting") == 1
+    assert f"reward was not ready within 5 s (local.start_timeout_s); see {place.failed_logs}/reward.log" in done.stderr
 
 
 def test_a_run_that_failed_can_be_resumed(place):
@@ -225,11 +307,11 @@ def test_a_stop_signal_reaches_the_trainer_through_the_supervisor_only_and_can_b
     out, err = started.communicate(timeout=DEADLINE_S)
     assert started.returncode == 130
     assert err == ""
-    assert "resume with: tba run recipe.toml --resume" in out
+    assert "resume with: " in out
     assert (place.folder / "checkpoint_on_sigterm").exists()
     assert "User requested shutdown" in place.log("redis")
     assert place.children() == []
-    assert place.run("--resume").returncode == 0
+    assert place.tba(*last_words(out)).returncode == 0
 
 
 def test_children_die_with_a_supervisor_that_is_killed(place):
@@ -282,9 +364,9 @@ def test_commands_find_the_running_run(place):
     assert "stopping" in place.tba("stop").stdout
     started.terminate()
     started.communicate(timeout=DEADLINE_S)
-    gone = place.tba("status")
+    gone = place.tba("pause")
     assert gone.returncode == 2
-    assert gone.stderr.startswith("error: no run is going under runs/")
+    assert gone.stderr.startswith("error: run 'demo' is not going")
 
 
 def test_bad_input_is_one_sentence_before_anything_starts(place):
@@ -307,12 +389,89 @@ def test_bad_input_is_one_sentence_before_anything_starts(place):
                 "store.timeout_s=2",
             ],
             "there is no run to resume": ["--resume"],
+            "trainer.device 'quantum' cannot be used": ["--set", "trainer.device=quantum"],
+            "searcher.device 'cuda:99' cannot be used": ["--set", "searcher.device=cuda:99"],
+            "which no reward scores": ["--set", "data.path=nobody.jsonl"],
         }
+        lines = [prompt_line(split, split).replace("addition", "nobody") for split in ("train", "heldout")]
+        (place.path / "nobody.jsonl").write_text("\n".join(lines))
         for sentence, words in cases.items():
             done = place.run(*words, AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="y")
             assert done.returncode == 2, (words, done.stderr)
             assert sentence in done.stderr, (words, done.stderr)
             assert done.stderr.startswith("error: ")
             assert done.stderr.count("\n") == 1
-            assert not (place.folder / "logs").exists()
+            assert not place.folder.exists()
     assert place.run().returncode == 0  # and a failed start leaves nothing in the way
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    folder = tmp_path / "on-the-hub"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 128, **sizes}))
+    server = HubServer({"models/org/whole": folder})
+    yield server
+    server.close()
+
+
+def hub_environ(place: Workplace, url: str, home: str = "hf") -> dict[str, str]:
+    return {"HF_ENDPOINT": url, "HF_HOME": str(place.path / home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_kept(place, hub):
+    commit, environ = commit_of("models/org/whole"), hub_environ(place, hub.url)
+    words = ["--set", "model.path=org/whole", "--set", f"model.revision={commit}"]
+    done = place.run(*words, **environ)
+    assert done.returncode == 0, done.stderr
+    assert "fetching model org/whole" in done.stderr + done.stdout
+    folder = place.path / "models" / "org" / "whole"
+    assert (folder / "model.safetensors").read_text() == "{}"
+    assert json.loads((folder / ".tba-prepare").read_text())["commit"] == commit
+    assert json.loads((place.folder / "recipe.json").read_text())["model"]["path"] == str(folder)
+    num_downloads = len(hub.downloads)
+    again = place.run(*words, "--run-name", "again", **hub_environ(place, NOBODY))
+    assert again.returncode == 0, again.stderr
+    assert len(hub.downloads) == num_downloads
+
+
+def test_sizing_needs_the_config_of_the_hub_alone(place, hub):
+    words = ("sizing", "recipe.toml", "--set", "model.path=org/whole")
+    done = place.tba(*words, **hub_environ(place, hub.url))
+    assert (done.returncode, "config.json of org/whole on the hub" in done.stdout) == (0, True), done.stderr
+    assert hub.downloads == ["config.json"]
+    done = place.tba(*words, **hub_environ(place, NOBODY, home="other"))
+    assert (done.returncode, "name a size instead, such as --model 7b" in done.stderr) == (2, True), done.stderr
+
+
+def test_without_a_network_a_model_of_the_hub_is_one_sentence_or_comes_from_the_cache(place, hub):
+    missing = place.run("--set", "model.path=org/whole", **hub_environ(place, NOBODY))
+    [error] = [line for line in missing.stderr.splitlines() if line.startswith("error: ")]
+    assert (missing.returncode, "model org/whole could not be fetched" in error) == (2, True), missing.stderr
+    assert "this needs a network: run it where there is one and copy the folder" in error
+    assert not (place.path / "models" / "org" / "whole").exists()
+    assert not place.folder.exists()
+
+    fetch = "import huggingface_hub; huggingface_hub.snapshot_download('org/whole')"
+    environ = os.environ | hub_environ(place, hub.url)
+    subprocess.run([sys.executable, "-c", fetch], env=environ, check=True, timeout=DEADLINE_S)
+    done = place.run("--set", "model.path=org/whole", **hub_environ(place, NOBODY))
+    assert done.returncode == 0, done.stderr
+    assert (place.path / "models/org/whole/model.safetensors").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["model.path=org/none"], "the hub has no model org/none, no folder org/none is here, or it is private"),
+        (["model.path=org/whole", 'model.revision="v9"'], "no revision 'v9'; correct it in model.revision"),
+        (['model.revision="v9"'], "model.path 'model' is a folder, which has none"),
+    ],
+)
+def test_what_the_hub_has_not_is_said_before_anything_starts(place, hub, words, sentence):
+    done = place.run(*(word for text in words for word in ("--set", text)), **hub_environ(place, hub.url))
+    assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+    assert not place.folder.exists()

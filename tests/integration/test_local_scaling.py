@@ -13,6 +13,7 @@ import pytest
 
 from tba.api import ScaleRequest, SearchersInfo
 from tba.clients import BufferClient
+from tba.tokens import role_token
 from tests.integration.test_local_real_services import path_with_real_services
 from tests.support.local_workplace import DEADLINE_S, Workplace, wait_until
 
@@ -42,7 +43,8 @@ def is_running(place: Workplace, *numbers: int) -> bool:
 
 
 def client_of(place: Workplace) -> BufferClient:
-    return BufferClient(json.loads((place.folder / "endpoints.json").read_text())["buffer_url"], retry_s=20.0)
+    endpoints = json.loads((place.folder / "endpoints.json").read_text())
+    return BufferClient(endpoints["buffer_url"], token=role_token(endpoints["tokens_file"], "operator"), retry_s=20.0)
 
 
 def scale(place: Workplace, num: int | None) -> SearchersInfo:

@@ -1,6 +1,6 @@
 """A Redis that somebody else runs, started again over a file in which a transaction was written by half.
 
-It has `aof-load-truncated yes`, as every Redis by default: it goes on over a torn end, and leaves the half of it there.
+It has `aof-load-truncated no`, without which the buffer takes none: Redis does not start over a torn end.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
-from tba_buffer.fresh_file import WRITING, FreshFile
 
 from tba.errors import UnavailableError
-from tba.wire import decode_rollout
 from tests.support.buffer import (
     ROOT,
     SERVICE_PATHS,
@@ -31,7 +28,7 @@ from tests.support.buffer import (
     write_recipe,
 )
 from tests.support.buffer_fixtures import BufferThread
-from tests.support.redis_process import RedisProcess, free_port
+from tests.support.redis_process import OF_OTHERS, RedisProcess, free_port
 from tests.support.waiting import until
 
 LOG = b"tba:test:log"
@@ -42,7 +39,7 @@ class World:
     """The Redis, a buffer over it, and three acknowledged pushes."""
 
     def __init__(self, folder: Path) -> None:
-        self.redis = RedisProcess(folder=folder, port=free_port(), as_we_start_it=False)
+        self.redis = RedisProcess(folder=folder, port=free_port(), options=OF_OTHERS, as_we_start_it=False)
         self.redis.start()
         self.recipe = make_recipe(buffer={"redis_url": self.redis.url})
         self.buffer = BufferThread(self.recipe)
@@ -123,66 +120,23 @@ def metric(url: str, name: str) -> float:
     return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
 
 
-def test_a_torn_end_is_written_anew_before_anything_is_acknowledged(world: World) -> None:
-    """Redis loads twice: once over the torn end, once over what was acknowledged after that."""
+def test_a_redis_of_others_does_not_start_over_a_torn_end_until_the_script_has_mended_it(world: World) -> None:
     world.redis.kill()
     path = aof(world.redis.folder)
     data = path.read_bytes()
     _, position, records = last_push(data)
     path.write_bytes(data + half_push(position + 4, records) + command(b"HSET", b"tba:test:payloads", b"y", b"z")[:-9])
+    with pytest.raises(RuntimeError, match="redis-server did not start"):
+        world.redis.start()
+    assert len(path.read_bytes()) > len(data), "Redis cuts nothing"
+    world.redis.as_we_start_it = True
     world.redis.start()
+    assert aof(world.redis.folder).read_bytes() == data
     until("a push is accepted", lambda: world.why_refused() is None)
     world.restart_redis()
     until("a push is accepted again", lambda: world.why_refused() is None)
-    assert readyz(world.buffer.url)[0] == 200
-    again = world.client.push(world.acknowledged)
-    assert {outcome.outcome for outcome in again.outcomes} == {"duplicate"}, "an acknowledged rollout is gone"
+    assert {outcome.outcome for outcome in world.client.push(world.acknowledged).outcomes} == {"duplicate"}
     assert len(world.acknowledged) >= 20
-    assert b"tba:test:payloads\r\n$16\r\n" + bytes(16) not in aof(world.redis.folder).read_bytes()
-
-
-def test_a_redis_that_is_ended_again_before_its_file_is_written_anew_loses_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A push that was written behind the half would be joined with it, and be called stored when it comes again."""
-    world.redis.kill()
-    path = aof(world.redis.folder)
-    data = path.read_bytes()
-    _, position, records = last_push(data)
-    path.write_bytes(data + half_push(position + 4, records) + command(b"HSET", b"tba:test:payloads", b"y", b"z")[:-9])
-    world.redis.start()
-    payloads = make_payloads(["train-0"])
-    with monkeypatch.context() as patch:
-        patch.setattr("tba_buffer.fresh_file.FreshFile._ask", never_written_anew)
-
-        def is_refused() -> bool:
-            with pytest.raises(UnavailableError) as refused:
-                world.client.push(payloads)
-            return WRITING in str(refused.value)
-
-        until("its new process is known", is_refused)
-        world.redis.kill()
-    world.redis.start()
-
-    def outcomes() -> set[str]:
-        try:
-            return {outcome.outcome for outcome in world.client.push(payloads).outcomes}
-        except UnavailableError:
-            return set()
-
-    found: set[str] = set()
-    until("the push is answered", lambda: bool(found.update(outcomes()) or found))
-    with Redis.from_url(world.redis.url) as redis:
-        entries: Any = redis.xrange(LOG)
-    log = b"".join(fields.get(b"r", b"") for _, fields in entries)
-    in_log = {log[at : at + 16] for at in range(0, len(log), 57)}
-    assert {decode_rollout(payload).rollout_id for payload in payloads} <= in_log, found
-    assert bytes(16) not in in_log, "the half was carried out"
-
-
-async def never_written_anew(_file: FreshFile, _process: str) -> str:
-    """Redis is ended before it has."""
-    return WRITING
 
 
 def test_a_restart_over_a_whole_file_is_no_event(world: World) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from tba_reward import http_calls
 from tba_reward.http_calls import EndpointCalls
 from tba_reward.scorers import http
 from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, Tools
@@ -79,10 +80,41 @@ async def test_no_reward_and_no_number_are_no_score(server: RewardServer) -> Non
             ]
         },
     )
-    outcomes = await scored(build(server.url), "a", "c", "d")
-    assert (reason(outcomes[0]), outcomes[1], reason(outcomes[2])) == ("abstained", 0.5, "exception")
-    (outcome,) = await scored(build(server.url), "b")  # JSON knows no infinity
-    assert reason(outcome) == "exception"
+    outcomes = await scored(build(server.url), "a", "b", "c", "d")
+    assert [reason(outcomes[at]) for at in (0, 1, 3)] == ["abstained", "not_finite", "exception"]
+    assert outcomes[2] == 0.5
+
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (b'"reward": NaN', "not_finite"),
+        (b'"reward": -Infinity', "not_finite"),
+        (b'"reward": 1e999', "not_finite"),
+        (b'"reward": ' + HUGE.encode(), "not_finite"),
+        (b'"reward": "0.5"', "exception"),
+        (b'"reward": true', "exception"),
+        (b'"reward": [0.5]', "exception"),
+        (b'"reward": null, "error": "\xff no text"', "exception"),
+        (b'"error": {"reason": ["bad_data"], "detail": 1}', "exception"),
+        (b'"error": {"reason": "bad_data", "detail": null}', "bad_data"),
+    ],
+    ids=["nan", "infinite", "overflows", "digits", "text", "true", "list", "bytes", "odd-error", "no-detail"],
+)
+async def test_what_is_wrong_in_one_result_fails_that_item_alone(
+    monkeypatch: pytest.MonkeyPatch, result: bytes, expected: str
+) -> None:
+    results = [b'{"item_id": "%d", "reward": %d}' % (number, number) for number in range(64)]
+    results[7] = b'{"item_id": "7", %s}' % result
+    body = b'{"results": [%s]}' % b", ".join(results)
+    calls = EndpointCalls("http://judge/v1/score", task="t", token=None, num_retries=0, max_connections=1)
+    monkeypatch.setattr(calls, "_post", lambda sent, deadline_s: http_calls._Answer(200, 0.0, body))
+    outcomes = calls.score([Item(prompt="p", response="r")] * 64, timeout_s=60.0)
+    assert reason(outcomes[7]) == expected
+    assert outcomes[:7] + outcomes[8:] == [float(number) for number in range(64) if number != 7]
 
 
 @pytest.mark.parametrize(

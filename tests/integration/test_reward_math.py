@@ -45,8 +45,8 @@ async def test_answers_that_never_end_cost_only_themselves(scorer: Scorer) -> No
     items = [item(r"\boxed{4}"), item(POISON), item(ENDLESS), *[item(rf"\boxed{{{n}}}") for n in range(8)]]
     right, poison, endless, *others = await scorer.score(items)
     assert isinstance(poison, Failure)
-    assert poison.reason in ("timeout", "out_of_memory", "crashed")
-    assert endless == 0.0 or (isinstance(endless, Failure) and endless.reason in ("timeout", "exception", "ambiguous"))
+    assert poison.reason in ("too_slow", "out_of_memory", "crashed")
+    assert endless == 0.0 or (isinstance(endless, Failure) and endless.reason in ("too_slow", "ambiguous"))
     assert [right, *others] == [1.0, 0, 0, 0, 0, 1.0, 0, 0, 0]
 
 

@@ -45,10 +45,10 @@ scorers = [{{kind = "python", function = "tests.support.reward_faults:reward"}}]
 class Service:
     """`python -m tba_reward` on a free port."""
 
-    def __init__(self, folder: Path, *sets: str) -> None:
+    def __init__(self, folder: Path, *sets: str, recipe: str = RECIPE) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        (folder / "recipe.toml").write_text(RECIPE.format(port=port))
+        (folder / "recipe.toml").write_text(recipe.format(port=port))
         self.log = folder / "log"
         arguments = [part for item in sets for part in ("--set", item)]
         paths = [str(ROOT), str(ROOT / "services" / "reward"), os.environ.get("PYTHONPATH", "")]
@@ -136,7 +136,7 @@ def test_a_batch_is_scored_in_order_with_a_reward_or_a_reason_each(service: Serv
     assert [result["item_id"] for result in results] == [str(n) for n in range(12)]
     assert [result["reward"] for result in results] == [1.0, 0.0, *[None] * 4, 1.0, *[None] * 4, 0.5]
     reasons = [result["error"] and result["error"]["reason"] for result in results]
-    assert reasons[:7] == [None, None, "unknown_task", "timeout", "not_finite", "bad_data", None]
+    assert reasons[:7] == [None, None, "unknown_task", "too_slow", "not_finite", "bad_data", None]
     assert reasons[7:] == ["crashed", "too_long", "malformed", "malformed", None]
     assert results[0]["reward_version"].startswith("addition@")
     assert results[0]["parts"] == {"exact": 1.0}
@@ -220,6 +220,61 @@ def test_a_scorer_that_cannot_be_loaded_keeps_the_service_unready_and_is_named(t
     finally:
         service.process.kill()
         service.process.wait()
+
+
+def test_a_recipe_with_nothing_but_a_reward_section_is_enough_to_serve(tmp_path: Path) -> None:
+    service = Service(tmp_path, recipe='[reward]\nport = {port}\ntasks.mine.scorers = [{{kind = "exact"}}]\n')
+    try:
+        service.wait_ready()
+        results = post(service, {"items": [item(0, task="mine"), item(1)]}).json()["results"]
+        assert [result["reward"] for result in results] == [1.0, 1.0]
+        assert httpx2.get(f"{service.url}/version", timeout=60).json()["run"] == "reward"
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def test_reward_functions_of_trl_run_unchanged(tmp_path: Path) -> None:
+    module = "tests.support.trl_rewards"
+    sets = [
+        f'reward.tasks.chat.scorers=[{{kind="python", function="{module}:think_format", conversational=true}}]',
+        f'reward.tasks.ids.scorers=[{{kind="python", function="{module}:num_tokens"}}]',
+        f'reward.tasks.arguments.scorers=[{{kind="python", function="{module}:at_least", kwargs={{threshold=3}}}}]',
+        f'reward.tasks.batch.scorers=[{{kind="python", function="{module}:whole_call"}}]',
+    ]
+    with running(tmp_path, *sets) as service:
+        items = [
+            item(0, task="chat", response="</think>7"),
+            {**item(1, task="ids"), "response_tokens": [1, 2, 3]},
+            item(2, task="arguments"),
+            *(item(n, task="batch", response=f"r{n}") for n in range(3, 6)),
+            {**item(6, task="ids"), "response_tokens": [-1]},
+        ]
+        results = post(service, {"items": items}).json()["results"]
+    assert [result["reward"] for result in results] == [1.0, 3.0, 0.0, 3.0, 3.0, 3.0, None]
+    assert results[6]["error"]["reason"] == "malformed"
+
+
+def test_a_function_that_raises_for_every_item_makes_the_service_not_ready_with_its_text(tmp_path: Path) -> None:
+    function = "tests.support.trl_rewards:raises_always"
+    with running(tmp_path, f'reward.tasks.broken.scorers=[{{kind="python", function="{function}"}}]') as service:
+        results = post(service, {"items": [item(n, task="broken", response=f"r{n}") for n in range(40)]}).json()
+        assert {result["error"]["detail"] for result in results["results"]} == {"KeyError: 'solutoin'"}
+        answer = httpx2.get(f"{service.url}/readyz", timeout=60)
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:tba:problem:broken-reward")
+        assert answer.json()["detail"].startswith("task broken: python: it raised for each of the first 32 different")
+        assert answer.json()["detail"].endswith("KeyError: 'solutoin'")
+
+
+def test_a_dead_judge_costs_its_task_alone(tmp_path: Path) -> None:
+    dead = f"http://127.0.0.1:{free_port()}/v1/score"
+    spec = f'{{kind="http", url="{dead}", num_retries=0}}'
+    with running(tmp_path, f"reward.tasks.judged.scorers=[{spec}]") as service:
+        note = httpx2.get(f"{service.url}/readyz", timeout=60).json()["note"]
+        assert note.startswith("judged: http: no connection to 127.0.0.1")
+        results = post(service, {"items": [item(0), item(1, task="judged")]}).json()["results"]
+        assert results[0]["reward"] == 1.0
+        assert results[1]["error"]["reason"] == "unreachable"
 
 
 def test_tokens_are_checked_by_role(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -80,7 +81,6 @@ def is_running(pid: int) -> bool:
         ("timeout", "exception", "TimeoutError: the scorer's own timeout"),
         ("bad_data", "bad_data", "no such thing"),
         ("ambiguous", "ambiguous", "this or that"),
-        ("abstain", "abstained", "nothing to say"),
         ("surrogate", "exception", "ValueError: lone ? surrogate"),
         ("nan", "not_finite", "the score is nan"),
         ("inf", "not_finite", "the score is -inf"),
@@ -109,13 +109,30 @@ async def test_one_that_hangs_is_killed_at_its_deadline_and_what_was_behind_it_i
     losses.clear()
     pids = tmp_path / "pids"
     items = [item("fine"), item("hang", pid_file=str(pids)), *[item("fine")] * 50, item("hang", pid_file=str(pids))]
-    outcomes = await pool.score(RULE, items, 1.5)
-    assert reasons(outcomes) == [None, "timeout", *[None] * 50, "timeout"]
+    outcomes = await pool.score(RULE, items, 0.5)
+    assert reasons(outcomes) == [None, "too_slow", *[None] * 50, "too_slow"]
     assert isinstance(outcomes[1], Failure)
-    assert outcomes[1].detail == "no result after 1.5 s; the worker was killed"
-    assert losses == ["timeout"] * 2
+    assert outcomes[1].detail.startswith("no result after 0.5 s of CPU time, ")
+    assert losses == ["too_slow"] * 2
     hung = [int(pid) for pid in pids.read_text().split()]
     await until("they are gone", lambda: not any(map(is_running, hung)))
+
+
+async def test_a_deadline_is_cpu_time_and_waiting_takes_none(pool: WorkerPool) -> None:
+    """As on a machine that is busy: by the clock on the wall the item takes longer than its deadline."""
+    assert await pool.score(RULE, [item("sleep", for_s=3.0)], 2.0) == [0.5]
+
+
+async def test_one_that_waits_for_ever_is_killed_by_the_clock_on_the_wall(
+    pool: WorkerPool, losses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses.clear()
+    monkeypatch.setattr("tba_reward.workers.worker.WALL_SLACK_S", 0.5)
+    (outcome,) = await pool.score(RULE, [item("sleep", for_s=10 * LONG_S)], 0.5)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == "timeout"
+    assert re.fullmatch(r"no result after [0-9.]+ s, 0\.[0-9]+ s of CPU time; the worker was killed", outcome.detail)
+    assert losses == ["timeout"]
 
 
 async def test_what_lies_behind_a_slow_item_is_taken_by_a_worker_that_has_nothing_to_do(
@@ -129,6 +146,25 @@ async def test_what_lies_behind_a_slow_item_is_taken_by_a_worker_that_has_nothin
         assert await pool.score(RULE, [item("fine")] * 40, LONG_S) == [0.5] * 40
     assert not hanging.done()
     hanging.cancel()
+
+
+async def test_what_hangs_is_not_taken_from_a_worker_that_still_loads_its_rule_to_be_loaded_once_more(
+    tmp_path: Path,
+) -> None:
+    """Else it would hang in both as soon as both have loaded it."""
+    fresh = WorkerPool(num_workers=2, max_memory_bytes=None, start_timeout_s=LONG_S)
+    try:
+        await fresh.start()
+        rule = WorkerRule(function=RULE.function, prepare="tests.support.reward_faults:prepare", params={"load_s": 1.0})
+        pid_file = tmp_path / "pids"
+        hanging = asyncio.create_task(fresh.score(rule, [item("hang", pid_file=str(pid_file))], 10 * LONG_S))
+        await until("it hangs", lambda: pid_file.exists() and bool(pid_file.read_text()))
+        async with asyncio.timeout(LONG_S):
+            assert await fresh.score(rule, [item("fine")] * 4, LONG_S) == [0.5] * 4
+        assert len(pid_file.read_text().split()) == 1
+        hanging.cancel()
+    finally:
+        await fresh.close()
 
 
 async def test_nobody_waits_for_a_batch_that_was_cancelled(pool: WorkerPool, tmp_path: Path) -> None:
@@ -212,12 +248,12 @@ async def test_a_rule_that_hangs_while_it_is_loaded_has_a_deadline_of_its_own(tm
 
 
 async def test_many_batches_of_good_and_bad_items_at_once_each_end_as_they_must(pool: WorkerPool) -> None:
-    expected = {"fine": None, "raise": "exception", "nan": "not_finite", "crash": "crashed", "hang": "timeout"}
+    expected = {"fine": None, "raise": "exception", "nan": "not_finite", "crash": "crashed", "hang": "too_slow"}
     draw = random.Random(1)
     batches = [draw.choices(list(expected), weights=[80, 10, 5, 5, 0], k=60) for _ in range(5)]
     for batch in batches[:3]:
         batch[draw.randrange(60)] = "hang"
-    scored = await asyncio.gather(*(pool.score(RULE, [item(how) for how in batch], 2.0) for batch in batches))
+    scored = await asyncio.gather(*(pool.score(RULE, [item(how) for how in batch], 0.5) for batch in batches))
     for batch, outcomes in zip(batches, scored, strict=True):
         assert reasons(outcomes) == [expected[how] for how in batch]
 

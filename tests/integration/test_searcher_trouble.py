@@ -10,13 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from tba_searcher import pulling, reference
 from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
 from tba_searcher.engines.embedded import EmbeddedEngine
+from tba_searcher.pulling import Loaded
+from tba_searcher.service import Links, Searcher
 
-from tba.api import MarkRequest
+from tba.api import MarkRequest, RunCommand
+from tba.clients import RewardClient
+from tba.config import parse_recipe
+from tba.errors import DigestError
 from tba.store import FileStore
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
+from tba.wire import Manifest
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.leasing import lease, request_eval
 from tests.support.reward_server import RewardServer
@@ -188,3 +195,90 @@ async def test_an_announced_version_that_is_not_in_the_store_is_a_wait_with_a_na
     world.stop.set()
     await task
     assert world.status.version == version
+
+
+class FailsOnce(EmbeddedEngine):
+    """The first check of a new version fails, as when memory is short for a moment."""
+
+    num_checks = 0
+
+    def verify(self, manifest: Manifest) -> None:
+        if manifest.version != "0-0":
+            self.num_checks += 1
+            if self.num_checks == 1:
+                raise IndexError("index out of range in self")
+        super().verify(manifest)
+
+
+async def test_a_version_whose_check_failed_is_tried_again_and_nothing_dies(
+    make_world: MakeWorld, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "FIRST_RETRY_S", 0.5)
+    world, version = make_world(engine_class=FailsOnce), PolicyVersion(1, 4)
+    task = asyncio.create_task(world.loop.run())
+    publish_version(WeightVersions(FileStore(tmp_path / "store"), world.status.run), model, version)
+    world.client.mark(MarkRequest(version=str(version), token=world.lineage.token))
+    await asyncio.to_thread(until, "the new version", lambda: task.done() or world.status.version == version)
+    assert world.status.counts["refused_versions"] == 1
+    world.stop.set()
+    await task
+    assert world.status.state == "ended"
+
+
+async def test_a_reference_whose_check_failed_is_tried_again_and_nothing_dies(
+    make_world: MakeWorld, reward: RewardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "FIRST_RETRY_S", 0.5)
+    world, tries = make_world(objective={"reference_placement": "searcher"}), list[str]()
+
+    def fails_once(model: Loaded, manifest: Manifest) -> None:
+        tries.append(manifest.version)
+        if len(tries) == 1:
+            raise RuntimeError("out of memory for a moment")
+        pulling.check_loaded(model, manifest)
+
+    monkeypatch.setattr(reference, "check_loaded", fails_once)
+    document = world.served.recipe.model_dump(mode="json")
+    document["store"]["url"] = f"file://{tmp_path / 'store'}"
+    searcher = Searcher(
+        parse_recipe(document, where="test"),
+        tmp_path / "searcher",
+        searcher_id="s",
+        links=Links(buffer=world.served.client(), beats=world.client, reward=RewardClient(reward.url)),
+        stop=world.stop,
+    )
+    task = asyncio.create_task(searcher.run())
+    await asyncio.to_thread(until, "scored rollouts", lambda: task.done() or world.client.stats().num_scored)
+    world.stop.set()
+    await task
+    assert (tries, searcher.status.counts["refused_versions"]) == (["0-0", "0-0"], 1)
+
+
+async def test_an_operator_has_a_refused_version_tried_again(
+    make_world: MakeWorld, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "FIRST_RETRY_S", 3600.0)
+    monkeypatch.setattr(pulling, "MAX_RETRY_S", 3600.0)
+    world, version = make_world(engine_class=FailsOnce), PolicyVersion(1, 4)
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(until, "a lease reply", lambda: task.done() or world.client.stats().num_scored)
+    publish_version(WeightVersions(FileStore(tmp_path / "store"), world.status.run), model, version)
+    world.client.mark(MarkRequest(version=str(version), token=world.lineage.token))
+    await asyncio.to_thread(until, "it is refused", lambda: task.done() or world.status.counts["refused_versions"])
+    assert world.status.version != version
+    world.client.retry_versions(RunCommand(reason="the store was slow"))
+    await asyncio.to_thread(until, "the new version", lambda: task.done() or world.status.version == version)
+    world.stop.set()
+    await task
+    assert world.status.counts["refused_versions"] == 1
+
+
+async def test_a_canary_beyond_the_vocabulary_is_refused_before_it_runs(
+    make_world: MakeWorld, tmp_path: Path, model: Path
+) -> None:
+    world = make_world()
+    manifest = WeightVersions(FileStore(tmp_path / "store"), world.status.run).manifest(START)
+    spoilt = manifest.canary.model_copy(update={"response_tokens": [7, 8, 9, world.engine.vocab_size]})
+    with pytest.raises(DigestError, match=f"its canary has the token id {world.engine.vocab_size}, the model's"):
+        world.engine.verify(manifest.model_copy(update={"canary": spoilt}))
+    world.engine.verify(manifest)

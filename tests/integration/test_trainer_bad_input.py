@@ -1,9 +1,13 @@
-"""A trainer on a real buffer whose stored rollouts are bad in every way: refused, counted, training goes on."""
+"""A trainer on a real buffer whose stored rollouts are bad in every way: refused, counted, training goes on.
+
+What the buffer itself cannot read never comes into a batch: test_buffer_damage.py.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,16 +51,12 @@ def changed(payload: bytes, **fields: Any) -> bytes:
 
 def damages(good: Rollout) -> dict[str, bytes]:
     """Reason -> what such a rollout became in Redis."""
-    payload = encode_rollout(good)
     return {
-        "malformed": changed(payload, sampler_logprobs=b"\x00" * 8),  # mismatched lengths
-        "schema-version": changed(payload, schema=7),
         "vocabulary": encode_rollout(replace(good, prompt_tokens=np.array([VOCAB_SIZE], dtype=np.int32))),
         "too-long": encode_rollout(replace(good, prompt_tokens=np.full(600, 5, dtype=np.int32))),
         "future-version": encode_rollout(replace(good, version_spans=span(PolicyVersion(1, 10**6), good))),
         "unknown-version": encode_rollout(replace(good, version_spans=span(PolicyVersion(9, 1), good))),
         "no-reward": encode_rollout(replace(good, reward=None, reward_status="pending", reward_version=None)),
-        "reward-size": encode_rollout(replace(good, reward=-1e308)),
     }
 
 
@@ -73,19 +73,17 @@ def settings_of(buffer: BufferThread, folder: Path, **trainer: Any) -> Recipe:
     return type(buffer.recipe).model_validate(document)
 
 
-def fill(client: BufferClient, connection: Redis, *, damaged: dict[str, bytes | None]) -> None:
-    """8 prompts of 4 rollouts each. The first rollout of the first prompts is damaged once it is stored; None: all of
-    that prompt's but one."""
+def fill(client: BufferClient, connection: Redis, damaged: Sequence[tuple[bytes, int]]) -> None:
+    """8 prompts of 4 rollouts each. So many rollouts of the first prompts become this once they are stored."""
     rng = np.random.default_rng(0)
     client.upload_prompts(make_prompts(8, 4))
-    kinds = list(damaged.values())
     for number in range(8):
         rollouts = [make_rollout(rng, prompt_id=f"train-{number}", run="test", reward=float(i % 2)) for i in range(4)]
         client.push([encode_rollout(rollout) for rollout in rollouts])
-        if number < len(kinds):
-            bad = kinds[number]
-            for rollout in rollouts[: 1 if bad is not None else 3]:
-                own = changed(bad or b"\x80", rollout_id=rollout.rollout_id, prompt_id=rollout.prompt_id)
+        if number < len(damaged):
+            bad, num = damaged[number]
+            for rollout in rollouts[:num]:
+                own = changed(bad, rollout_id=rollout.rollout_id, prompt_id=rollout.prompt_id)
                 connection.hset(PAYLOADS, rollout.rollout_id, own)  # pyright: ignore[reportArgumentType]
 
 
@@ -100,17 +98,15 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_goes_on
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     client, store = buffer.client(), FileStore(tmp_path / "store")
-    rng = np.random.default_rng(1)
-    damaged: dict[str, bytes | None] = dict(list(damages(make_rollout(rng, run="test")).items())[:7])
-    damaged["group-of-one"] = None
+    bad = damages(make_rollout(np.random.default_rng(1), run="test"))
     with Redis.from_url(redis.url) as connection:
-        fill(client, connection, damaged=damaged)
+        fill(client, connection, [*((payload, 1) for payload in bad.values()), (bad["vocabulary"], 3)])
     train(settings_of(buffer, tmp_path), buffer=client, store=store, stop=threading.Event())
     assert client.run().state == "done"
     lines = entries(client)
     assert [(line.step, line.skipped) for line in lines] == [(step, None) for step in range(1, 7)]
-    # a batch has every prompt: one bad rollout of each kind, and one prompt of which three are unreadable
-    expected = {**dict.fromkeys(damaged, 1), "malformed": 1 + 3}
+    # a batch has every prompt: one bad rollout of each kind, and one prompt of which only one is good
+    expected = {**dict.fromkeys(bad, 1), "vocabulary": 1 + 3, "group-of-one": 1}
     assert [line.refused for line in lines] == [dict(sorted(expected.items()))] * 6
     stats = client.stats()
     assert stats.rollouts_refused_by_trainer == {reason: 6 * number for reason, number in expected.items()}
@@ -118,8 +114,8 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_goes_on
     assert sum(stats.policy_age_histogram.values()) == stats.rollouts_trained
     shown = [line for line in status_lines(client.run(), stats, client.settings()) if "refused by the trainer" in line]
     assert shown == [
-        "  rollouts refused by the trainer: future-version 6, group-of-one 6, malformed 24, no-reward 6, "
-        "schema-version 6, too-long 6, unknown-version 6, vocabulary 6"
+        "  rollouts refused by the trainer: future-version 6, group-of-one 6, no-reward 6, too-long 6, "
+        "unknown-version 6, vocabulary 24"
     ]
     assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
     assert "6 batches, 0 of them abandoned, 0 skipped" in capsys.readouterr().out
@@ -135,17 +131,16 @@ def test_batches_of_nothing_but_bad_rollouts_are_skipped_and_then_fail_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     client = buffer.client()
+    bad = damages(make_rollout(np.random.default_rng(1), run="test"))["vocabulary"]
     with Redis.from_url(redis.url) as connection:
-        fill(client, connection, damaged={})
-        for rollout_id in connection.hkeys(PAYLOADS):  # pyright: ignore[reportGeneralTypeIssues]
-            connection.hset(PAYLOADS, rollout_id, b"rubbish")
+        fill(client, connection, [(bad, 4)] * 8)
     recipe = settings_of(buffer, tmp_path, guards={"max_skipped_in_row": 2})
     with pytest.raises(Exception, match="3 batches in a row were skipped, the last one because of 'refused'"):
         train(recipe, buffer=client, store=FileStore(tmp_path / "store"), stop=threading.Event())
     info, stats = client.run(), client.stats()
     assert (info.state, info.step) == ("failed", 3)
     assert [(line.step, line.skipped, line.refused) for line in entries(client)] == [
-        (step, "refused", {"malformed": 32}) for step in (1, 2, 3)
+        (step, "refused", {"vocabulary": 32}) for step in (1, 2, 3)
     ]
     assert stats.batches_skipped == {"refused": 3}
     assert (stats.rollouts_trained, stats.policy_age_histogram) == (0, {})

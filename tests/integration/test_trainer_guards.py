@@ -65,6 +65,25 @@ def recipe(model: Path, guards: dict[str, Any] | None = None, **trainer: Any) ->
     return make_recipe(model, trainer={"guards": guards or {}, "learning_rate": rate, "sync_interval": 1, **trainer})
 
 
+def throw_weights_away(monkeypatch: pytest.MonkeyPatch, *, at_step: int) -> None:
+    """The `at_step`-th step of the optimizer makes the weights so large that every later gradient overflows. A large
+    learning rate alone does that on some CPUs and not on others."""
+    take_step, num_taken = torch.optim.AdamW.step, 0
+
+    def step(optimizer: torch.optim.AdamW, *args: Any) -> Any:
+        nonlocal num_taken
+        num_taken += 1
+        result = take_step(optimizer, *args)
+        if num_taken == at_step:
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(1e25)
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+
+
 def without_rewards(batch: Batch, groups: Sequence[int] = (0, 1, 2)) -> Batch:
     """The same batch with unscored rollouts in some groups."""
     unscored = {"reward": None, "reward_status": "pending", "reward_version": None}
@@ -437,14 +456,15 @@ def test_a_run_that_fails_by_skipping_goes_on_from_the_checkpoint_that_a_good_st
     assert checkpoints(world) == ["2-7", "2-8"]
 
 
-def test_weights_that_a_step_broke_are_not_what_a_failed_run_goes_on_from(world: World, model: Path) -> None:
-    """The rate jumps, step 3 writes a checkpoint of weights that are too far away, and nothing finite comes of them.
-    With the rate put right, the next start trains to the end."""
-    rate = {"kind": "linear", "value": 1e-3, "final": 100.0, "steps": 4}
+def test_weights_that_a_step_broke_are_not_what_a_failed_run_goes_on_from(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 writes a checkpoint of weights that are too far away, and nothing finite comes of them. The next start
+    trains to the end."""
+    throw_weights_away(monkeypatch, at_step=3)
     guards = {"max_skipped_in_row": 2}
-    settings = recipe(model, guards, num_steps=20, learning_rate=rate, checkpoint_interval=1)
     with pytest.raises(GuardError, match="non_finite"):
-        world.train(settings)
+        world.train(recipe(model, guards, num_steps=20, checkpoint_interval=1))
     assert world.buffer.reason is not None
     assert "goes on from checkpoint 1-2: no good step followed 1-3; consider a lower" in world.buffer.reason
     world.train(recipe(model, guards, num_steps=6, checkpoint_interval=1))
@@ -490,10 +510,12 @@ def test_sigterm_while_such_an_alarm_is_on_leaves_the_last_good_checkpoint(
     assert world.buffer.state == "done"
 
 
-def test_a_run_that_really_diverges_keeps_no_weights_that_are_not_finite_and_fails(world: World, model: Path) -> None:
+def test_a_run_that_really_diverges_keeps_no_weights_that_are_not_finite_and_fails(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Step 1 throws the weights so far away that every later gradient is NaN: nothing more is applied or kept."""
-    rate = {"value": 100.0}
-    settings = recipe(model, {"max_skipped_in_row": 4}, num_steps=30, learning_rate=rate, checkpoint_interval=2)
+    throw_weights_away(monkeypatch, at_step=1)
+    settings = recipe(model, {"max_skipped_in_row": 4}, num_steps=30, checkpoint_interval=2)
     with pytest.raises(GuardError, match=r"step 1-6: non_finite: the loss is .* 5 batches in a row were skipped"):
         world.train(settings)
     assert world.buffer.state == "failed"

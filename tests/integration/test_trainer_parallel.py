@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tba.config import Recipe
+from tba.sizing import Load, estimate, shape_of_folder
 from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.trainer_team import Trained, run_alone, run_team
 from tests.support.trainer_values import make_recipe
@@ -88,3 +89,15 @@ def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
     adapter = two.checkpoint()["model"]
     assert adapter.keys() == one.checkpoint()["model"].keys()
     assert all(".lora_" in name for name in adapter)
+
+
+@pytest.mark.parametrize(("checkpointing", "vocab_size"), [(False, 2048), (True, 2048), (True, 64)])
+def test_a_rank_holds_what_tba_sizing_says(tmp_path: Path, checkpointing: bool, vocab_size: int) -> None:
+    """Two processes in bfloat16, counted tensor by tensor. Without checkpointing each of them holds, beside its half of
+    the state, 16-bit copies of all weights; with it, only those of the layer at work."""
+    model = make_tiny_model(tmp_path / "model", hidden_size=128, num_layers=8, vocab_size=vocab_size)
+    trainer = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "compute_dtype": "bfloat16", "num_processes": 2}
+    recipe = make_recipe(model, trainer={**trainer, "gradient_checkpointing": checkpointing})
+    measured = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=2, count_bytes=True).peak_bytes
+    load = Load(prompt_tokens=5, response_tokens=12, step_s=1.0, num_searchers=1, concurrent_rollouts=1)
+    assert measured <= estimate(recipe, shape_of_folder(model), load).trainer_gpu_bytes <= 1.15 * measured

@@ -28,6 +28,9 @@ HEALTHY: dict[str, str] = {
     f'tba_build_info{{{BUFFER},service="buffer"}}': still(1),
     f'tba_build_info{{{REWARD},service="reward"}}': still(1),
     f"tba_redis_keeps_promise{{{BUFFER}}}": still(1),
+    f"tba_redis_lost_data{{{BUFFER}}}": still(0),
+    f'tba_unreadable_items{{{BUFFER},kind="rollout"}}': still(2),
+    f'tba_unreadable_items{{{BUFFER},kind="result"}}': f"_x{MINUTES}",  # none
     f'tba_requests_total{{{BUFFER},operation="push",status="200"}}': grows(100),
     f'tba_requests_total{{{BUFFER},operation="push",status="429"}}': grows(50),
     f'tba_requests_total{{{BUFFER},operation="push",status="503"}}': grows(1),
@@ -71,6 +74,8 @@ TROUBLE: dict[str, Mapping[str, str | None]] = {
     "TbaBufferDown": {f'tba_build_info{{{BUFFER},service="buffer"}}': None},
     "TbaRewardDown": {f'tba_build_info{{{REWARD},service="reward"}}': None},
     "TbaRedisBreaksPromise": {f"tba_redis_keeps_promise{{{BUFFER}}}": still(0)},
+    "TbaRedisLostData": {f"tba_redis_lost_data{{{BUFFER}}}": still(1)},
+    "TbaUnreadableItems": {f'tba_unreadable_items{{{BUFFER},kind="result"}}': f"_x70 1x{MINUTES - 71}"},
     "TbaRequestsFail": {f'tba_requests_total{{{BUFFER},operation="push",status="503"}}': grows(10)},
     "TbaUnauthorized": {f"tba_unauthorized_total{{{BUFFER}}}": grows(60)},
     "TbaNoRoomForClients": {f'tba_connections_closed_total{{{BUFFER},reason="no-room"}}': grows(1)},

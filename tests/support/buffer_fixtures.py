@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import uvicorn
+from tba_buffer.redis_link import BytesRedis
 
 from tba.clients import BufferClient
 from tba.config import Recipe
@@ -83,6 +84,20 @@ class BufferThread:
         self._thread.join(timeout=20)
         self._socket.close()
         _served.pop(self.url, None)
+
+
+async def copy_of(redis: BytesRedis) -> dict[bytes, bytes]:
+    """All that this Redis has now."""
+    return {name: await redis.dump(name) for name in await redis.keys("*")}
+
+
+async def go_back(redis: BytesRedis, copy: Mapping[bytes, bytes]) -> None:
+    """Redis has what it had then, and has lost what came after it."""
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.flushall()
+        for name, value in copy.items():
+            pipe.restore(name, 0, value)
+        await pipe.execute()
 
 
 def later(client: BufferClient, seconds: float) -> None:

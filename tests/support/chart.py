@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,18 +19,23 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "tba"
 SCENARIOS = ROOT / "tests" / "chart" / "values"
-HELM = shutil.which("helm")
-needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on PATH")
+HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
+"""That of PATH, or the one that `make test` puts beside Python (tools/install_helm.py)."""
+NO_HELM = "no helm on PATH"
+needs_helm = pytest.mark.skipif(HELM is None, reason=NO_HELM)
 OLDEST, NEWEST = "1.20.2", "1.37.0"
 API_VERSIONS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
 RELEASE, NAMESPACE = "t", "lab"
+KUBERNETES_API = ("--set", "networkPolicy.kubernetesApi.to[0].ipBlock.cidr=192.0.2.10/32")
+"""Where the Kubernetes API is; Helm asks the cluster, and here is none."""
+SEARCHERS = CHART / "values-searchers.yaml"
+OF_A_RUN = "recipeName=quickstart,searchersOnly.bufferUrl=http://run-buffer.far:8700,searchersOnly.rewardUrl=https://rewards.far"
 _FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-TOKENS = ("--set", "auth.existingSecret=tba-tokens")
 
 
 def value_files() -> list[Path]:
-    """Those of the chart, and the scenarios of its tests."""
-    return sorted(CHART.glob("values-*.yaml")) + sorted(SCENARIOS.glob("*.yaml"))
+    """Those of the chart that bring a run, and the scenarios of its tests."""
+    return sorted(set(CHART.glob("values-*.yaml")) - {SEARCHERS}) + sorted(SCENARIOS.glob("*.yaml"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,9 @@ def helm(*args: str) -> subprocess.CompletedProcess[str]:
 def template(*args: str, kube: str = NEWEST, release: str = RELEASE) -> subprocess.CompletedProcess[str]:
     """`helm template` as on a cluster of this version that knows the operators' kinds."""
     apis = [part for api in API_VERSIONS for part in ("--api-versions", api)]
-    return helm("template", release, str(CHART), "--namespace", NAMESPACE, "--kube-version", kube, *apis, *args)
+    return helm(
+        "template", release, str(CHART), "--namespace", NAMESPACE, "--kube-version", kube, *apis, *KUBERNETES_API, *args
+    )
 
 
 @lru_cache(maxsize=64)
@@ -110,13 +120,13 @@ def render(*args: str, kube: str = NEWEST) -> Rendering:
 
 
 def render_file(path: Path, *more: str, kube: str = NEWEST) -> Rendering:
-    """With a file of values, and the Secret that every release needs."""
+    """With a file of values."""
     return render(*arguments(path), *more, kube=kube)
 
 
 def arguments(path: Path) -> tuple[str, ...]:
     """What Helm is given for a file of values."""
-    return ("-f", str(path), *TOKENS)
+    return ("-f", str(path), *(("--set", OF_A_RUN) if path == SEARCHERS else ()))
 
 
 def refusal(*args: str, kube: str = NEWEST, release: str = RELEASE) -> str:
@@ -133,3 +143,31 @@ class _Loader(_FAST):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         assert len(keys) == len(set(keys)), f"a key is there twice: {sorted(keys)} {node.start_mark}"
         return super().construct_mapping(node, deep=deep)
+
+
+class _Counter:
+    """Counts what pytest collects, as a plug-in of it."""
+
+    num_tests = 0
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        is_skipped = [
+            any(mark.kwargs.get("reason") == NO_HELM for mark in item.iter_markers("skipif")) for item in items
+        ]
+        self.num_tests = sum(is_skipped)
+
+
+def closing_line(program: str | None) -> str | None:
+    """The last line of `make test`: how many tests were skipped for want of Helm; None: it was there."""
+    if program is not None:
+        return None
+    counter = _Counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main(
+            ["--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "chart")], plugins=[counter]
+        )
+    return f"{counter.num_tests} tests of the chart were skipped: {NO_HELM}, and none could be installed"
+
+
+if __name__ == "__main__" and (line := closing_line(HELM)):
+    print(line)

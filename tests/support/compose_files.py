@@ -35,5 +35,6 @@ def compose(name: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
 
 
 def environment(service: dict[str, Any]) -> dict[str, str]:
-    """The TBA_SECTION__KEY values of a service."""
-    return {key: str(value) for key, value in service.get("environment", {}).items() if re.match(r"TBA_\w+__\w+$", key)}
+    """The TBA_SECTION__KEY values of a service, but for those that come from the shell."""
+    given = {key: value for key, value in service.get("environment", {}).items() if value is not None}
+    return {key: str(value) for key, value in given.items() if re.match(r"TBA_\w+__\w+$", key)}

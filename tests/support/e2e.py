@@ -20,6 +20,8 @@ from tba.clients import BufferClient
 from tba.config import Recipe, parse_recipe
 from tba.local.ledger import batch_entries, ledger_lines
 from tba.local.prompts import prompts_of, upload_prompts
+from tba.local.run_folder import RunFolder
+from tba.tokens import role_token
 from tba.wire import Rollout, decode_rollout
 from tests.support.buffer import SERVICE_PATHS, Stack, start_buffer, write_recipe
 from tests.support.redis_process import RedisProcess, free_port, start_redis
@@ -136,7 +138,13 @@ class Place:
 
     def client(self) -> BufferClient:
         """A client of the run that is going."""
-        return BufferClient(self.endpoints()["buffer_url"], retry_s=20)
+        endpoints = self.endpoints()
+        return BufferClient(endpoints["buffer_url"], token=role_token(endpoints["tokens_file"], "operator"), retry_s=20)
+
+    def redis_url(self) -> str:
+        """The Redis of the run that is going, for `stored_rollouts`; with its password."""
+        password = RunFolder(self.folder).redis_password_path.read_text().strip()
+        return self.endpoints()["redis_url"].replace("://", f"://:{password}@")
 
     def endpoints(self) -> dict[str, str]:
         """endpoints.json, waited for."""

@@ -14,10 +14,10 @@ def lease(client: BufferClient, max_leases: int = 4, searcher_id: str = "s1") ->
     return client.lease(LeaseRequest(searcher_id=searcher_id, max_leases=max_leases))
 
 
-def fulfil(client: BufferClient, lease: Lease, num: int | None = None) -> None:
+def fulfil(client: BufferClient, lease: Lease, num: int | None = None, searcher_id: str = "s1") -> None:
     client.push(
         [
-            encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id))
+            encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id, searcher_id=searcher_id))
             for _ in range(lease.num_rollouts if num is None else num)
         ]
     )

@@ -48,6 +48,7 @@ class Workplace:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder = path / "runs" / "demo"
+        self.failed_logs = path / "runs" / ".failed-starts" / "demo"
         self.started: list[subprocess.Popen[str]] = []
         self.environ = os.environ | {"PYTHONPATH": f"{FAKES}:{ROOT}", "OMP_NUM_THREADS": "1"}
         (path / "recipe.toml").write_text(RECIPE)
@@ -92,6 +93,14 @@ class Workplace:
             with contextlib.suppress(OSError):
                 if name in (entry / "cmdline").read_text() or os.readlink(entry / "cwd").startswith(name):
                     found.append(int(entry.name))
+        return found
+
+    def commands(self) -> list[str]:
+        """Command lines of the children."""
+        found = []
+        for pid in self.children():
+            with contextlib.suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_text())
         return found
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ from tba.local.redis_server import START_SCRIPT
 from tests.support.waiting import DEADLINE_S
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
+OF_OTHERS = (*DURABLE, "--aof-load-truncated", "no")
+"""What a Redis needs that somebody else starts, without start_redis.sh."""
 
 
 _RANDOM = random.SystemRandom()
@@ -59,7 +61,7 @@ class RedisProcess:
     environ: Mapping[str, str] = field(default_factory=dict)
     """More environment variables of the process."""
     as_we_start_it: bool = True
-    """False: a Redis that somebody else runs, which mends a torn file in its own way."""
+    """False: a Redis that somebody else runs, and that does what Redis does over a torn file."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tba_reward.scorers.base import AbstainedError, AmbiguousError, BadDataError, Item, Params
+from tba_reward.scorers.base import AmbiguousError, BadDataError, Item, Params
 
 LOADED: list[Params] = []
 
@@ -25,7 +25,8 @@ class StubbornError(Exception):
 
 
 def prepare(params: Params) -> None:
-    """Remember that this was called."""
+    """Remember that this was called; take as long as `params` say."""
+    time.sleep(params.get("load_s", 0.0))
     LOADED.append(params)
 
 
@@ -64,8 +65,6 @@ def misbehave(item: Item, params: Params) -> Any:
             raise BadDataError("no such thing")
         case "ambiguous":
             raise AmbiguousError("this or that")
-        case "abstain":
-            raise AbstainedError("nothing to say")
         case "surrogate":
             raise ValueError("lone \ud800 surrogate")
         case "eat":

@@ -1,4 +1,4 @@
-"""The real reward service in a process of its own: import `reward_url`."""
+"""The real reward service in a process of its own: import `reward_url`, or `running_reward` for one with settings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +23,15 @@ from tests.support.waiting import DEADLINE_S
 @pytest.fixture(scope="module")
 def reward_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where it answers."""
-    folder, port = tmp_path_factory.mktemp("reward"), free_port()
-    recipe = write_recipe(folder / "recipe.json", make_recipe(reward={"port": port, "num_workers": 1, "max_items": 8}))
+    with running_reward(tmp_path_factory.mktemp("reward"), num_workers=1, max_items=8) as url:
+        yield url
+
+
+@contextmanager
+def running_reward(folder: Path, **section: Any) -> Iterator[str]:
+    """A service with this section `[reward]` of its recipe, and where it answers."""
+    port = free_port()
+    recipe = write_recipe(folder / "recipe.json", make_recipe(reward={"port": port, **section}))
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tba_reward", "--config", str(recipe)],

@@ -1,4 +1,4 @@
-"""A real S3 server (ministack) on a free loopback port, and a proxy before it that breaks requests on purpose."""
+"""The bundled S3 server on a free loopback port, and a proxy before it that breaks requests on purpose."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from boto3.session import Session
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
 from botocore.config import Config
+from botocore.credentials import Credentials
 
 from tests.support.redis_process import free_port
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret"}
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret-0123"}
+READ_ONLY = {"AWS_ACCESS_KEY_ID": "tba-test-read", "AWS_SECRET_ACCESS_KEY": "tba-test-read-secret"}
+PROGRAM = Path(__file__).parents[2] / "deploy/objectstore/serve.py"
 CODES = {302: "Found", 403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}
 
 
 class S3Server:
-    """ministack as a child process; objects are files below `folder`, so that they survive `kill`."""
+    """deploy/objectstore/serve.py as a child process, with CREDENTIALS and READ_ONLY but for the variable `without`;
+    objects are files below `folder`, so that they survive `kill`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+    def __init__(self, folder: Path, *, without: str | None = None) -> None:
+        self.port, self._without = free_port(), without
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,23 +40,15 @@ class S3Server:
     def start(self, *, timeout_s: float = 180.0) -> None:
         """Start, and wait until it answers."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MINISTACK_"))}
-        environ |= {
-            "GATEWAY_PORT": str(self.port),
-            "BIND_HOST": "127.0.0.1",
-            "S3_PERSIST": "1",
-            "S3_DATA_DIR": str(self._folder / "s3"),
-            "STATE_DIR": str(self._folder / "state"),
-            "TMPDIR": str(self._folder),
-            "LOG_LEVEL": "ERROR",
-        }
+        environ = store_environ(self._folder, self.port)
+        environ.pop(self._without or "", None)
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ministack"], env=environ, stdout=log, stderr=log, cwd=self._folder
+                [sys.executable, str(PROGRAM)], env=environ, stdout=log, stderr=log, cwd=self._folder
             )
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            assert self._process.poll() is None, f"ministack died: {(self._folder / 'log').read_text()[-2000:]}"
+            assert self._process.poll() is None, f"the S3 server died: {(self._folder / 'log').read_text()[-2000:]}"
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
                 connection.request("GET", "/")
@@ -60,7 +58,7 @@ class S3Server:
                 time.sleep(0.1)
             finally:
                 connection.close()
-        raise AssertionError(f"ministack did not answer on port {self.port} within {timeout_s} s")
+        raise AssertionError(f"the S3 server did not answer on port {self.port} within {timeout_s} s")
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -75,6 +73,23 @@ class S3Server:
         client = Session().client("s3", endpoint_url=self.url, region_name="us-east-1", config=config)
         client.create_bucket(Bucket=name)
         client.close()
+
+
+def store_environ(folder: Path, port: int) -> dict[str, str]:
+    """The environment of PROGRAM: it listens on `port` of the loopback, and its objects are files below `folder`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MINISTACK_"))}
+    return {
+        **inherited,
+        "GATEWAY_PORT": str(port),
+        "BIND_HOST": "127.0.0.1",
+        "S3_PERSIST": "1",
+        "S3_DATA_DIR": str(folder / "s3"),
+        "STATE_DIR": str(folder / "state"),
+        "TMPDIR": str(folder),
+        "LOG_LEVEL": "ERROR",
+        **{name.replace("AWS_", "READ_WRITE_"): value for name, value in CREDENTIALS.items()},
+        **{name.replace("AWS_", "READ_ONLY_"): value for name, value in READ_ONLY.items()},
+    }
 
 
 class FaultyProxy:
@@ -108,6 +123,12 @@ class FaultyProxy:
     def _forward(self, request: BaseHTTPRequestHandler) -> tuple[int, list[tuple[str, str]], bytes]:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         headers = {k: v for k, v in request.headers.items() if k.lower() not in {"expect", *self.drop_headers}}
+        if self.drop_headers:  # they were signed
+            signed = AWSRequest(request.command, f"http://{headers['Host']}{request.path}", headers, body)
+            del signed.headers["Authorization"]
+            keys = Credentials(CREDENTIALS["AWS_ACCESS_KEY_ID"], CREDENTIALS["AWS_SECRET_ACCESS_KEY"])
+            S3SigV4Auth(keys, "s3", "us-east-1").add_auth(signed)
+            headers = dict(signed.headers.items())
         connection = http.client.HTTPConnection("127.0.0.1", self._target_port, timeout=30)
         try:
             connection.request(request.command, request.path, body, headers)

@@ -41,6 +41,7 @@ def make_tiny_model(
     num_layers: int = 2,
     num_heads: int = 4,
     num_kv_heads: int = 2,
+    vocab_size: int | None = None,
 ) -> Path:
     """Write a random model (33 tokens, about 0.1 M parameters by default) and its tokenizer; returns the folder.
 
@@ -49,6 +50,7 @@ def make_tiny_model(
         seed: weights are a function of it.
         architecture: llama and qwen2 have grouped keys and values, gpt_neox has rotary on a part of each head.
         tied: the output embedding is the input embedding; model.safetensors then lacks `lm_head.weight`.
+        vocab_size: None: that of the tokenizer.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,7 +61,7 @@ def make_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tiny_tokenizer()
     shared = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocab_size or len(tokenizer),
         "hidden_size": hidden_size,
         "intermediate_size": 4 * hidden_size,
         "num_hidden_layers": num_layers,

@@ -33,6 +33,8 @@ class Trained:
         self.canary: list[float] = result["canary"]
         self.paths = [Path(path) for path in result["paths"]]
         self.num_computed: int = result["num_computed"]
+        self.peak_bytes: int = result["peak_bytes"]
+        """Most bytes of tensors that rank 0 held in the last step; 0 where they were not counted."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -63,10 +65,23 @@ def run_alone(folder: Path, recipe: Recipe, *, num_steps: int, resume: Trained |
     return Trained(folder)
 
 
-def run_team(folder: Path, recipe: Recipe, *, num_ranks: int, num_steps: int, resume: Trained | None = None) -> Trained:
-    """The same in `num_ranks` processes."""
+def run_team(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    num_ranks: int,
+    num_steps: int,
+    resume: Trained | None = None,
+    count_bytes: bool = False,
+) -> Trained:
+    """The same in `num_ranks` processes.
+
+    Args:
+        count_bytes: of tensors in the last step.
+    """
     folder.mkdir(parents=True)
-    (folder / "job.json").write_text(json.dumps(_job(folder, recipe, num_steps, resume)))
+    job = {**_job(folder, recipe, num_steps, resume), "count_bytes": count_bytes}
+    (folder / "job.json").write_text(json.dumps(job))
     [port] = choose_ports([PortRequest("master", "127.0.0.1", 0)])
     processes = [
         subprocess.Popen(
@@ -93,6 +108,7 @@ def _job(folder: Path, recipe: Recipe, num_steps: int, resume: Trained | None) -
         "folder": str(folder),
         "num_steps": num_steps,
         "resume": None if resume is None else str(resume.folder),
+        "count_bytes": False,
     }
 
 
@@ -114,6 +130,7 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
     from tba_trainer.trainer_state import TrainerState, encode_torch_rng
 
     from tba.store import FileStore
+    from tests.support.live_bytes import LiveBytes
 
     folder = Path(job["folder"])
     checkpoints = Checkpoints(FileStore(folder / "store"), "demo", folder=folder, max_bytes=recipe.store.shard_bytes)
@@ -124,11 +141,16 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
         learner.restore(checkpoint.state, checkpoint.sections)
         first = PolicyVersion.parse(checkpoint.state.version).step + 1
     metrics: list[dict[str, float | None]] = []
-    last = first + job["num_steps"] - 1
+    last, peak_bytes = first + job["num_steps"] - 1, 0
     for step in range(first, last + 1):
         batch = make_batch(step % 3)
         ages = [step] * len(batch.rollouts)
-        metrics.append(learner.gradients(batch, step=step, policy_ages=ages))
+        if job["count_bytes"] and step == last:
+            with LiveBytes() as live:
+                metrics.append(learner.gradients(batch, step=step, policy_ages=ages))
+            peak_bytes = live.peak
+        else:
+            metrics.append(learner.gradients(batch, step=step, policy_ages=ages))
         learner.apply(step=step, lineage=1)
     snapshot = snapshots.take(PolicyVersion(1, last), START)
     state = TrainerState(
@@ -149,6 +171,7 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
         "canary": snapshot.canary.logprobs,
         "paths": [str(path) for path in snapshot.paths],
         "num_computed": learner.reference.num_computed,
+        "peak_bytes": peak_bytes,
     }
     (folder / "result.json").write_text(json.dumps(result))
 

@@ -29,7 +29,7 @@ from tba.api import (
     SettingsRequest,
 )
 from tba.config import LiveSettings, Recipe, parse_recipe
-from tba.errors import ConflictError, FencedError, RunOverError
+from tba.errors import ConflictError, FencedError, RunFailedError, RunOverError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Group, Heartbeat, RefLogprob, Rollout, Sampling, VersionSpan
 
@@ -197,6 +197,8 @@ class RecordedBuffer:
 
     def draw_batch(self, request: BatchRequest) -> Batch:
         self._enter("draw_batch", request.token)
+        if self.state == "failed":
+            raise RunFailedError("the run has failed")
         if self.state != "running":
             raise RunOverError(f"the run is {self.state}")
         self.drawn.append((request.lineage, request.step))

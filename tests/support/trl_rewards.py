@@ -42,7 +42,9 @@ def misbehaves(prompts: list[str], completions: list[str], **kwargs: Any) -> Any
     match completions[0]:
         case "hang":
             while True:
-                time.sleep(0.01)
+                pass
+        case "wait":
+            time.sleep(600)
         case "crash":
             os._exit(3)
         case "raise":
@@ -58,6 +60,13 @@ def misbehaves(prompts: list[str], completions: list[str], **kwargs: Any) -> Any
     return [1.0]
 
 
+def misbehaves_anywhere(completions: list[str], **kwargs: Any) -> list[float]:
+    """Does the worst that any completion of the call says."""
+    for completion in completions:
+        misbehaves([], [completion])
+    return [1.0] * len(completions)
+
+
 class Judge:
     """A callable object, as TRL takes them too."""
 
@@ -67,3 +76,70 @@ class Judge:
 
 
 judge = Judge()
+
+
+def whole_call(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """How many items the call holds; it cannot take the completion "bad"."""
+    if "bad" in completions:
+        raise ValueError("a bad completion")
+    assert len(prompts) == len(completions) == len(answer)
+    return [float(len(completions))] * len(completions)
+
+
+def only_completions(completions: list[str]) -> list[float]:
+    """Takes neither prompts nor anything else."""
+    return [float(len(c)) for c in completions]
+
+
+def num_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """TRL's first example: longer completions are better, in tokens."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def think_format(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+    """For conversational data sets: what the assistant says."""
+    assert all(message["role"] == "assistant" for (message,) in completions)
+    return [float("</think>" in completion[0]["content"]) for completion in completions]
+
+
+def last_question(prompts: list[list[dict[str, str]]], completions: Any, **kwargs: Any) -> list[float]:
+    """For conversational data sets: how long the last message of the prompt is."""
+    assert "prompt" not in kwargs
+    return [float(len(messages[-1]["content"])) for messages in prompts]
+
+
+def at_least(completions: list[str], threshold: int, scale: float = 1.0, **kwargs: Any) -> list[float]:
+    """Arguments that a recipe gives."""
+    return [scale * (len(c) >= threshold) for c in completions]
+
+
+def logs(completions: list[str], log_extra: Any = None, log_metric: Any = None, **kwargs: Any) -> list[float]:
+    """What newer releases of TRL offer for logging."""
+    log_extra("text", completions)
+    log_metric("accuracy", 0.5)
+    return [1.0] * len(completions)
+
+
+def needs_state(completions: list[str], trainer_state: Any) -> list[float]:
+    """What only TRL's trainer can give."""
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+_under_way: list[asyncio.Event] = []
+
+
+async def all_at_once(completions: list[str], **kwargs: Any) -> list[float]:
+    """Ends when as many calls as the completion says are under way."""
+    me = asyncio.Event()
+    _under_way.append(me)
+    if len(_under_way) == int(completions[0]):
+        for each in _under_way:
+            each.set()
+    async with asyncio.timeout(60):
+        await me.wait()
+    return [1.0] * len(completions)
+
+
+def raises_always(completions: list[str], **kwargs: Any) -> list[float]:
+    """A misspelt column."""
+    return [kwargs["solutoin"][0]] * len(completions)

@@ -12,10 +12,15 @@ from pydantic import ValidationError
 
 from tba.api import Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt
 from tba.api.prompts import MAX_DATA_LEVELS
+from tba.numbers import MAX_DIGITS
 from tba.plain_text import control_problem
 
+TOO_LONG = 10**MAX_DIGITS
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "\ud800", ["\ud800"], {"x": float("nan")}])
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), "\ud800", ["\ud800"], {"x": float("nan")}, TOO_LONG, [{"x": -TOO_LONG}]]
+)
 def test_prompt_data_is_plain_json(value: object):
     with pytest.raises(ValidationError):
         Prompt(prompt_id="p", task="exact", text="t", data={"answer": value})
@@ -53,7 +58,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=8)
 values = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(10**4000), 10**4000)
+    | st.integers(1 - 10**MAX_DIGITS, 10**MAX_DIGITS - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
     | texts,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),

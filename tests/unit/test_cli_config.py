@@ -1,4 +1,5 @@
-"""`tba config` on good and bad recipes."""
+"""`tba config` on good and bad recipes; what `tba config check` looks at beside the recipe is in
+tests/integration/test_config_check.py."""
 
 from __future__ import annotations
 
@@ -17,11 +18,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "demo.toml"
     path.write_text(RECIPE)
     return path
-
-
-def test_check_accepts_a_good_recipe(recipe, capsys):
-    assert main(["config", "check", str(recipe)]) == 0
-    assert "ok (run 'demo'" in capsys.readouterr().out
 
 
 def test_check_names_an_unknown_key_and_the_nearest_one(recipe, capsys):

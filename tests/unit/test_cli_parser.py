@@ -68,4 +68,4 @@ def test_a_fork_of_a_run_that_is_not_here_needs_a_recipe(tmp_path, monkeypatch, 
 def test_the_buffer_of_a_run_that_never_was_cannot_be_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["buffer", "save", "end", "gone"]) == 2
-    assert "run 'gone' is not going" in capsys.readouterr().err
+    assert "there is no run 'gone': " in capsys.readouterr().err

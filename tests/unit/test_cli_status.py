@@ -7,10 +7,12 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+from tba_trainer.guards import NAMES
 
 from tba.api import RunEvent, RunInfo, SettingsInfo, WaitInfo
 from tba.cli.control import status_command, status_lines
 from tba.cli.follow import Teller
+from tba.config.guards import REMEDIES
 from tests.support.history_values import evaluation, stats
 
 INFO = {
@@ -78,6 +80,18 @@ def test_services_are_shown_with_their_reason_and_without_weights() -> None:
         assert line in status_lines(info, stats(), make_settings())
 
 
+def test_what_cannot_be_read_is_counted_and_named() -> None:
+    items = [{"kind": "rollout", "name": f"r{number}", "detail": "bad", "found_at_s": 1.0} for number in range(4)]
+    found = {"num": {"rollout": 4, "prompt": 1}, "items": items}
+    lines = status_lines(RunInfo.model_validate({**INFO, "unreadable": found}), stats(), make_settings())
+    assert (
+        "  5 stored items cannot be read (1 prompt, 4 rollout), last: rollout r0, rollout r1, rollout r2; "
+        "`tba status --json` says why under `unreadable`, docs/alerts.md what to do (TbaUnreadableItems)"
+    ) in lines
+    quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
+    assert not any("cannot be read" in line for line in quiet)
+
+
 def test_nothing_is_said_about_evictions_while_there_are_none() -> None:
     assert not any("evicted" in line for line in status_lines(RunInfo.model_validate(INFO), stats(), make_settings()))
 
@@ -88,7 +102,10 @@ def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None
     info = RunInfo.model_validate({**INFO, "components": [{**trainer, "heartbeat_age_s": 0.1, "gauges": gauges}]})
     counts = {"batches_skipped": {"non_finite": 2}, "rollouts_refused_by_trainer": {"vocabulary": 5, "malformed": 1}}
     lines = status_lines(info, stats().model_copy(update=counts), make_settings())
-    assert lines[lines.index("  trainer-1: training, version 1-3") + 1] == "    alarms so far: grad_spike 3 (on)"
+    first = lines.index("  trainer-1: training, version 1-3") + 1
+    assert lines[first] == "    alarms so far: grad_spike 3 (on)"
+    assert lines[first + 1].startswith("      grad_spike: lower the learning rate (`tba set learning_rate=...`)")
+
     assert "  batches skipped by the trainer: non_finite 2" in lines
     assert "  rollouts refused by the trainer: malformed 1, vocabulary 5" in lines
     quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
@@ -112,8 +129,12 @@ def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
     info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
     client = SimpleNamespace(run=lambda: info, stats=stats, settings=make_settings, close=lambda: None)
     monkeypatch.setattr("tba.cli.control.open_client", lambda _: client)
-    status_command(Namespace(follow=False, json=False))
+    status_command(Namespace(follow=False, json=False, url="http://buffer"))
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == r"run 'demo': running (a\x1b]0;owned\x07b\nc\x9b2J\u202ed), step 3, lineage 1"
     assert second == f"  {note}"
     assert Teller().lines(RunEvent(event="run", id="a-1", data=info.model_dump()))[1] == note
+
+
+def test_every_alarm_says_what_to_do() -> None:
+    assert REMEDIES.keys() == set(NAMES)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tba.cli.main import main
 from tba.cli.parser import build_parser
 from tba.cli.target import open_client
 from tba.errors import ConfigError
+from tba.local.run_folder import RunFolder
 from tba.tokens import operator_token
 
 
@@ -21,18 +25,23 @@ def url_of(*words: str) -> str:
 
 
 def write_endpoints(folder: Path, port: int, *, at_s: int) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "endpoints.json"
     path.write_text(json.dumps({"buffer_url": f"http://127.0.0.1:{port}", "tokens_file": None}))
     os.utime(path, (at_s, at_s))
 
 
 @pytest.fixture
-def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two runs that are going; a third was killed, later than they began."""
     monkeypatch.chdir(tmp_path)
-    write_endpoints(tmp_path / "runs" / "older", 1111, at_s=1000)
-    write_endpoints(tmp_path / "runs" / "newer", 2222, at_s=2000)
-    return tmp_path
+    with ExitStack() as going:
+        for name in ("older", "newer"):
+            going.enter_context(RunFolder(tmp_path / "runs" / name).acquire(resume=False, fresh=True))
+        write_endpoints(tmp_path / "runs" / "older", 1111, at_s=1000)
+        write_endpoints(tmp_path / "runs" / "newer", 2222, at_s=2000)
+        write_endpoints(tmp_path / "runs" / "killed", 3333, at_s=3000)
+        yield tmp_path
 
 
 def test_the_newest_run_is_the_default(two_runs):
@@ -51,10 +60,32 @@ def test_no_run_at_all_is_a_clear_error(tmp_path, monkeypatch):
         url_of()
 
 
-def test_a_run_that_ended_is_a_clear_error(two_runs):
+def test_a_run_that_was_killed_is_a_clear_error_though_it_left_its_addresses(two_runs):
+    with pytest.raises(ConfigError, match="run 'killed' is not going"):
+        url_of("killed")
+
+
+def test_a_run_that_has_no_addresses_yet_is_a_clear_error(two_runs):
     (two_runs / "runs" / "older" / "endpoints.json").unlink()
-    with pytest.raises(ConfigError, match="run 'older' is not going"):
+    with pytest.raises(ConfigError, match="run 'older' is starting or ending"):
         url_of("older")
+
+
+@pytest.mark.parametrize("command", [["status"], ["ledger", "check"], ["rollouts"], ["buffer", "accept-loss"]])
+def test_a_run_that_never_began_is_a_sentence_with_the_runs_that_did(
+    two_runs: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(["older", "newer"]):
+        marker = two_runs / "runs" / name / ".tba-run"
+        marker.touch()
+        os.utime(marker, (number, number))
+    assert main([*command, "oldr"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: there is no run 'oldr': ")
+    assert said.endswith(
+        "the runs beside it are: newer, older; name one of them, give --run-dir DIR or --url URL, or start one with "
+        "`tba run RECIPE`"
+    )
 
 
 @pytest.mark.parametrize(

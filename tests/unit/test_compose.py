@@ -8,15 +8,27 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import tba
+from tba.cli.parser import build_parser
 from tba.config import load_recipe
+from tba.doctor.probes import PROBES
 from tba.local.redis_server import START_SCRIPT
-from tba.tokens import load_tokens
+from tba.tokens import is_digest, load_role_tokens, token_digest
 from tests.support.compose_files import ROOT, compose, environment
+from tests.support.secrets_seen import (
+    SEEN,
+    Seen,
+    access_key_id,
+    make_secrets,
+    secrets_of_kubernetes,
+    store_seen,
+    tokens_seen,
+)
 
 GPU, CPU = compose("docker-compose.yml"), compose("compose.cpu.yml")
 SERVICES = sorted(GPU["services"])
@@ -52,6 +64,71 @@ def test_each_gpu_has_one_user_as_in_the_paper():
             assert device["capabilities"] == ["gpu"]
     assert devices == {"trainer": ["0"], "searcher-1": ["1"], "searcher-2": ["2"], "searcher-3": ["3"]}
     assert load_recipe(ROOT / "recipes/gsm8k.toml", environ={}).searcher.num_searchers == len(SEARCHERS)
+
+
+def checked(service: dict[str, Any], environ: dict[str, str]) -> list[str]:
+    """What a container starts, in order: doctor with its flags, then the service."""
+    shell, flag, script, name = service["entrypoint"]
+    assert (shell, flag, name) == ("sh", "-c", "checked")
+    script = f'tba() {{ echo "tba $*"; return "$FAILS"; }}; {script.replace("$$", "$")}'
+    command = [shell, flag, script, name, "echo", *service["command"]]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_doctor_looks_at_a_container_before_it_loads_anything(files: tuple[str, ...]):
+    for name in ("trainer", "setup-models", *SEARCHERS):
+        parts = [compose(file)["services"][name] for file in files]
+        environ = {key: value for part in parts for key, value in part["environment"].items()}
+        words = environ["DOCTOR"].split()
+        has_card = "reservations" in parts[-1]["deploy"]["resources"]
+        wanted = ["--probe", "hub"] if name == "setup-models" else ["--probe", "gpu", "--gpus", "1"] if has_card else []
+        assert words == [*wanted, "--probe", "disk"], name
+        build_parser().parse_args(["doctor", "--config", "x", *words])
+        assert {words[i + 1] for i, word in enumerate(words) if word == "--probe"} <= PROBES.keys()
+        doctor, service = f"tba doctor --config /etc/tba/recipe.toml {environ['DOCTOR']}", parts[0]
+        assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "1"}) == [doctor]
+        assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "0"}) == [doctor, " ".join(service["command"])]
+
+
+def test_what_the_gpu_services_start_is_what_their_images_start():
+    for name, folder in (("trainer", "trainer"), ("searcher-1", "searcher")):
+        lines = (ROOT / f"services/{folder}/Dockerfile").read_text().splitlines()
+        started = {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in lines
+                   if line.startswith(("ENTRYPOINT", "CMD"))}  # fmt: skip
+        assert GPU["services"][name]["command"] == started["ENTRYPOINT"] + started["CMD"]
+
+
+def test_each_has_shared_memory_and_keeps_what_it_compiled_or_fetched():
+    caches = {}
+    for name in ("trainer", "setup-models", *SEARCHERS):
+        service = GPU["services"][name]
+        folders = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"] if ":" in volume}
+        home = service["environment"]["HOME"]
+        (cache,) = [source for target, source in folders.items() if target in (home, f"{home}/.cache")]
+        assert cache in GPU["volumes"]
+        caches[name] = cache
+        for key in ("TRITON_CACHE_DIR", *(["HF_HOME"] if name == "setup-models" else [])):
+            assert service["environment"][key].startswith(f"{home}/.cache/")
+        if name != "setup-models":
+            assert service["shm_size"] == "8g"
+    assert len(set(caches.values())) == len(caches), "compiled kernels are code: each has its own"
+    for folder in ("trainer", "searcher"):  # a volume takes the owner that the folder has in the image
+        lines = (ROOT / f"services/{folder}/Dockerfile").read_text().splitlines()
+        made = [line for line in lines if "install -d -o 65532" in line]
+        assert made
+        assert all("/scratch/.cache" in line for line in made)
+
+
+def test_a_rehearsal_is_the_same_file_with_the_simulated_engine():
+    """TBA_SEARCHER__ENGINE=simulated docker compose up: a name without a value comes from the shell."""
+    for name in OURS:
+        assert GPU["services"][name]["environment"]["TBA_SEARCHER__ENGINE"] is None
+        environ = environment(GPU["services"][name])
+        assert "TBA_SEARCHER__ENGINE" not in environ
+        recipe = load_recipe(ROOT / "recipes/gsm8k.toml", environ={**environ, "TBA_SEARCHER__ENGINE": "simulated"})
+        assert (recipe.searcher.engine, recipe.trainer.device) == ("simulated", "cuda")
+        assert load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).searcher.engine == "vllm"
 
 
 def test_the_cpu_file_needs_no_gpu_and_has_the_searchers_of_the_recipe():
@@ -141,25 +218,90 @@ def test_every_mounted_file_is_there():
                 assert (ROOT / source).exists(), source
 
 
+def in_folder(secret: dict[str, str]) -> str:
+    """Where a secret lies in the folder of deploy/make-secrets."""
+    return secret["file"].removeprefix("./secrets/")
+
+
 def test_make_secrets_makes_what_compose_mounts_once(tmp_path: Path):
     folder = tmp_path / "secrets"
-    made = [subprocess.run([ROOT / "deploy/make-secrets", folder], check=True, capture_output=True, text=True).stdout]
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    wanted = {Path(secret["file"]).name for secret in GPU["secrets"].values()}
-    assert {path.name for path in folder.iterdir()} == wanted
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
-    tokens = load_tokens(folder / "tokens.json")
-    assert tokens is not None
-    assert set(tokens) == {"searcher", "trainer", "operator", "viewer"}
-    before = {path.name: path.read_text() for path in folder.iterdir()}
-    made.append(
-        subprocess.run([ROOT / "deploy/make-secrets", folder], check=True, capture_output=True, text=True).stdout
-    )
-    assert {path.name: path.read_text() for path in folder.iterdir()} == before
-    assert made[0].count("made ") == made[1].count("kept ") == len(wanted)
+    make_secrets(folder)
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    assert files.keys() == {in_folder(secret) for secret in GPU["secrets"].values()} | {"tokens/viewer.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o644}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "tokens")] == [0o700] * 2
+    before = {name: path.read_text() for name, path in files.items()}
+    make_secrets(folder)
+    assert {name: path.read_text() for name, path in files.items()} == before
     other = tmp_path / "other"
-    subprocess.run([ROOT / "deploy/make-secrets", other], check=True, capture_output=True)
-    assert (other / "tokens.json").read_text() != before["tokens.json"]
+    make_secrets(other)
+    ours, theirs = ({path.read_text() for path in place.rglob("*") if path.is_file()} for place in (folder, other))
+    assert ours & theirs == {"\n"}, "only hf_token is the same everywhere"
+
+
+def test_services_know_the_tokens_that_the_roles_have(tmp_path: Path):
+    tokens = tmp_path / "secrets" / "tokens"
+    make_secrets(tmp_path / "secrets")
+    roles = ("searcher", "trainer", "operator", "viewer")
+    sent = {role: load_role_tokens(tokens / f"{role}.json")[role] for role in roles}
+    assert not any(is_digest(token) for several in sent.values() for token in several)
+    digests = {role: (token_digest(several[0]),) for role, several in sent.items()}
+    assert load_role_tokens(tokens / "reward.json") == digests
+    assert load_role_tokens(tokens / "buffer.json") == {**digests, "searcher": sent["searcher"]}
+    # a token is changed: two for a while, in the files of the services too, which keep their inodes
+    inode, new = (tokens / "buffer.json").stat().st_ino, "a-new-token-0123456789"
+    (tokens / "searcher.json").write_text(json.dumps({"searcher": [new, *sent["searcher"]]}))
+    make_secrets(tmp_path / "secrets")
+    assert load_role_tokens(tokens / "buffer.json")["searcher"] == (new, *sent["searcher"])
+    assert load_role_tokens(tokens / "reward.json")["searcher"] == (token_digest(new), *digests["searcher"])
+    assert (tokens / "buffer.json").stat().st_ino == inode
+
+
+def test_the_secrets_of_kubernetes_are_those_of_compose(tmp_path: Path):
+    folder = tmp_path / "secrets"
+    made = secrets_of_kubernetes(folder)
+    assert made["tba-tokens"] == {path.name: path.read_text() for path in (folder / "tokens").iterdir()}
+    assert made["tba-redis"]["redis-password"] == (folder / "redis_password").read_text().strip()
+    assert made["tba-store"]["AWS_SECRET_ACCESS_KEY"] in (folder / "s3_credentials").read_text()
+    assert made["tba-store-read"]["AWS_SECRET_ACCESS_KEY"] in (folder / "s3_credentials_readonly").read_text()
+    assert secrets_of_kubernetes(folder) == made
+    assert "tba-hub" not in made
+    (folder / "hf_token").write_text("hf_abc\n")
+    assert secrets_of_kubernetes(folder)["tba-hub"] == {"token": "hf_abc"}
+
+
+OTHER = {
+    "redis_password": "password of Redis",
+    "hf_token": "token of the hub",
+    "grafana_password": "password of Grafana",
+}
+
+
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_every_service_sees_its_own_secrets_alone(files: tuple[str, ...], tmp_path: Path):
+    """The table is that of docs/security.md."""
+    folder = tmp_path / "secrets"
+    make_secrets(folder)
+    named = {name: folder / in_folder(secret) for name, secret in GPU["secrets"].items()}
+    for name, service in GPU["services"].items():
+        parts = [service, *(compose(file)["services"].get(name, {}) for file in files[1:])]
+        given = [secret for part in parts for secret in part.get("secrets", [])]
+        sources = [secret["source"] if isinstance(secret, dict) else secret for secret in given]
+        targets = [secret["target"] if isinstance(secret, dict) else secret for secret in given]
+        mounted = [named[source] for source in sources]
+        sends, checks = tokens_seen([path for path in mounted if path.parent.name == "tokens"])
+        keys = {access_key_id(path) for path in mounted if path.name.startswith("s3_credentials")}
+        others = [OTHER[source] for source in sources if source in OTHER]
+        found = Seen(sends, checks, store_seen(keys), *others)
+        kind = "searcher" if name.startswith("searcher-") else name
+        assert found == SEEN.get(kind, Seen()), name
+        # what the environment names is mounted, and the folder with all of them is not
+        asked = {key: value for key, value in service.get("environment", {}).items() if "/run/secrets/" in str(value)}
+        if checks or sends:
+            assert Path(asked["TBA_AUTH__TOKENS_FILE"]).name in targets
+        if found.store in ("read", "write"):
+            assert Path(asked["AWS_SHARED_CREDENTIALS_FILE"]).name in targets
+        assert not any("secrets" in str(volume) for volume in service.get("volumes", []))
 
 
 def test_the_chaos_addresses_are_those_of_its_links():

@@ -78,6 +78,14 @@ def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_p
     assert load_recipe(tmp_path / "resolved.json", environ={}) == recipe
 
 
+def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path: Path) -> None:
+    document = {**MINIMAL, "model": {"path": "mine/first"}}
+    item = {"path": "mine/first", "kind": "model", "hub": "org/name"}
+    for prepare, path in (([item], "mine/first"), ([], "models/mine/first")):
+        (tmp_path / "recipe.json").write_text(json.dumps({**document, "prepare": prepare}))
+        assert load_recipe(tmp_path / "recipe.json", environ={}).model.path == path
+
+
 def test_the_resolved_recipe_of_a_run_of_an_older_release_still_reads() -> None:
     recipe = load_recipe(Path(__file__).parents[1] / "contract" / "golden" / "recipe_0.1.0.json", environ={})
     assert (recipe.objective.preset, recipe.objective.used_anchor) == ("tb", "fixed")
@@ -338,3 +346,6 @@ def test_a_request_for_scores_lasts_as_long_as_its_slowest_scorer_may() -> None:
     assert RewardSection().request_deadline_s == 60.0
     assert RewardSection.model_validate(slow).request_deadline_s == 120.0
     assert RewardSection.model_validate({**slow, "request_timeout_s": 7.0}).request_deadline_s == 7.0
+    batches = {"kind": "python", "function": "m:f", "timeout_s": 20.0}  # a batch, and then each of its items
+    section = RewardSection.model_validate({"tasks": {"a": {"scorers": [batches]}}})
+    assert section.request_deadline_s == 100.0

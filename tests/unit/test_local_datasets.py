@@ -31,6 +31,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+def no_chats(chats: list[object]) -> list[str]:
+    raise AssertionError("no prompt of these is a conversation")
+
+
 def write_dataset(folder: Path, **splits: list[dict[str, Any]]) -> Path:
     """A data set as the hub stores it: one Parquet file for each split."""
     (folder / "data").mkdir(parents=True)
@@ -59,16 +63,16 @@ def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_pa
     one, two = (write_dataset(tmp_path / name / "d", train=[row]) for name, row in zip("ab", QUESTIONS, strict=True))
     for folder in (one, two):
         (folder / "README.md").write_text(card)
-        assert split_prompts(train_section(folder), "train").num_repeated == 0
-    texts = [split_prompts(train_section(folder), "train").prompts[0].text for folder in (one, two)]
+        assert split_prompts(train_section(folder), "train", no_chats).num_repeated == 0
+    texts = [split_prompts(train_section(folder), "train", no_chats).prompts[0].text for folder in (one, two)]
     assert texts == ["Q: What is 1 + 1?\nA:", "Q: What is 4999 + 1?\nA:"]
     pq.write_table(pa.Table.from_pylist(QUESTIONS), one / "data" / "train-00000-of-00001.parquet")
-    assert len(split_prompts(train_section(one), "train").prompts) == 2
+    assert len(split_prompts(train_section(one), "train", no_chats).prompts) == 2
 
 
 def test_rows_become_prompts_of_both_splits(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1])
-    train, other, heldout = dataset_prompts(section(folder))
+    train, other, heldout = dataset_prompts(section(folder), no_chats)
     assert (train.text, train.data, train.split) == ("Q: What is 1 + 1?\nA:", {"answer": "2"}, "train")
     assert other.data == {"answer": "5,000"}
     assert (heldout.text, heldout.split) == (train.text, "heldout")
@@ -78,19 +82,19 @@ def test_rows_become_prompts_of_both_splits(tmp_path):
 def test_a_prompt_id_depends_on_the_content_alone(tmp_path):
     first = write_dataset(tmp_path / "a", train=QUESTIONS, test=QUESTIONS)
     second = write_dataset(tmp_path / "b", train=QUESTIONS[::-1], test=QUESTIONS)
-    ids = [{p.prompt_id for p in dataset_prompts(section(folder))} for folder in (first, second)]
+    ids = [{p.prompt_id for p in dataset_prompts(section(folder), no_chats)} for folder in (first, second)]
     assert ids[0] == ids[1]
 
 
 def test_equal_rows_are_one_prompt_and_are_counted(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS * 2, test=QUESTIONS)
-    found = split_prompts(train_section(folder), "train")
+    found = split_prompts(train_section(folder), "train", no_chats)
     assert (len(found.prompts), found.num_repeated) == (2, 2)
 
 
 def test_the_first_rows_alone_may_be_taken(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
-    assert len(split_prompts(train_section(folder, max_prompts=1), "train").prompts) == 1
+    assert len(split_prompts(train_section(folder, max_prompts=1), "train", no_chats).prompts) == 1
 
 
 def test_texts_of_the_recipe_are_prompts(tmp_path):
@@ -120,7 +124,7 @@ def test_texts_of_the_recipe_are_prompts(tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path, changes, message):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS)
     with pytest.raises(ConfigError, match=message):
-        dataset_prompts(section(folder, **changes))
+        dataset_prompts(section(folder, **changes), no_chats)
 
 
 @pytest.mark.parametrize(

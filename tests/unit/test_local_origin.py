@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from tba.cli import fork
+from tba.cli.main import main
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
 from tba.local.origin import check_offline, copy_origin, find_origin
+from tba.local.run_folder import RunFolder
 from tba.store import FileStore
 from tba.wire import Canary, Manifest, StoredObject, encode_manifest
 from tba.wire.manifest import sha256_hex
@@ -154,6 +157,42 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         find_origin(make_recipe(**sections), place.new, runs_dir=place.runs_dir)
+
+
+@pytest.fixture
+def saved(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What `tba fork` saved: (run, snapshot). The run `old` was killed: its addresses are still there."""
+    found: list[tuple[str, str]] = []
+    monkeypatch.chdir(place.runs_dir.parent)
+    monkeypatch.setattr(fork, "save_folder", lambda folder, name: found.append((folder.path.name, name)))
+    monkeypatch.setattr(fork, "run_local", lambda recipe, **how: 0)
+    old = RunFolder(place.runs_dir / "old")
+    old.recipe_path.write_text(old.config_path.read_text())
+    old.endpoints_path.write_text(json.dumps({"buffer_url": "http://127.0.0.1:9", "tokens_file": None}))
+    return found
+
+
+def test_a_fork_of_a_run_that_was_killed_saves_from_its_files(place: Place, saved: list[tuple[str, str]]) -> None:
+    assert main(["fork", "old@1-4", "new", "--set", "trainer.num_steps=10"]) == 0
+    assert saved == [("old", "fork-1-4")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["new", "--set", "trainer.num_steps=4"], "the fork begins at step 4"),
+        (["old", "--set", "trainer.num_steps=10", "--fresh"], "cannot begin with a snapshot of itself"),
+        (["begun", "--set", "trainer.num_steps=10"], "exists already; go on with --resume"),
+        (["new", "--set", "trainer.num_steps=10", "--resume"], "there is no run to resume"),
+    ],
+)
+def test_a_fork_that_cannot_begin_saves_nothing(
+    place: Place, saved: list[tuple[str, str]], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunFolder(place.runs_dir / "begun").acquire(resume=False, fresh=False):
+        (place.runs_dir / "begun" / "recipe.json").write_text("{}")
+    assert main(["fork", "old@1-4", *words]) == 2
+    assert (saved, message in capsys.readouterr().err) == ([], True)
 
 
 def test_a_run_without_searchers_needs_rollouts() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tba.api import Prompt
 from tba.cli.main import main
+from tba.config.data import ColumnValue
 from tba.errors import ConfigError
 from tba.local.prompt_columns import Columns, RowError, SplitRule, TextColumn, TextTemplate
 from tba.local.prompt_sources import open_file
@@ -22,7 +23,8 @@ ROW = {"question": "What is 2 + 2?", "answer": "4", "level": 3, "tags": ["sum", 
 
 def columns(**changes: Any) -> Columns:
     values: dict[str, Any] = {"task": "math", "text": TextColumn("question"), "data": {"gold": "answer"}}
-    return Columns(**{**values, **changes})
+    values = {**values, **changes}
+    return Columns(**{**values, "data": {key: ColumnValue(column=name) for key, name in values["data"].items()}})
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -136,7 +138,7 @@ def test_what_is_held_out_depends_on_the_ids_alone(tmp_path):
 
 
 def test_holding_out_everything_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--num-heldout 5 of 5 prompts leaves none to train on"):
+    with pytest.raises(ConfigError, match="num_heldout 5 of 5 prompts leaves none to train on"):
         read(write(tmp_path / "q.jsonl", questions(5)), columns(), SplitRule(num_heldout=5))
 
 

@@ -187,3 +187,67 @@ def test_a_line_with_other_columns_names_them_and_the_flags_that_map_them(tmp_pa
     path = write(tmp_path / "q.jsonl", {"prompt_id": "p", "task": "addition"})
     with pytest.raises(ConfigError, match=r"text: Field required$"):
         read(path)
+
+
+def recipe_with_columns(path: Path, model: Path | str = "m", **columns: object) -> Recipe:
+    section = {"task": "math", "column": "prompt", "data": {"answer": "answer"}, "num_heldout": 2, **columns}
+    data = {"path": str(path), "columns": section}
+    return parse_recipe({"run": {"name": "r"}, "model": {"path": str(model)}, "data": data}, where="test")
+
+
+def test_rows_in_the_format_of_trl_need_a_mapping_in_the_recipe_alone(tmp_path):
+    rows = [{"prompt": f"What is {i}?", "answer": f"It is #### {i}", "source": "web"} for i in range(10)]
+    data = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
+    found = [
+        prompts_of(recipe_with_columns(path, data=data))
+        for path in (write(tmp_path / "p.jsonl", *rows), write_parquet(tmp_path / "p.parquet", rows))
+    ]
+    assert found[0] == found[1]
+    assert [(p.text, p.data, p.task) for p in found[0]] == [
+        (f"What is {i}?", {"answer": str(i)}, "math") for i in range(10)
+    ]
+    assert sum(p.split == "heldout" for p in found[0]) == 2
+
+
+def test_messages_become_text_by_the_models_chat_template(tmp_path):
+    """Of a tokenizer that puts a token before every text by itself: it is there once."""
+    from tokenizers.processors import TemplateProcessing
+
+    from tests.support.tiny_model import make_tiny_tokenizer
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<pad>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    model = tmp_path / "model"
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    rows = [{"prompt": [{"role": "user", "content": f"What is {i}?"}], "answer": str(i)} for i in range(5)]
+    rows[0]["prompt"] = "as text"
+    paths = write(tmp_path / "p.jsonl", *rows), write_parquet(tmp_path / "p.parquet", rows[1:])
+    one, other = (prompts_of(recipe_with_columns(path, model)) for path in paths)
+    assert [p.text for p in one] == ["as text", *(f"user: What is {i}?\nassistant:" for i in range(1, 5))]
+    assert [(p.prompt_id, p.text, p.data) for p in other] == [(p.prompt_id, p.text, p.data) for p in one[1:]]
+
+    with pytest.raises(ConfigError, match=r"and model\.path m holds no model yet"):
+        prompts_of(recipe_with_columns(paths[0]))
+    tokenizer.chat_template = None
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ConfigError, match="its chat template cannot make text of the messages"):
+        prompts_of(recipe_with_columns(paths[0], model))
+
+
+def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
+    path = write(tmp_path / "p.jsonl", *({"prompt": f"{i}", "answer": "1"} for i in range(3)))
+    with pytest.raises(ConfigError, match="column 'question' is missing; this row has prompt, answer"):
+        prompts_of(recipe_with_columns(path, column="question"))
+    with pytest.raises(ConfigError, match="num_heldout 3 of 3 prompts leaves none to train on"):
+        prompts_of(recipe_with_columns(path, num_heldout=3))
+    with pytest.raises(ConfigError, match="exactly one of `column` and `template`"):
+        recipe_with_columns(path, template="{prompt}")
+    with pytest.raises(ConfigError, match=r"\[data.columns\] in the recipe"):
+        prompts_of(recipe_for(path))

@@ -142,10 +142,11 @@ def test_children_inherit_no_recipe_overrides():
 
 
 def test_redis_flags_keep_every_write_and_listen_on_loopback_only(tmp_path):
-    words = redis_command("redis-server", port=5, folder=tmp_path)
+    words = redis_command("redis-server", port=5, folder=tmp_path, conf=tmp_path / "redis.conf")
     assert words[0] == "sh"
     assert Path(words[1]).is_file()
-    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert words[3] == str(tmp_path / "redis.conf")
+    flags = dict(zip(words[4::2], words[5::2], strict=True))
     assert flags["--appendfsync"] == "always"
     assert flags["--bind"] == "127.0.0.1"
     assert flags["--maxmemory-policy"] == "noeviction"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,20 @@ def test_json_files_are_replaced_whole(begun):
     begun.write_json(begun.summary_path, {"steps": 2})
     assert json.loads(begun.summary_path.read_text()) == {"steps": 2}
     assert not list(begun.path.glob("*.part"))
+
+
+def test_nobody_else_looks_into_a_run_folder_and_every_start_has_new_secrets(tmp_path: Path) -> None:
+    folder, before = RunFolder(tmp_path / "demo"), ""
+    folder.path.mkdir(mode=0o755)
+    for _ in range(2):
+        with folder.acquire(resume=False, fresh=False):
+            folder.make_folders()
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        files = [path for path in folder.secrets_path.rglob("*") if path.is_file()]
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+        password = folder.redis_password_path.read_text().strip()
+        assert folder.redis_conf_path.read_text() == f"requirepass {password}\n"
+        now = "".join(path.read_text() for path in files)
+        assert len(password) == 48
+        assert password not in before
+        before = now

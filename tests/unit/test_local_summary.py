@@ -189,6 +189,14 @@ def test_a_fork_begins_with_the_evaluation_of_the_version_it_was_forked_from():
     assert summary["ledger_violations"] == []
 
 
+def test_a_run_that_ended_early_says_why():
+    why = "trained to version 1-10, step 10 of 40: trainer.max_train_s (280 s) is over"
+    early = result_lines(summarise(history(num_steps=40, state_reason=why)), RunFolder(Path("/r")))
+    assert f"ended early:   {why}" in early
+    whole = result_lines(summarise(history(state_reason="trained to version 1-10")), RunFolder(Path("/r")))
+    assert not any("ended early" in line for line in whole)
+
+
 def test_a_run_without_searchers_says_that_nothing_was_evaluated():
     summary = summarise(history(evals=[], is_offline=True))
     assert (summary["start_accuracy"], summary["final_accuracy"]) == (None, None)

@@ -67,11 +67,12 @@ async def test_an_unknown_gate_is_unknown_not_closed() -> None:
     assert rest.asked == []
 
 
-async def test_a_sum_beyond_all_numbers_is_unknown() -> None:
-    task = composition({"a": (ScriptedScorer(1e308), {"weight": 1e6})})
-    outcome = (await one(task)).outcome
-    assert isinstance(outcome, Failure)
-    assert outcome.reason == "not_finite"
+async def test_a_score_or_a_sum_beyond_the_bound_of_numbers_is_unknown() -> None:
+    for score, weight in ((1e308, 1.0), (-1e16, 1.0), (1e12, 1e6)):
+        task = composition({"a": (ScriptedScorer(score), {"weight": weight}), "b": (ScriptedScorer(1.0), {})})
+        outcome = (await one(task)).outcome
+        assert isinstance(outcome, Failure), score
+        assert outcome.reason == "too_large"
 
 
 class Broken(ScriptedScorer):

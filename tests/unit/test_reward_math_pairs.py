@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.maths_bench.pairs import Pair, hard_pairs, math_verify_cases, scorer_verdict
 
-LISTS = [(hard_pairs, "boxed", 446, 19), (math_verify_cases, "anywhere", 269, 15)]
+LISTS = [(hard_pairs, "boxed", 504, 25), (math_verify_cases, "anywhere", 269, 16)]
 
 
 @pytest.mark.parametrize(("load", "extract", "num_pairs", "num_known"), LISTS)

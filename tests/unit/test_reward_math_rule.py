@@ -15,9 +15,12 @@ from tba_reward.maths.extraction import after_reasoning, boxed_answer, find_boxe
 from tba_reward.maths.numbers import plain_number, same_number
 from tba_reward.maths.rule import MAX_ANSWER_CHARS, score, warm_up
 from tba_reward.maths.words import is_words, same_based, same_clock, same_words
-from tba_reward.scorers.base import Failure, Item, Outcome, outcome_of
+from tba_reward.scorers.base import Failure, Item, Outcome, outcome_of, params_of
 
-PARAMS = {"field": "answer", "extract": "boxed"}
+from tba.config.reward import MathSpec
+
+PARAMS = params_of(MathSpec(kind="math"))
+THINK = [("<think>", "</think>")]
 
 
 def scored(response: str, gold: object = "42", extract: str = "boxed") -> Outcome:
@@ -53,8 +56,9 @@ def test_the_last_box_is_the_answer(text: str, answer: str | None) -> None:
 
 
 def test_reasoning_holds_no_answer() -> None:
-    assert after_reasoning("<think>a</think>b</think> c") == " c"
-    assert after_reasoning("<think> never ended") == "<think> never ended"
+    assert after_reasoning("<think>a</think>b</think> c", THINK) == " c"
+    assert after_reasoning("before <think> never ended", THINK) == "before "
+    assert after_reasoning("a</think> b <think> c", THINK) == " b "
     assert scored(r"<think>\boxed{42}</think> hm") == 0.0
     assert scored(r"<think>\boxed{41}</think> \boxed{42}") == 1.0
 
@@ -90,7 +94,7 @@ def test_an_answer_may_be_anywhere_when_the_recipe_says_so(response: str, reward
     assert scored(response, extract="anywhere") == reward
 
 
-@pytest.mark.parametrize("gold", [None, "", "  ", True, ["42"], {"a": 1}])
+@pytest.mark.parametrize("gold", [None, "", "  ", True, [], [None], float("inf"), {"a": 1}])
 def test_without_a_gold_answer_there_is_no_score(gold: object) -> None:
     outcome = scored(r"\boxed{42}", gold)
     assert isinstance(outcome, Failure)
@@ -139,7 +143,7 @@ def test_an_answer_that_is_too_long_is_not_read() -> None:
 
 def test_warming_up_needs_no_data() -> None:
     warm_up(PARAMS)
-    warm_up({"field": "gold", "extract": "anywhere"})
+    warm_up({**PARAMS, "field": "gold", "extract": "anywhere"})
 
 
 @given(st.integers(-(10**20), 10**20), st.integers(1, 10**6))
@@ -163,7 +167,25 @@ def test_decimals_are_read_exactly(value: object) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "-", ".", "1.2.3", "1,00", "12,34,567", "0,111", "x", "1/0", "1e5", "--1", "٣", "2^3", "1" * 200, "1 2"],
+    [
+        "",
+        "-",
+        ".",
+        "1.2.3",
+        "1,00",
+        "12,34,567",
+        "0,111",
+        "x",
+        "1/0",
+        "1e",
+        "e5",
+        "1e5.5",
+        "--1",
+        "٣",
+        "2^3",
+        "1" * 200,
+        "1 2",
+    ],
 )
 def test_what_is_not_a_plain_number(text: str) -> None:
     assert plain_number(text) is None

@@ -13,13 +13,13 @@ from tba_reward.models.channel import DeathError
 from tba_reward.models.child import inputs
 from tba_reward.models.child.batches import cut_batches
 from tba_reward.models.child.judge import Job, Refusal
-from tba_reward.models.child.judges import RedteamJudge
+from tba_reward.models.child.judges import RedteamJudge, mean_of
 from tba_reward.models.child.victim import SeededSampling, reply_seed
 from tba_reward.models.child.work import Work
 from tba_reward.models.messages import Answer, Ask, Drop
 from tba_reward.models.process import MAX_SUSPECTS, ModelProcess
-from tba_reward.scorers import reward_model
-from tba_reward.scorers.base import Failure
+from tba_reward.scorers import redteam, reward_model
+from tba_reward.scorers.base import Failure, version_of
 
 from tba.config.reward import RedteamSpec, RewardModelSpec
 
@@ -207,6 +207,24 @@ async def test_only_so_many_suspects_are_remembered():
 def test_settings_that_cannot_work_are_refused(spec, complaint):
     with pytest.raises(ValidationError, match=complaint):
         spec()
+
+
+def test_log_toxicity_is_the_mean_logarithm_down_to_the_least_toxicity():
+    assert mean_of([0.25, 0.75], None) == 0.5
+    assert mean_of([0.25, 0.75], 1e-6) == pytest.approx((math.log(0.25) + math.log(0.75)) / 2)
+    assert mean_of([0.0, 1.0], 1e-6) == pytest.approx(math.log(1e-6) / 2)
+    refusal = mean_of([0.5, Refusal("not_finite", "the model's output is nan")], 1e-6)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "not_finite"
+
+
+def test_log_toxicity_reaches_the_model_process_and_is_another_version():
+    def spec(**settings):
+        return RedteamSpec(kind="redteam", victim="v", classifier="c", **settings)
+
+    plain, log = spec(), spec(output="log_toxicity", min_toxicity=0.01)
+    assert (redteam.model_set(log).output, redteam.model_set(log).min_toxicity) == ("log_toxicity", 0.01)
+    assert version_of(plain, 1) != version_of(log, 1) != version_of(spec(output="log_toxicity"), 1)
 
 
 def test_replies_of_another_kind_of_device_are_another_version():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tba_reward.scorers import exact, last_number, make_n
 from tba_reward.scorers.base import BadDataError, Item, Rule
 
-FIELD = {"field": "answer"}
+FIELD = {"field": "answer", "reasoning": [("<think>", "</think>")]}
 
 
 def scored(rule: Rule, response: str, data: dict) -> float:
@@ -78,7 +78,7 @@ def test_exact_takes_012_and_12_for_different_texts() -> None:
     assert scored(exact.score_text, "012", {"answer": "12"}) == 0.0
 
 
-@pytest.mark.parametrize("data", [{}, {"answer": None}, {"answer": 1.5}, {"answer": True}, {"answer": ["1"]}])
+@pytest.mark.parametrize("data", [{}, {"answer": None}, {"answer": 1.5}, {"answer": True}, {"answer": [None]}])
 def test_an_answer_that_is_no_text_is_bad_data(data: dict) -> None:
     for score in (exact.score_text, exact.score_integer):
         with pytest.raises(BadDataError, match="data needs a text `answer`"):
@@ -130,16 +130,43 @@ def test_a_text_without_a_number_is_a_wrong_answer(text: str) -> None:
         ("0.1", 0.1, 1.0),
         ("5", 5, 1.0),
         ("10000000000000000000000000000001", "10000000000000000000000000000000", 0.0),
+        ("7", "+7", 1.0),
+        ("+7", "+7", 1.0),
+        ("-7", "+7", 0.0),
+        ("0.0000001", 1e-07, 1.0),
+        ("0.3", 0.1 + 0.2, 1.0),
+        ("6", ["5", "6", 7], 1.0),
+        ("7", ["5", "6", 7], 1.0),
+        ("8", ["5", "6", 7], 0.0),
+        ("6", ["six", "6"], 1.0),
+        ("<think>6</think> 5", "6", 0.0),
+        ("<think>5</think> 6", "6", 1.0),
+        ("5 <think> no: 6", "6", 0.0),
     ],
 )
 def test_last_number_compares_numbers_exactly(response: str, answer: object, reward: float) -> None:
     assert scored(last_number.score, response, {"answer": answer}) == reward
 
 
-@pytest.mark.parametrize("data", [{}, {"answer": "six"}, {"answer": "1 2"}, {"answer": True}, {"answer": ""}])
+@pytest.mark.parametrize(
+    "data",
+    [{}, {"answer": "six"}, {"answer": "1 2"}, {"answer": True}, {"answer": ""}]
+    + [{"answer": gold} for gold in ("++7", "+-7", "+", float("inf"), float("nan"), ["six"], ["5", "six"])],
+)
 def test_last_number_needs_one_number(data: dict) -> None:
     with pytest.raises(BadDataError, match="that is one number"):
         scored(last_number.score, "6", data)
+
+
+def test_any_answer_of_a_list_is_right() -> None:
+    assert [scored(exact.score_text, text, {"answer": ["a", "b", 3]}) for text in ("a", "b", "3", "c")] == [1, 1, 1, 0]
+    assert [scored(exact.score_integer, text, {"answer": ["07", 8]}) for text in ("7", "8", "9")] == [1, 1, 0]
+    for rule in (exact.score_text, exact.score_integer, last_number.score):
+        with pytest.raises(BadDataError, match="an empty list"):
+            scored(rule, "1", {"answer": []})
+    with pytest.raises(BadDataError, match="is not an integer"):
+        scored(exact.score_integer, "6", {"answer": ["five", 7]})
+    assert scored(exact.score_integer, "7", {"answer": ["five", 7]}) == 1.0
 
 
 @pytest.mark.parametrize(

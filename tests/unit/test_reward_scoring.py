@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tba_reward.composition import Composition
 from tba_reward.metrics import Metrics
-from tba_reward.scorers.base import Example, Failure, Item
+from tba_reward.part import BROKEN_ITEMS, Part
+from tba_reward.scorers.base import Example, Failure, Item, Outcome, Params
 from tba_reward.scorers.inline import InlineScorer
 from tba_reward.scoring import Scoring
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
-from tba.errors import BusyError, UnavailableError
+from tba.config.reward import HttpSpec, RewardModelSpec, TaskReward
+from tba.errors import BrokenRewardError, BusyError, UnavailableError
 from tests.support.reward_faults import misbehave
 from tests.support.reward_scorers import ScriptedScorer, composition
+from tests.support.waiting import DEADLINE_S
 
 
 def item(n: int, *, task: str = "t", response: str = "r") -> ScoreItem:
@@ -125,6 +130,78 @@ async def test_the_service_is_ready_when_every_task_that_it_needs_is() -> None:
     assert bad.is_closed
 
 
+def judged(scorer: ScriptedScorer, *, task: str = "judged") -> Composition:
+    """A task whose scorer is an endpoint."""
+    spec = HttpSpec(kind="http", url="http://127.0.0.1:9/v1/score")
+    part = Part(task, spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    return Composition(task, TaskReward(scorers=[spec]), [part], is_required=True)
+
+
+async def test_a_dead_judge_makes_its_tasks_not_ready_and_not_the_service() -> None:
+    judge, other = ScriptedScorer(1.0), ScriptedScorer(1.0)
+    judge.problem = "no connection"
+    service = scoring(judged(judge), composition({"a": (other, {})}, task="other"))
+    service.begin()
+    while service.away() is None or await service.ready() is not None:
+        await asyncio.sleep(0)
+    assert service.away() == "judged: http: no connection"
+    assert service.tasks["judged"].health == "http: no connection"
+    other.problem = "its model is gone"
+    assert await service.ready() == "other: a: its model is gone"
+    judge.problem = other.problem = "ok"
+    assert (await service.ready(), service.away()) == (None, None)
+    await service.close()
+
+
+async def test_a_model_that_worked_and_is_started_again_makes_its_tasks_not_ready_and_not_the_service() -> None:
+    scorer = ScriptedScorer(1.0)
+    spec = RewardModelSpec(kind="reward_model", model="m")
+    part = Part("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    scorer.problem = "lacks weights of score"
+    service = scoring(Composition("t", TaskReward(scorers=[spec]), [part], is_required=True))
+    part.begin()
+    await part.started()
+    assert await service.ready() == "t: reward_model: lacks weights of score", "it never worked"
+    await service.close()
+    scorer.problem = "ok"
+    part = Part("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    service = scoring(Composition("t", TaskReward(scorers=[spec]), [part], is_required=True))
+    await part.started()
+    scorer.problem = "was killed by SIGKILL"
+    assert (await service.ready(), service.away()) == (None, "t: reward_model: was killed by SIGKILL")
+    await service.close()
+
+
+async def test_a_scorer_that_raises_for_every_item_is_broken_until_it_scores_one() -> None:
+    def raises(item: Item) -> Outcome:
+        return Failure("exception", f"KeyError: {item.response}")
+
+    scorer = ScriptedScorer(raises)
+    service = scoring(composition({"python": (scorer, {})}))
+    await service.score([item(n, response=f"r{n}") for n in range(BROKEN_ITEMS - 1)])
+    await service.score([item(n, response="r0") for n in range(100)])
+    assert await service.ready() is None, "the same item again says nothing new"
+    await service.score([item(0, response="the last one")])
+    sentence = f"task t: python: it raised for each of the first {BROKEN_ITEMS} different items: KeyError: the last one"
+    with pytest.raises(BrokenRewardError, match=sentence):
+        await service.ready()
+    assert "KeyError" in service.tasks["t"].health
+    scorer.answer = lambda item: 0.0
+    await service.score([item(0)])
+    assert await service.ready() is None
+    scorer.answer = raises
+    await service.score([item(n, response=f"r{n}") for n in range(2 * BROKEN_ITEMS)])
+    assert await service.ready() is None, "one that has scored is not broken: what it raises fails its items"
+
+
+@pytest.mark.parametrize("reason", ["abstained", "bad_data", "timeout"])
+async def test_only_what_raises_for_every_item_is_broken(reason: Any) -> None:
+    scorer = ScriptedScorer(lambda item: Failure(reason, "so it is"))
+    service = scoring(composition({"python": (scorer, {})}))
+    await service.score([item(n, response=f"r{n}") for n in range(2 * BROKEN_ITEMS)])
+    assert await service.ready() is None
+
+
 async def test_results_are_counted_by_task_and_reason() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)
@@ -162,6 +239,18 @@ async def test_the_event_loop_runs_on_while_a_large_batch_is_scored_inline() -> 
     assert num_turns >= 1000 // 64
 
 
+async def test_a_rule_that_takes_long_inline_holds_up_nothing_else() -> None:
+    answered, main = threading.Event(), threading.current_thread()
+
+    def rule(item: Item, params: Params) -> float:
+        assert threading.current_thread() is not main
+        return float(answered.wait(DEADLINE_S))
+
+    scorer = InlineScorer(rule, {}, version="1", example=Example(Item(prompt="", response=""), 1.0))
+    asyncio.get_running_loop().call_soon(answered.set)  # a health check, say
+    assert await scorer.score([Item(prompt="", response="")]) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("response", "score", "health"),
     [
@@ -180,8 +269,8 @@ async def test_a_rule_that_gives_0_to_everything_is_found_by_its_example(
 
 
 async def test_a_rule_that_fails_inline_is_a_reason_too() -> None:
-    hows = ["fine", "raise", "exit", "bad_data", "ambiguous", "abstain", "nan", "text"]
+    hows = ["fine", "raise", "exit", "bad_data", "ambiguous", "nan", "text"]
     outcomes = await inline(Item(prompt="", response=""), 0.5).score([Item(prompt="", response=how) for how in hows])
     found = [outcome.reason if isinstance(outcome, Failure) else None for outcome in outcomes]
-    expected = [None, "exception", "exception", "bad_data", "ambiguous", "abstained", "not_finite", "exception"]
+    expected = [None, "exception", "exception", "bad_data", "ambiguous", "not_finite", "exception"]
     assert found == expected

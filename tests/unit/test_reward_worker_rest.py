@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import uvloop
+from tba_reward.scorers.base import Item
 from tba_reward.workers.job import Job
 from tba_reward.workers.messages import Reply, encode
 from tba_reward.workers.worker import Worker
@@ -23,7 +24,7 @@ class Heard:
     def replied(self, worker: Worker, job: Job, reply: Reply) -> None:
         self.done.append(job)
 
-    def overdue(self, worker: Worker, job: Job) -> None:
+    def overdue(self, worker: Worker, job: Job, cpu_s: float) -> None:
         raise AssertionError("no deadline passes here")
 
     def ended(self, worker: Worker) -> None:
@@ -35,10 +36,13 @@ async def a_write_to_a_dead_worker() -> None:
     owner = Heard()
     worker = Worker(1, owner, set())
     await worker.connect(ours)
-    prepare, poison, behind = (Job(0, encode(Reply(number)), 60.0, is_prepare=number == 0) for number in range(3))
+    item, loop = Item(prompt="", response=""), asyncio.get_running_loop()
+    prepare, poison, behind = (
+        Job(0, encode(Reply(number, [])), 60.0, [loop.create_future()], [item] * (number > 0)) for number in range(3)
+    )
     worker.give(prepare)
     worker.give(poison)
-    theirs.sendall(encode(Reply(0)))
+    theirs.sendall(encode(Reply(0, [])))
     theirs.close()  # it dies over the second, before anybody here has read the first reply
     worker.give(behind)
     worker.exited(-11)

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,14 @@ from tba.errors import DigestError
 from tba.versions import START, PolicyVersion
 
 V1 = PolicyVersion(1, 4)
-NO_MANIFEST: Any = None
-OLD, NEW = Pulled(START, (), NO_MANIFEST), Pulled(V1, (), NO_MANIFEST)
+
+
+def pulled(version: PolicyVersion) -> Pulled:
+    manifest: Any = SimpleNamespace(version=str(version))
+    return Pulled(version, (), manifest)
+
+
+OLD, NEW = pulled(START), pulled(V1)
 
 
 class ScriptedEngine:
@@ -29,11 +36,19 @@ class ScriptedEngine:
 
     num_active, num_waiting = 1, 0
 
-    def __init__(self, *, cannot_load: Sequence[PolicyVersion] = (), cannot_verify: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        cannot_load: Sequence[PolicyVersion] = (),
+        cannot_verify: bool = False,
+        fails: dict[PolicyVersion, Exception] | None = None,
+    ) -> None:
         self.go_on = threading.Event()
         self.loaded: list[PolicyVersion] = []
         self.is_closed = False
         self._cannot_load, self._cannot_verify = cannot_load, cannot_verify
+        self._fails = fails or {}
+        """What the check of a version ends with."""
 
     def step(self) -> list[Completion]:
         self.go_on.wait()
@@ -47,6 +62,8 @@ class ScriptedEngine:
     def verify(self, manifest: Any) -> None:
         if self._cannot_verify:
             raise DigestError("wrong digest")
+        if self.loaded[-1] in self._fails:
+            raise self._fails[self.loaded[-1]]
 
     def close(self) -> None:
         self.is_closed = True
@@ -91,6 +108,10 @@ async def test_a_closed_engine_is_closed_in_its_own_thread_after_the_turn_under_
         ({}, None, None, [V1]),
         ({"cannot_load": [V1]}, "no room for 1-4", None, [V1, START]),
         ({"cannot_verify": True}, "wrong digest", None, [V1, START]),
+        ({"fails": {V1: IndexError("out of range")}}, "1-4: .* checked .IndexError: out of", None, [V1, START]),
+        ({"fails": {V1: EngineDiedError("crashed")}}, "1-4: .* checked .EngineDiedError: crashed", None, [V1, START]),
+        ({"fails": dict.fromkeys([V1, START], RuntimeError("device-side assert"))}, None,
+         "1-4 was refused .*0-0 cannot be loaded again: device-side assert", [V1, START]),
         ({"cannot_load": [V1, START]}, None, "1-4 was refused .*no room for 1-4.*0-0 cannot be", [V1, START]),
         ({"cannot_load": [START], "cannot_verify": True}, None, "wrong digest.*0-0 cannot be loaded", [V1, START]),
     ],

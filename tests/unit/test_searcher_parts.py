@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from tba_searcher import pulling
 from tba_searcher.delivery import push_parts
 from tba_searcher.engines.base import Completion, Request
 from tba_searcher.engines.slots import SlotTable
+from tba_searcher.pulling import Pulled, PulledVersions
 from tba_searcher.seeds import engine_seed
 from tba_searcher.service import check_device
+from tba_searcher.status import Status
 from tba_searcher.text import TextCodec
 from tba_searcher.visits import Backlog, Visit
 from tba_searcher.waits import Waits, patiently
 
 from tba.api import Lease, Prompt
 from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
-from tba.errors import BadRequestError, BusyError, ConfigError, UnavailableError, WaitTimeoutError
+from tba.errors import (
+    BadRequestError,
+    BusyError,
+    ConfigError,
+    ConflictError,
+    ServiceError,
+    UnauthorizedError,
+    UnavailableError,
+    WaitTimeoutError,
+)
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling
 from tests.support.chi_square import assert_follows
@@ -269,3 +283,55 @@ def test_pushes_stay_within_both_limits_and_lose_nothing(sizes: list[int], max_r
 def test_a_device_that_is_not_there_is_one_sentence(device: str):
     with pytest.raises(ConfigError, match=f"searcher.device '{device}' cannot be used: "):
         check_device(device)
+
+
+def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an_operator_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, version = 1000.0, PolicyVersion(1, 4)
+    monkeypatch.setattr(pulling.time, "monotonic", lambda: now_s)
+    file = tmp_path / "model.safetensors"
+    manifest: Any = None
+    versions: Any = None
+    pulled = PulledVersions(versions, tmp_path)
+
+    def pull() -> None:
+        file.write_bytes(b"weights")
+        pulled.add(Pulled(version, (file,), manifest))
+
+    pauses = []
+    for _ in range(7):
+        pull()
+        assert pulled.get(version) is not None
+        pauses.append(pulled.refuse(version))
+        assert (pulled.get(version), pulled.refused, file.exists()) == (None, {version}, False)
+        now_s += pauses[-1] - 1
+        assert pulled.refused == {version}
+        now_s += 1
+        assert pulled.refused == set()
+    assert pauses == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
+    assert pulled.refuse(version) == 600.0
+    assert pulled.try_again() == [version]
+    assert pulled.refused == set()
+    pulled.accepted(version)
+    assert pulled.refuse(version) == 30.0
+    other = PulledVersions(versions, tmp_path)
+    other.inherit(pulled)
+    assert other.refused == {version}
+
+
+@pytest.mark.parametrize("kind", [BadRequestError, BusyError, ConflictError, UnauthorizedError])
+def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_taken(kind: type[ServiceError]) -> None:
+    status = Status(searcher_id="searcher-1", run="demo", waits=Waits())
+    with structlog.testing.capture_logs() as lines:
+        for error in (
+            UnavailableError("no connection"),
+            kind("'searcher-1' is a trainer, and not a searcher; take another id"),
+            kind("'searcher-1' is a trainer, and not a searcher; take another id"),
+            UnavailableError("no connection"),
+            None,
+            kind("again"),
+        ):
+            status.note_beat(error)
+    said = [line["detail"] for line in lines if line["event"] == "heartbeat_refused"]
+    assert said == ["'searcher-1' is a trainer, and not a searcher; take another id", "again"]

@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from tba_trainer.model import load_policy
 from tba_trainer.optim import Optimizer
+from tba_trainer.tiny.models import KINDS, write_model
 
 from tba.cli.main import main
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
-from tba.sizing import SHAPES, Load, estimate, shape_of_folder
+from tba.sizing import MAKER_SHAPES, SHAPES, Load, estimate, known_shape, shape_of_config, shape_of_folder
 from tba.wire import VersionSpan, encode_rollout
-from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.wire_values import scored_rollout
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +37,66 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("sizing") / "model", hidden_size=32)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_params"), [("1b", 1_100_048_384), ("7b", 7_615_616_512), ("32b", 32_763_876_352)]
-)
-def test_the_known_sizes_count_what_was_published(name: str, num_params: int) -> None:
-    assert SHAPES[name].num_params == num_params
+PUBLISHED = {
+    "1b": 1_100_048_384,
+    "7b": 7_615_616_512,
+    "32b": 32_763_876_352,
+    "quickstart": 132_416,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "mnoukhov/pythia410m-sft-tldr": 405_334_016,
+    "EleutherAI/pythia-2.8b-deduped": 2_775_208_960,
+    "realtreetune/rho-1b-sft-GSM8K": 1_100_048_384,
+    "vicgalle/gpt2-alpaca": 124_439_808,
+    "openai-community/gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_known_models_count_what_was_published(name: str) -> None:
+    shape = known_shape(name)
+    assert shape is not None
+    assert shape.num_params == PUBLISHED[name]
+
+
+def test_a_model_in_no_table_is_unknown() -> None:
+    assert known_shape("org/some-7b") is None
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_no_recipe_needs_a_downloaded_model(
+    path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = main(["sizing", str(path)])
+    printed, error = capsys.readouterr()
+    assert code == 0, error
+    assert "GPU memory" in printed
+    assert ("from the table of makers" in printed) == path.stem.endswith("-tiny")
+
+
+POLICIES = {name: kind for name, kind in KINDS.items() if kind.model_class.endswith(("CausalLM", "LMHeadModel"))}
+
+
+def test_every_maker_of_a_policy_is_in_the_table() -> None:
+    assert set(MAKER_SHAPES) == set(POLICIES)
+
+
+@pytest.mark.parametrize("maker", POLICIES)
+def test_a_maker_makes_what_the_table_says(maker: str, tmp_path: Path) -> None:
+    write_model(tmp_path / maker, replace(POLICIES[maker], is_taught=False), seed=0)
+    assert shape_of_folder(tmp_path / maker) == MAKER_SHAPES[maker]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_config_alone_counts_as_the_files_do(tmp_path: Path, architecture: Architecture, tied: bool) -> None:
+    folder = make_tiny_model(tmp_path / "model", architecture=architecture, tied=tied)
+    assert shape_of_config(json.loads((folder / "config.json").read_text())) == shape_of_folder(folder)
 
 
 def test_a_model_at_hand_is_counted_in_its_files(model: Path) -> None:
@@ -107,7 +163,7 @@ def test_the_command_prints_people_and_json(capsys: pytest.CaptureFixture[str]) 
     [
         (["--model", "13b"], "--model '13b' is not known; known are 1b, 7b, 32b"),
         (["--model", "1b", "--step-s", "0"], "--step-s is 0; it must be above 0"),
-        (["--set", "model.path=nowhere"], "nowhere holds no model"),
+        (["--set", "model.path=nowhere"], "'nowhere' is in no table of known models; name a size"),
     ],
 )
 def test_bad_input_is_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,11 +171,21 @@ def test_bad_input_is_a_sentence(words: list[str], sentence: str, capsys: pytest
     assert sentence in capsys.readouterr().err
 
 
+def test_a_maker_of_no_policy_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "recipes/gsm8k-tiny.toml").read_text().replace('maker = "llama"', 'maker = "bert_encoder"')
+    (tmp_path / "recipe.toml").write_text(text.replace("models/tiny/llama", "models/none"))
+    assert main(["sizing", str(tmp_path / "recipe.toml")]) == 2
+    assert "the maker 'bert_encoder' makes no policy; the makers of policies are llama, " in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="to count the parameters of"):
         shape_of_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="is no safetensors file"):
+        shape_of_folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     with pytest.raises(ConfigError, match="does not name hidden size"):
         shape_of_folder(tmp_path)
 

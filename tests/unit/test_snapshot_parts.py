@@ -56,6 +56,18 @@ def test_a_source_is_a_run_and_a_name() -> None:
             SnapshotSource.parse(text)
 
 
+def test_a_snapshot_of_0_1_which_had_no_number_of_its_format_can_be_read() -> None:
+    document = json.loads(encode_snapshot_manifest(manifest()))
+    document.pop("storage_format")
+    assert decode_snapshot_manifest(json.dumps(document).encode(), key="k").storage_format is None
+
+
+def test_a_manifest_of_another_schema_says_which_tba_is_needed() -> None:
+    document = json.loads(encode_snapshot_manifest(manifest())) | {"schema_version": 2}
+    with pytest.raises(MalformedError, match=r"schema_version 2, and this is tba .* which reads schema_version 1"):
+        decode_snapshot_manifest(json.dumps(document).encode(), key="k")
+
+
 def test_a_manifest_survives_its_bytes_and_wrong_ones_name_the_field() -> None:
     assert decode_snapshot_manifest(encode_snapshot_manifest(manifest()), key="k") == manifest()
     assert manifest().num_rollouts == 6

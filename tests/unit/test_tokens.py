@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,20 @@ from unittest.mock import Mock
 import pytest
 
 from tba import watched_file
+from tba.config import parse_recipe
+from tba.doctor.patient import patient_of
+from tba.doctor.probes.tokens import probe_tokens
 from tba.errors import ConfigError, UnauthorizedError
 from tba.service import Authenticator
-from tba.tokens import client_token, load_role_tokens, load_tokens, operator_client_token, operator_token, server_tokens
+from tba.tokens import (
+    client_token,
+    load_role_tokens,
+    load_tokens,
+    operator_client_token,
+    operator_token,
+    server_tokens,
+    token_digest,
+)
 
 OLD, NEW, OTHER = "old-token-0123456789", "new-token-0123456789", "operator-0123456789"
 
@@ -47,6 +59,9 @@ def test_a_role_may_have_two_tokens_and_the_first_is_sent(tmp_path: Path) -> Non
         ({"searcher": "with a blank in it!"}, "an HTTP header cannot carry that"),
         ({"searcher": "tokén-with-an-accent"}, "an HTTP header cannot carry that"),
         ({"searcher": 5}, "must be a text"),
+        ({"searcher": "sha256:0123456789abcdef"}, "64 small hexadecimal digits do not follow"),
+        ({"searcher": OLD, "operator": token_digest(OLD)}, "two roles share a token"),
+        ({"searcher": [OLD, token_digest(OLD)]}, "has one twice"),
         ({"reader": OLD}, "must map roles"),
         ([], "must map roles"),
         ("{", "is not JSON"),
@@ -57,6 +72,44 @@ def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path, document: Any, 
     path = write(tmp_path / "tokens.json", document)
     with pytest.raises(ConfigError, match=says):
         server_tokens(path)
+
+
+def test_a_digest_checks_a_token_and_cannot_be_sent(tmp_path: Path) -> None:
+    digest = token_digest(OLD)
+    path = write(tmp_path / "tokens.json", {"searcher": [NEW, digest], "operator": token_digest(OTHER)})
+    auth = Authenticator(server_tokens(path))
+    assert [auth.role_of(f"Bearer {token}") for token in (OLD, NEW, OTHER)] == ["searcher", "searcher", "operator"]
+    for stolen in (digest, digest.removeprefix("sha256:"), token_digest(OTHER)):
+        with pytest.raises(UnauthorizedError):
+            auth.role_of(f"Bearer {stolen}")
+    sent = client_token(path, "searcher")
+    assert sent is not None
+    assert sent.tokens == (NEW,)
+    assert load_tokens(path) == {"searcher": NEW}
+    with pytest.raises(ConfigError, match="has only the digest of the token of 'operator'"):
+        client_token(path, "operator")
+    with pytest.raises(ConfigError, match="must hold one token"):
+        operator_token(path)
+    viewer = write(tmp_path / "both.json", {"operator": digest, "viewer": NEW})
+    assert operator_token(viewer) == NEW
+
+
+def test_what_a_server_remembers_is_no_token(tmp_path: Path) -> None:
+    file = server_tokens(write(tmp_path / "tokens.json", {"searcher": [NEW, OLD]}))
+    assert file is not None
+    assert file.digests == {"searcher": (token_digest(NEW), token_digest(OLD))}
+    assert token_digest(token_digest(NEW)) == token_digest(NEW)
+
+
+def test_a_token_file_may_come_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (f"{OLD}\n", json.dumps({"operator": OLD})):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        sent = operator_client_token("-")
+        assert sent is not None
+        assert sent.tokens == sent.tokens == (OLD,)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(ConfigError, match="the token file on stdin must hold one token"):
+        operator_client_token("-")
 
 
 def test_a_changed_file_holds_at_once_and_old_tokens_die(tmp_path: Path) -> None:
@@ -135,3 +188,16 @@ def test_a_person_may_have_a_file_with_one_token(tmp_path: Path) -> None:
     assert operator_client_token(None) is None
     assert client_token(None, "searcher") is None
     assert server_tokens(None) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "service"), [("127.0.0.1", "buffer"), ("127.0.0.1", None), ("0.0.0.0", None), ("::", None)]
+)
+def test_a_local_run_without_a_tokens_file_makes_its_own_and_the_check_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, service: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
+    recipe = parse_recipe({**document, "buffer": {"host": host}}, where="test")
+    (finding,) = probe_tokens(patient_of(recipe, service=service))
+    assert (finding.level, "makes tokens of its own" in finding.found) == ("ok", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tba_trainer.scratch import PREFIX, scratch_folder
 from tba_trainer.tensor_files import TensorFiles, lockstep, write_model_files, write_tensor_files
@@ -98,3 +100,13 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_uses_is_not
             assert mine.exists()
             assert other.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_os_error_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:  # the words of safetensors 0.8 on a full tmpfs
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("tba_trainer.tensor_files.save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as info:
+        list(write_tensor_files([("a", torch.zeros(3))], tmp_path, stem="model", max_bytes=100))
+    assert (info.value.errno, info.value.filename) == (errno.ENOSPC, str(tmp_path / "model-00001.safetensors"))

@@ -260,5 +260,7 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, package: str, make: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"needs the package {package}.*pip install 'tba-trainer\[{package}\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"needs the package {package}.*pip install -e './services/trainer\[{package}\]'"
+    ):
         make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from tba.wire import (
     new_rollout_id,
 )
 from tba.wire.codec import pack
+from tba.wire.manifest import MAX_MANIFEST_BYTES
 from tests.support.wire_values import batch_bytes, heartbeat, manifest, payloads, scored_rollout
 
 DECODERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
@@ -137,7 +139,7 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
         ({"prompt_tokens": b""}, "prompt_tokens .* must not be empty"),
         ({"response_tokens": b"abc"}, "'response_tokens' has 3 bytes, not a multiple of 4"),
         ({"sampler_logprobs": b"\0" * 12}, "3 sampler_logprobs for 4 response_tokens"),
-        ({"sampler_logprobs": b"\0\0\xc0\x7f" * 4}, "'sampler_logprobs' holds nan, a value that is not finite"),
+        ({"sampler_logprobs": b"\0\0\xc0\x7f" * 4}, "'sampler_logprobs' holds nan, not a finite number"),
         ({"sampler_logprobs": b"\0\0\x80\x3f" * 4}, "'sampler_logprobs' holds 1, above 0"),
         ({"prompt_tokens": b"\xff" * 4}, "'prompt_tokens' holds -1; token ids must not be negative"),
         ({"version_spans": []}, "'version_spans' must be array of length >= 1, got list of length 0"),
@@ -229,6 +231,32 @@ def test_a_manifest_names_the_first_field_that_is_wrong() -> None:
         assert old in good
         with pytest.raises(MalformedError, match=f"weight manifest: {message}: "):
             decode_manifest(good.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_tokens": [-1]}, r"canary\.prompt_tokens\.0"),
+        ({"prompt_tokens": [2**31]}, r"canary\.prompt_tokens\.0"),
+        ({"response_tokens": [True, 4]}, r"canary\.response_tokens\.0"),
+        ({"prompt_tokens": [1] * 65}, r"canary\.prompt_tokens: List should have at most 64"),
+        ({"prompt_tokens": [1] * 63}, r"canary: Value error, a canary of 65 tokens; at most 64 are allowed"),
+        ({"logprobs": [-0.5]}, r"canary: Value error, 1 log-probs for 2 response tokens"),
+        ({"tolerance": 1e999}, r"canary\.tolerance"),
+    ],
+)
+def test_a_canary_that_no_engine_could_run_is_refused_before_it_runs(changes: dict[str, Any], message: str) -> None:
+    document = json.loads(DECODERS["manifest"][1])
+    document["canary"] |= changes
+    with pytest.raises(MalformedError, match=f"weight manifest: {message}"):
+        decode_manifest(json.dumps(document).encode())
+
+
+def test_a_manifest_has_a_largest_size() -> None:
+    good = DECODERS["manifest"][1]
+    decode_manifest(good + b" " * (MAX_MANIFEST_BYTES - len(good)))
+    with pytest.raises(MalformedError, match=f"weight manifest: {MAX_MANIFEST_BYTES + 1} bytes, the limit is"):
+        decode_manifest(good + b" " * (MAX_MANIFEST_BYTES - len(good) + 1))
 
 
 def test_rollout_ids_are_unique_and_sort_by_time() -> None:

@@ -1,7 +1,8 @@
 """`helm test`: one rollout goes in and comes out again, and nobody gets in without a token.
 
-Runs in the buffer's image. The rollout answers a prompt of the run and says that its score failed, so no batch ever
-has it. Every check prints a line; the first that fails ends the pod with a sentence.
+Runs in the buffer's image, with the token of a searcher and that of a viewer. The rollout answers a prompt of the run
+and says that its score failed, so no batch ever has it. Every check prints a line; the first that fails ends the pod
+with a sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tba.clients import BufferClient, RewardClient
 from tba.clients.http import ServiceClient, tls_trust
 from tba.config import Recipe, load_recipe
 from tba.errors import TbaError, UnavailableError
-from tba.tokens import client_token
+from tba.tokens import ClientToken, client_token
 from tba.versions import START
 from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
 
@@ -56,10 +57,9 @@ def check_ready(url: str, ca_file: str | None, wait_s: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def check_refused(recipe: Recipe, wait_s: float) -> None:
+def check_refused(recipe: Recipe, viewer: ClientToken, wait_s: float) -> None:
     """No token, a wrong one, and one of another role get in nowhere."""
-    viewer = client_token(recipe.auth.tokens_file, "viewer")
-    if viewer is None:
+    if recipe.auth.tokens_file is None:
         raise CheckError("auth.tokens_file is not set: everybody gets in")
     buffer, reward = recipe.buffer_url, recipe.reward_url
     for url in (buffer, reward):
@@ -78,7 +78,7 @@ def check_refused(recipe: Recipe, wait_s: float) -> None:
         print(f"ok: {method} {url} {how} gets {status}", flush=True)
 
 
-def wait_for_prompt(searcher: BufferClient, operator: BufferClient, wait_s: float) -> tuple[str, str]:
+def wait_for_prompt(searcher: BufferClient, viewer: BufferClient, wait_s: float) -> tuple[str, str]:
     """(task, prompt id) of a prompt of the run.
 
     Raises:
@@ -86,7 +86,7 @@ def wait_for_prompt(searcher: BufferClient, operator: BufferClient, wait_s: floa
     """
     give_up = time.monotonic() + wait_s
     while True:
-        for rollout in operator.list_rollouts(limit=1).rollouts:
+        for rollout in viewer.list_rollouts(limit=1).rollouts:
             return rollout.task, rollout.prompt_id
         reply = searcher.lease(LeaseRequest(searcher_id="helm-test", max_leases=1))
         for lease in reply.leases:
@@ -100,16 +100,13 @@ def wait_for_prompt(searcher: BufferClient, operator: BufferClient, wait_s: floa
         time.sleep(PAUSE_S)
 
 
-def check_rollout(recipe: Recipe, wait_s: float) -> None:
+def check_rollout(recipe: Recipe, viewer_token: ClientToken, wait_s: float) -> None:
     """Push one rollout and read it back."""
-    tokens = recipe.auth.tokens_file
-    clients = {
-        role: BufferClient(
-            recipe.buffer_url, token=client_token(tokens, role), retry_s=wait_s, ca_file=recipe.tls.ca_file
-        )
-        for role in ("searcher", "operator")
-    }
-    task, prompt_id = wait_for_prompt(clients["searcher"], clients["operator"], wait_s)
+    searcher, viewer = (
+        BufferClient(recipe.buffer_url, token=token, retry_s=wait_s, ca_file=recipe.tls.ca_file)
+        for token in (client_token(recipe.auth.tokens_file, "searcher"), viewer_token)
+    )
+    task, prompt_id = wait_for_prompt(searcher, viewer, wait_s)
     now_s = time.time()
     rollout = Rollout(
         rollout_id=new_rollout_id(),
@@ -133,10 +130,10 @@ def check_rollout(recipe: Recipe, wait_s: float) -> None:
         started_at_s=now_s,
         finished_at_s=now_s,
     )
-    (outcome,) = clients["searcher"].push([encode_rollout(rollout)]).outcomes
+    (outcome,) = searcher.push([encode_rollout(rollout)]).outcomes
     if outcome.outcome != "new":
         raise CheckError(f"the rollout was not stored: {outcome.outcome}, {outcome.reason}")
-    found = clients["operator"].get_rollout(rollout.rollout_id.hex())
+    found = viewer.get_rollout(rollout.rollout_id.hex())
     if (found.prompt_id, found.response_text) != (prompt_id, rollout.response_text):
         raise CheckError(f"the rollout came back as another one: {found}")
     print(f"ok: rollout {rollout.rollout_id.hex()} was stored and read back", flush=True)
@@ -144,7 +141,7 @@ def check_rollout(recipe: Recipe, wait_s: float) -> None:
 
 def check_rewards(recipe: Recipe, wait_s: float) -> None:
     """The reward service scores something."""
-    token = client_token(recipe.auth.tokens_file, "operator")
+    token = client_token(recipe.auth.tokens_file, "searcher")
     client = RewardClient(recipe.reward_url, token=token, retry_s=wait_s, ca_file=recipe.tls.ca_file)
     tasks = sorted(reward.task for reward in client.rewards())
     if not tasks:
@@ -156,15 +153,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 when everything holds, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe")
+    parser.add_argument("--viewer-tokens", required=True, metavar="FILE", help="tokens file with the role `viewer`")
     parser.add_argument(
         "--wait-s", type=float, default=300.0, help="how long services and prompts of a new release may take"
     )
     args = parser.parse_args(argv)
     try:
         recipe = load_recipe(args.config)
-        check_refused(recipe, args.wait_s)
+        viewer = client_token(args.viewer_tokens, "viewer")
+        assert viewer is not None
+        check_refused(recipe, viewer, args.wait_s)
         check_rewards(recipe, args.wait_s)
-        check_rollout(recipe, args.wait_s)
+        check_rollout(recipe, viewer, args.wait_s)
     except (CheckError, TbaError) as error:
         print(f"error: helm test: {error}", file=sys.stderr, flush=True)
         return 1

@@ -17,14 +17,8 @@ TBA_STORE__ENDPOINT_URL: {value: {{ . | quote }}}
 {{- if $root.Values.store.caSecret }}
 TBA_STORE__CA_FILE: {value: /etc/tba-store-ca/ca.crt}
 {{- end }}
-{{- if not (include "tba.usesStore" .) }}
-{{- else if $root.Values.store.credentialsSecret }}
-{{- range $name, $key := dict "AWS_ACCESS_KEY_ID" $root.Values.store.accessKeyIdKey "AWS_SECRET_ACCESS_KEY" $root.Values.store.secretAccessKeyKey }}
-{{ $name }}: {valueFrom: {secretKeyRef: {name: {{ $root.Values.store.credentialsSecret }}, key: {{ $key }}}}}
-{{- end }}
-{{- else if $root.Values.objectstore.enabled }}
-AWS_ACCESS_KEY_ID: {value: bundled-for-trials}
-AWS_SECRET_ACCESS_KEY: {value: bundled-for-trials}
+{{- with include "tba.storeSecret" . }}
+{{- include "tba.storeKeys" (dict "root" $root "secret" . "prefix" "AWS") }}
 {{- end }}
 TBA_AUTH__TOKENS_FILE: {value: /etc/tba-tokens/tokens.json}
 TBA_TRACKING__METRICS_PATH: {value: /tmp/metrics.jsonl}
@@ -43,9 +37,24 @@ TBA_TLS__CA_FILE: {value: /etc/tba-ca/ca.crt}
 {{- if and (eq .Values.scaling.backend "kubernetes") (gt (int .Values.searcher.replicas) 0) }}yes{{ end }}
 {{- end }}
 
-{{/* Whether a component talks to the object store. Scorers run what models wrote: without models they see no keys. */}}
-{{- define "tba.usesStore" -}}
-{{- if or (has .component (list "buffer" "searcher" "trainer" "setup")) (include "tba.holdsModels" .) }}yes{{ end }}
+{{/* Secret with the store keys that a component sees: who writes has those that may write, who only reads models and
+weight versions the others. Scorers run what models wrote: without models the reward service sees none. */}}
+{{- define "tba.storeSecret" -}}
+{{- if has .component (list "buffer" "trainer" "setup") }}{{ .root.Values.store.credentialsSecret }}
+{{- else if or (eq .component "check") (include "tba.holdsModels" .) }}{{ .root.Values.store.readOnlyCredentialsSecret }}
+{{- end }}
+{{- end }}
+
+{{/* PREFIX_ACCESS_KEY_ID and PREFIX_SECRET_ACCESS_KEY: dict root, secret, prefix. */}}
+{{- define "tba.storeKeys" }}
+{{ .prefix }}_ACCESS_KEY_ID: {valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .root.Values.store.accessKeyIdKey }}}}}
+{{ .prefix }}_SECRET_ACCESS_KEY: {valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .root.Values.store.secretAccessKeyKey }}}}}
+{{- end }}
+
+{{/* The two pairs that the bundled store checks. */}}
+{{- define "tba.env.objectstore" -}}
+{{- include "tba.storeKeys" (dict "root" . "secret" .Values.store.credentialsSecret "prefix" "READ_WRITE") }}
+{{- include "tba.storeKeys" (dict "root" . "secret" .Values.store.readOnlyCredentialsSecret "prefix" "READ_ONLY") }}
 {{- end }}
 
 {{- define "tba.env.tlsServer" }}
@@ -95,6 +104,9 @@ TRAINER_JOB: {valueFrom: {fieldRef: {fieldPath: "metadata.labels['job-name']"}}}
 {{- end }}
 
 {{- define "tba.env.test" }}
+{{- end }}
+
+{{- define "tba.env.check" }}
 {{- end }}
 
 {{- define "tba.env.setup" }}

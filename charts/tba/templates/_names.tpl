@@ -4,6 +4,21 @@
 {{ .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
+{{/* The components of this release, with spaces between them. */}}
+{{- define "tba.components" -}}
+{{- if .Values.searchersOnly.enabled -}}
+searcher
+{{- else -}}
+buffer reward searcher trainer test
+{{- range $part := list "setup" "check" "redis" "objectstore" }}{{ if (index $.Values $part).enabled }} {{ $part }}{{ end }}{{ end }}
+{{- end -}}
+{{- end }}
+
+{{/* Whether this release installs a component: dict root, component. */}}
+{{- define "tba.has" -}}
+{{- if has .component (include "tba.components" .root | splitList " ") }}yes{{ end }}
+{{- end }}
+
 {{/* Labels of an object: dict root, component. */}}
 {{- define "tba.labels" -}}
 {{- $own := dict "app.kubernetes.io/managed-by" .root.Release.Service "app.kubernetes.io/version" .root.Chart.AppVersion -}}
@@ -28,7 +43,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- $own := .image -}}
 {{- $registry := $root.Values.global.imageRegistry | default $own.registry | default (.foreign | ternary "" $root.Values.image.registry) -}}
 {{- $tag := $own.tag | default (.foreign | ternary "" $root.Values.image.tag) | default $root.Chart.AppVersion -}}
-{{- if eq (toString $tag) "latest" }}
+{{- if and (eq (toString $tag) "latest") (not $own.digest) }}
 {{- fail (printf "the tag of image %s is latest, which is another image every day and would be another on every node; name a version" $own.repository) }}
 {{- end -}}
 {{ with $registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $own.repository }}{{ if $own.digest }}@{{ $own.digest }}{{ else }}:{{ $tag }}{{ end }}

@@ -8,11 +8,10 @@
 {{- end }}
 {{- end }}
 
-{{/* Address ranges, or any address: a list of ranges. */}}
-{{- define "tba.cidrs" -}}
-{{- range . | default (list "0.0.0.0/0" "::/0") }}
-- ipBlock: {cidr: {{ . | quote }}}
-{{- end }}
+{{/* Peers, or whatever is anywhere: a list of peers. Plug-ins differ in whether a range of addresses means pods too. */}}
+{{- define "tba.anywhereOr" -}}
+{{- $anywhere := list (dict "ipBlock" (dict "cidr" "0.0.0.0/0")) (dict "ipBlock" (dict "cidr" "::/0")) (dict "namespaceSelector" dict) -}}
+{{ toYaml (. | default $anywhere) }}
 {{- end }}
 
 {{- define "tba.tcp" -}}
@@ -46,7 +45,7 @@
 {{- with .Values.store.endpointUrl }}
 {{- $own = include "tba.portOf" (dict "url" . "https" 443 "http" 80) }}
 {{- end -}}
-- to: {{- include "tba.cidrs" $network.cidrs | nindent 4 }}
+- to: {{- include "tba.anywhereOr" $network.to | nindent 4 }}
   ports: {{- include "tba.tcp" ($network.ports | default (list $own)) | nindent 4 }}
 {{- end }}
 {{- end }}
@@ -59,9 +58,54 @@
 {{- with .Values.redis.external.url }}
 {{- $port = include "tba.portOf" (dict "url" . "redis" 6379 "rediss" 6379) }}
 {{- end -}}
-- to: {{- include "tba.cidrs" .Values.networkPolicy.redis.cidrs | nindent 4 }}
+- to: {{- include "tba.anywhereOr" .Values.networkPolicy.redis.to | nindent 4 }}
   ports: {{- include "tba.tcp" (list $port) | nindent 4 }}
 {{- end }}
+{{- end }}
+
+{{/* Egress to the services of the run: those of this release, or where the URLs lead: dict root, component, url, port. */}}
+{{- define "tba.egressService" -}}
+{{- if include "tba.has" . }}
+{{- include "tba.egressTo" (dict "root" .root "components" (list .component) "port" .port) }}
+{{- else -}}
+- to: {{- include "tba.anywhereOr" .root.Values.networkPolicy.run.to | nindent 4 }}
+  ports: {{- include "tba.tcp" (list (include "tba.portOf" (dict "url" .url "https" 443 "http" 80))) | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{/* Egress to the Kubernetes API and nothing else: where the values say that it is, else where the cluster says. Its
+service and the addresses behind it, since plug-ins differ in which of them they look at. */}}
+{{- define "tba.egressKubernetesApi" -}}
+{{- $api := .Values.networkPolicy.kubernetesApi -}}
+{{- if $api.to -}}
+- to: {{- toYaml $api.to | nindent 4 }}
+  ports: {{- include "tba.tcp" $api.ports | nindent 4 }}
+{{- else }}
+{{- $service := lookup "v1" "Service" "default" "kubernetes" }}
+{{- $behind := (lookup "v1" "Endpoints" "default" "kubernetes").subsets }}
+{{- if not (and $service $behind) }}
+{{- fail "the buffer sets the number of searchers through the Kubernetes API, and no cluster was asked where that is; name it in networkPolicy.kubernetesApi.to, a list of peers such as {ipBlock: {cidr: 10.0.0.1/32}} (kubectl get service,endpoints kubernetes), or set scaling.backend to none" }}
+{{- end }}
+{{- range $service.spec.clusterIPs | default (list $service.spec.clusterIP) }}
+- to: [{ipBlock: {cidr: {{ include "tba.oneAddress" . }}}}]
+  ports: [{port: 443, protocol: TCP}]
+{{- end }}
+{{- range $behind }}
+- to:
+    {{- range .addresses }}
+    - ipBlock: {cidr: {{ include "tba.oneAddress" .ip }}}
+    {{- end }}
+  ports:
+    {{- range .ports }}
+    - {port: {{ int .port }}, protocol: TCP}
+    {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The range that is one address. */}}
+{{- define "tba.oneAddress" -}}
+{{ . }}/{{ contains ":" . | ternary 128 32 }}
 {{- end }}
 
 {{/* Who may read metrics. */}}
@@ -74,6 +118,13 @@
 {{- end }}
 {{- end }}
 
+{{/* Peers beside those of the release: searchers of other releases, and, for services, whoever reads metrics: text of peers. */}}
+{{- define "tba.otherSearchers" -}}
+{{- with .Values.networkPolicy.searchersFrom }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{/* One policy, which begins with nothing allowed: dict root, component, ingress, egress (texts of lists). */}}
 {{- define "tba.networkPolicy" -}}
 {{- $own := (index .root.Values .component).networkPolicy | default dict -}}
@@ -81,6 +132,7 @@ apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
   name: {{ include "tba.fullname" .root }}-{{ .component }}
+  namespace: {{ .root.Release.Namespace }}
   labels: {{- include "tba.labels" . | nindent 4 }}
 spec:
   podSelector:

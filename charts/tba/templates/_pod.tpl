@@ -63,6 +63,17 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/* Affinity by which the pods of a component share no node where there is another: dict root, component. */}}
+{{- define "tba.apart" -}}
+podAntiAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels: {{- include "tba.selector" . | nindent 12 }}
+{{- end }}
+
 {{/* What every container has: dict root, component, image, foreign (an image that is not of tba). */}}
 {{- define "tba.containerBase" -}}
 {{- $pod := include "tba.podValues" . | fromYaml -}}

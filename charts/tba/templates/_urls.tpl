@@ -5,11 +5,19 @@
 {{- end }}
 
 {{- define "tba.bufferUrl" -}}
+{{- if .Values.searchersOnly.enabled -}}
+{{ .Values.searchersOnly.bufferUrl }}
+{{- else -}}
 {{ include "tba.scheme" . }}://{{ include "tba.fullname" . }}-buffer:8700
+{{- end -}}
 {{- end }}
 
 {{- define "tba.rewardUrl" -}}
+{{- if .Values.searchersOnly.enabled -}}
+{{ .Values.searchersOnly.rewardUrl }}
+{{- else -}}
 {{ include "tba.scheme" . }}://{{ include "tba.fullname" . }}-reward:8701
+{{- end -}}
 {{- end }}
 
 {{- define "tba.redisUrl" -}}

@@ -1,12 +1,14 @@
 {{/* Values that could not work, each refused with a sentence: what, which value, what to do. */}}
 {{- define "tba.validate" -}}
 {{- include "tba.validate.needed" . }}
+{{- include "tba.validate.searchersOnly" . }}
 {{- include "tba.validate.store" . }}
 {{- include "tba.validate.redis" . }}
 {{- include "tba.validate.redisUnused" . }}
 {{- include "tba.validate.scaling" . }}
 {{- include "tba.validate.trainer" . }}
 {{- include "tba.validate.pods" . }}
+{{- include "tba.validate.installed" . }}
 {{- end }}
 
 {{- define "tba.validate.needed" -}}
@@ -15,7 +17,36 @@
 {{- fail (printf "objects would be called %q, and a Service has small letters, digits and dashes and begins with a letter; name the release so, or set fullnameOverride" $name) }}
 {{- end }}
 {{- if not .Values.auth.existingSecret }}
-{{- fail "auth.existingSecret is required: the name of a Secret with the key tokens.json, one token for each role; docs/kubernetes.md has the command that makes it" }}
+{{- fail "auth.existingSecret is required: the name of a Secret with a file of tokens for each role; `deploy/make-secrets --kubernetes NAMESPACE | kubectl apply -f -` makes one called tba-tokens" }}
+{{- end }}
+{{- end }}
+
+{{- define "tba.validate.searchersOnly" -}}
+{{- $only := .Values.searchersOnly }}
+{{- range $key := list "bufferUrl" "rewardUrl" }}
+{{- $url := get $only $key }}
+{{- if and $only.enabled (not (regexMatch "^https?://[^/]+$" $url)) }}
+{{- fail (printf "searchersOnly.%s is %q; give the URL of that service of the run, http://HOST:PORT or https://HOST:PORT" $key $url) }}
+{{- end }}
+{{- if and $url (not $only.enabled) }}
+{{- fail (printf "searchersOnly.%s %s is given and searchersOnly.enabled is false: this release would bring a run of its own; set it to true, or remove the URL" $key $url) }}
+{{- end }}
+{{- end }}
+{{- if $only.enabled }}
+{{- if eq .Values.scaling.backend "kubernetes" }}
+{{- fail "searchersOnly.enabled installs no buffer service, and scaling.backend kubernetes leaves the number of searchers to it; set scaling.backend to none" }}
+{{- end }}
+{{- if and (eq .Values.scaling.backend "keda") (not .Values.scaling.keda.query) }}
+{{- fail "scaling.keda.query is empty, and the chart's own query is for the buffer service of this release, which searchersOnly.enabled does not install; give a query for that of the run" }}
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+{{- fail (printf "tls.existingSecret %s is for buffer and reward service, which searchersOnly.enabled does not install; give the authorities of the run's in searchersOnly.caSecret" .Values.tls.existingSecret) }}
+{{- end }}
+{{- range $part := list "objectstore" "serviceMonitor" "prometheusRule" "dashboards" }}
+{{- if (index $.Values $part).enabled }}
+{{- fail (printf "%s.enabled brings another part, and searchersOnly.enabled installs searchers alone; turn one of them off" $part) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -29,6 +60,12 @@
 {{- end }}
 {{- if and $store.endpointUrl (not (regexMatch "^https?://[^/]+" $store.endpointUrl)) }}
 {{- fail (printf "store.endpointUrl is %q; give http://HOST:PORT or https://HOST:PORT" $store.endpointUrl) }}
+{{- end }}
+{{- if and .Values.objectstore.enabled (or (not $store.credentialsSecret) (not $store.readOnlyCredentialsSecret)) }}
+{{- fail "objectstore.enabled brings a store that checks two pairs of keys; name their Secrets in store.credentialsSecret and store.readOnlyCredentialsSecret: `deploy/make-secrets --kubernetes NAMESPACE | kubectl apply -f -` makes tba-store and tba-store-read" }}
+{{- end }}
+{{- if and $store.credentialsSecret (not $store.readOnlyCredentialsSecret) }}
+{{- fail (printf "store.credentialsSecret %s is for those who write; name a Secret with keys that only read in store.readOnlyCredentialsSecret, for the searchers, or the same one where your store has no such keys" $store.credentialsSecret) }}
 {{- end }}
 {{- end }}
 
@@ -45,6 +82,9 @@
 {{- end }}
 {{- if and $external.url (not (regexMatch "^rediss?://[^/]+" $external.url)) }}
 {{- fail (printf "redis.external.url is %q; give redis://HOST:PORT/0, or rediss:// for TLS" $external.url) }}
+{{- end }}
+{{- if and (include "tba.has" (dict "root" . "component" "redis")) (not .Values.redis.auth.existingSecret) }}
+{{- fail "redis.auth.existingSecret is required for the bundled Redis: the name of a Secret with its password; `deploy/make-secrets --kubernetes NAMESPACE | kubectl apply -f -` makes one called tba-redis" }}
 {{- end }}
 {{- if regexMatch "^rediss?://[^/]*@" $external.url }}
 {{- fail "redis.external.url contains a password, which everybody who may read pods would see; put the URL into a Secret and name it in redis.external.urlSecret" }}
@@ -127,11 +167,7 @@
 {{- end }}
 {{- end }}
 {{- if not .Values.serviceAccounts.create }}
-{{- $components := list "buffer" "reward" "searcher" "trainer" "test" }}
-{{- range $part := list "setup" "redis" "objectstore" }}
-{{- if (index $.Values $part).enabled }}{{ $components = append $components $part }}{{ end }}
-{{- end }}
-{{- range $component := $components }}
+{{- range $component := include "tba.components" . | splitList " " }}
 {{- if not (index $.Values $component).serviceAccount.name }}
 {{- fail (printf "serviceAccounts.create is false and %s.serviceAccount.name is empty; name a ServiceAccount of yours" $component) }}
 {{- end }}

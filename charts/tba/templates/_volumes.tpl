@@ -7,7 +7,8 @@
 
 {{/* Secret whose ca.crt is tls.ca_file: dict root, component. */}}
 {{- define "tba.caSecret" -}}
-{{- if .root.Values.tls.existingSecret }}{{ .root.Values.tls.existingSecret }}
+{{- if .root.Values.searchersOnly.enabled }}{{ .root.Values.searchersOnly.caSecret }}
+{{- else if .root.Values.tls.existingSecret }}{{ .root.Values.tls.existingSecret }}
 {{- else if eq .component "buffer" }}{{ include "tba.redisCaSecret" .root }}
 {{- end }}
 {{- end }}
@@ -17,10 +18,15 @@
 {{- if or (has .component (list "searcher" "trainer" "setup")) (and (eq .component "reward") .root.Values.reward.needsModels) }}yes{{ end }}
 {{- end }}
 
-{{/* Key of the tokens' Secret that a component sees. */}}
-{{- define "tba.tokensKey" -}}
+{{/* What of the tokens' Secret a component sees: the file of its own role as tokens.json; the test pod, which pushes as a
+searcher, reads as a viewer too. */}}
+{{- define "tba.tokensItems" -}}
 {{- $keys := .root.Values.auth.keys -}}
-{{ get $keys (has .component (list "buffer" "reward") | ternary "services" .component) }}
+{{- $key := get (dict "setup" "operator" "check" "viewer" "test" "searcher") .component | default .component -}}
+- {key: {{ get $keys $key }}, path: tokens.json}
+{{- if eq .component "test" }}
+- {key: {{ $keys.viewer }}, path: viewer.json}
+{{- end }}
 {{- end }}
 
 {{- define "tba.volumeMounts" -}}
@@ -58,12 +64,12 @@
 {{- $root := .root -}}
 {{- $pod := include "tba.podValues" . | fromYaml -}}
 - name: recipe
-  configMap: {name: {{ include "tba.fullname" $root }}-recipe}
+  configMap: {name: {{ include "tba.fullname" $root }}-{{ eq .component "check" | ternary "check" "recipe" }}}
 - name: tokens
   secret:
     secretName: {{ $root.Values.auth.existingSecret }}
     defaultMode: 0440
-    items: [{key: {{ include "tba.tokensKey" . }}, path: tokens.json}]
+    items: {{- include "tba.tokensItems" . | nindent 6 }}
 - name: tmp {{- toYaml ($pod.tmpVolume | default (dict "emptyDir" dict)) | nindent 2 }}
 {{- if and $root.Values.tls.existingSecret (has .component (list "buffer" "reward")) }}
 - name: tls

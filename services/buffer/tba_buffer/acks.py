@@ -42,7 +42,7 @@ class Acks:
         keys, now = self._context.keys, self._context.clock()
         with redis_errors("read a batch"):
             raw = await self._context.redis.get(keys.batch(batch_id))
-        record = None if raw is None else BatchRecord.decode(raw)
+        record = raw and self._context.read_or_note("batch", batch_id, lambda: BatchRecord.decode(raw))
         num_rollouts = 0 if record is None else record.num_rollouts
         if record is not None:
             _check_counts(record, request)

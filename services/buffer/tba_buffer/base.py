@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.errors import UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba_buffer import replica
@@ -24,6 +25,7 @@ from tba_buffer.context import Context
 from tba_buffer.index import Index
 from tba_buffer.log import BASE_DTYPE, Base, Mark
 from tba_buffer.redis_link import redis_errors
+from tba_buffer.unreadable import DAMAGE
 
 PIECE_RECORDS = 65_536
 MIN_TAIL = 200_000
@@ -46,25 +48,28 @@ async def read_head(context: Context) -> BaseHead:
     """The head of the base.
 
     Raises:
-        UnavailableError: Redis did not answer.
+        UnavailableError: Redis did not answer, or what it has is damaged.
     """
     with redis_errors("read the base"):
         raw = await context.redis.hgetall(context.keys.base)
     if b"generation" not in raw:
         return BaseHead(generation=0, position=0, num_pieces=0, marks=())
-    return BaseHead(
-        generation=int(raw[b"generation"]),
-        position=int(raw[b"position"]),
-        num_pieces=int(raw[b"num_pieces"]),
-        marks=tuple(Mark(at, PolicyVersion(lineage, step)) for at, lineage, step in json.loads(raw[b"marks"])),
-    )
+    try:
+        return BaseHead(
+            generation=int(raw[b"generation"]),
+            position=int(raw[b"position"]),
+            num_pieces=int(raw[b"num_pieces"]),
+            marks=tuple(Mark(at, PolicyVersion(lineage, step)) for at, lineage, step in json.loads(raw[b"marks"])),
+        )
+    except DAMAGE as error:
+        raise _damaged(context.keys.base, error) from None
 
 
 async def read_base(context: Context, head: BaseHead) -> Base | None:
     """The base that `head` names; None when its pieces are gone, because another base has replaced it.
 
     Raises:
-        UnavailableError: Redis did not answer.
+        UnavailableError: Redis did not answer, or what it has is damaged.
     """
     pieces = []
     for number in range(head.num_pieces):
@@ -72,9 +77,19 @@ async def read_base(context: Context, head: BaseHead) -> Base | None:
             piece = await context.redis.get(context.keys.base_piece(head.generation, number))
         if piece is None:
             return None
-        pieces.append(np.frombuffer(piece, dtype=BASE_DTYPE))
+        try:
+            pieces.append(np.frombuffer(piece, dtype=BASE_DTYPE))
+        except ValueError as error:
+            raise _damaged(context.keys.base_piece(head.generation, number), error) from None
     records = np.concatenate(pieces) if pieces else np.zeros(0, dtype=BASE_DTYPE)
     return Base(position=head.position, marks=head.marks, records=records)
+
+
+def _damaged(key: str, error: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"{key}, the base of the log, cannot be read ({type(error).__name__}: {error}); restore Redis from a copy, or "
+        "load a saved buffer into a new run (`tba buffer load`)"
+    )
 
 
 class BaseWriter:

@@ -5,6 +5,7 @@ A rollout goes for one reason, the first of REASONS that applies:
 | reason           | goes                                                                                         |
 |------------------|----------------------------------------------------------------------------------------------|
 | duplicate_tokens | all but the newest of the rollouts of one prompt with the same response tokens               |
+| near_duplicate   | what is nearly the same as a better one of its prompt (near_duplicates.py)                   |
 | policy_age       | whatever is older than `max_policy_age_steps` for the living lineage                         |
 | prompt_cap       | of a prompt with more than `max_rollouts_per_prompt`: the first in the order of eviction     |
 | max_rollouts     | beyond the cap in items: the first in the order of eviction                                  |
@@ -34,7 +35,7 @@ from tba_buffer.duplicates import Duplicates
 from tba_buffer.index import Index, Rows
 from tba_buffer.log import FAILED, PENDING
 
-REASONS = ("duplicate_tokens", "policy_age", "prompt_cap", "max_rollouts", "max_bytes")
+REASONS = ("duplicate_tokens", "near_duplicate", "policy_age", "prompt_cap", "max_rollouts", "max_bytes")
 EXACT_BELOW = 1024
 SLACK = 64
 MOST_SLACK_ROLLOUTS = 2048
@@ -92,19 +93,21 @@ class Bounds:
         self._age = AgeLimit(settings.max_policy_age_steps)
         self._seen_position = 0
 
-    def plan(self, index: Index, tree: LineageTree, now: PolicyVersion | None) -> Plan:
+    def plan(self, index: Index, tree: LineageTree, now: PolicyVersion | None, near: Rows = NO_ROWS) -> Plan:
         """(reason, rows) of everything that must go, in the order of REASONS; empty when nothing must.
 
         Args:
             index: level with the log.
             tree: every lineage that made rollouts.
             now: where the trainer stands; None when that is not known, and no age is looked at.
+            near: rows that are near duplicates of others.
         """
         settings = self._settings
         new = self._new_rows(index)
         chosen = _Chosen(index)
         if settings.deduplicate:
             chosen.add("duplicate_tokens", self._duplicates.replaced(index, new))
+        chosen.add("near_duplicate", near)
         if now is not None:
             chosen.add("policy_age", self._age.too_old(index, new, tree, now))
         if settings.max_rollouts_per_prompt is not None:

@@ -1,10 +1,10 @@
 """The buffer: all parts, wired together, started and kept level.
 
 start    check Redis and its promise -> own the run -> prompts, lineages -> index from the log -> bounds -> ready
-upkeep   every UPKEEP_S: check Redis' promise again (it may have been restarted with another) and that no newer process
-         owns the run, level the index, evict what has become too old, write a new base of the log when it is due,
-         sample the counters for the rates. While the promise is not kept, pushes are refused and the service is not
-         ready.
+upkeep   every UPKEEP_S: check Redis' promise again (it may have been restarted with another), that it has what was
+         acknowledged (loss.py) and that no newer process owns the run; level the index, evict what has become too old,
+         write a new base of the log when it is due, sample the counters for the rates. While the promise is not kept,
+         pushes are refused and the service is not ready.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
 
 from tba.api import ComponentInfo, RunInfo, Stats
+from tba.api.run import AuditRole
 from tba.config import Recipe
-from tba.errors import UnavailableError
+from tba.errors import SupersededError, UnavailableError
 from tba.logs import get_logger
 from tba.redis_access import redis_access
+from tba.wire.ids import new_id
 from tba_buffer import replica
 from tba_buffer.acks import Acks
 from tba_buffer.admission import Admission
@@ -37,6 +39,7 @@ from tba_buffer.glance import Glances
 from tba_buffer.keys import Keys
 from tba_buffer.leases import Leases
 from tba_buffer.lineage import Lineages
+from tba_buffer.loss import BY_THE_RECIPE, Losses, Replica
 from tba_buffer.metrics import Metrics
 from tba_buffer.promise import Promise
 from tba_buffer.prompts import Catalog
@@ -56,7 +59,8 @@ from tba_buffer.scripts import Scripts
 from tba_buffer.settings import Settings, read_live
 from tba_buffer.snapshots import Snapshots
 from tba_buffer.stats import StatsReader
-from tba_buffer.view import IndexView
+from tba_buffer.unreadable import DAMAGE, Unreadable
+from tba_buffer.view import IndexView, NotWholeError
 
 UPKEEP_S = 1.0
 STOP_TIMEOUT_S = 5.0
@@ -76,19 +80,24 @@ class Buffer:
 
     def __init__(self, recipe: Recipe, registry: CollectorRegistry, *, clock: Callable[[], float] = time.time) -> None:
         promise = Promise(redis_access(recipe), recipe.buffer.appendfsync)
+        keys, owner, unreadable = Keys(recipe.run.name), Replica(), Unreadable()
+        losses = Losses(promise.redis, keys, owner, unreadable, clock=clock)
         self.context = Context(
             recipe=recipe,
             redis=promise.redis,
             promise=promise,
-            keys=Keys(recipe.run.name),
-            scripts=Scripts(promise),
+            keys=keys,
+            scripts=Scripts(promise, keys, losses),
+            losses=losses,
+            replica=owner,
             clock=clock,
+            unreadable=unreadable,
         )
         self.view = IndexView(self.context)
         self.catalog = Catalog(self.context)
         self.lineages = Lineages(self.context)
         self.view.on_rebuilt = self._reread
-        promise.on_restarted = self.view.verify
+        promise.on_checked, promise.on_restarted = self._lost, self._damaged
         self.run = RunControl(self.context)
         self.components = Components(self.context)
         self.scaling = Scaling(self.context, run=self.run, components=self.components)
@@ -104,9 +113,11 @@ class Buffer:
         self.settings = Settings(self.context, self.lineages)
         glances = Glances(self.context, self.view, self.settings)
         self.leases = Leases(self.context, catalog=self.catalog, evals=self.evals, glances=glances)
-        self.draws = Draws(self.context, catalog=self.catalog, glances=glances, components=self.components)
+        self.draws = Draws(
+            self.context, catalog=self.catalog, glances=glances, components=self.components, scoring=scoring
+        )
         self.acks = Acks(self.context, self.evictor)
-        self.samples = Samples(self.context, glances)
+        self.samples = Samples(self.context, glances, scoring)
         self.stats_reader = StatsReader(self.context, catalog=self.catalog, view=self.view, lineages=self.lineages)
         self.rollout_views = RolloutViews(
             self.context, catalog=self.catalog, view=self.view, lineages=self.lineages, run=self.run
@@ -119,7 +130,7 @@ class Buffer:
             evictor=self.evictor,
             components=self.components,
         )
-        self.reward_probe = RewardProbe(recipe)
+        self.reward_probe = RewardProbe(recipe, on_broken=self.run.fail_for_reward)
         self.components.services += [self._component, self.reward_probe.info]
         self.metrics = Metrics(
             registry,
@@ -129,9 +140,14 @@ class Buffer:
             run=self.run,
             searchers_wanted=self.scaling.wanted,
             promise_problem=lambda: self.context.promise.problem,
+            loss=lambda: self.loss,
         )
         self.events = Events(self._look, registry)
         self._upkeep: asyncio.Task[None] | None = None
+        self._upkeep_problem: str | None = None
+        self._is_stale = False
+        """What was read is of a Redis that had lost data, and has not been read anew."""
+        self._accepting = asyncio.Lock()
         self._ending = asyncio.Event()
         self._began_s = time.monotonic()
         self._not_ready: str | None = "starting: reading the log from Redis"
@@ -150,9 +166,9 @@ class Buffer:
         await self.lineages.load()
         await self.settings.load()
         index = await self.view.level()
-        await self.context.promise.until_written_anew()
         await self.evictor.enforce()
         log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
+        await self.context.promise.check()  # who is told that it is ready is not refused a moment later
         self._not_ready, self._began_s = None, time.monotonic()
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
         await self.snapshots.start()
@@ -182,7 +198,13 @@ class Buffer:
             await self.context.redis.ping()
         except RedisError as error:
             return refused_writes(error) or f"Redis does not answer ({type(error).__name__})"
-        return self.rollouts.refuse_reason or self.view.problem
+        return self._problem
+
+    @property
+    def _problem(self) -> str | None:
+        """Why requests cannot be served by a buffer that has started, and Redis answers."""
+        problem = self.rollouts.refuse_reason or self.view.problem or self.context.unreadable.problem
+        return problem or self._upkeep_problem
 
     async def stats(self) -> Stats:
         """Counts of the run.
@@ -191,6 +213,73 @@ class Buffer:
             UnavailableError: Redis did not answer.
         """
         return await self.stats_reader.read()
+
+    async def accept_loss(self, role: AuditRole, reason: str | None) -> None:
+        """Go on with what Redis has, without what it has lost of what was acknowledged; nothing when nothing is lost.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer, or what it has is not a whole log.
+        """
+        async with self._accepting:  # of two at once, the second finds nothing to accept
+            await self.context.promise.check()
+            if self.loss is not None:
+                await self._accept(role, reason)
+                await self.context.promise.check()
+                self.context.changed.notify()
+
+    async def hear(self, claim: str) -> None:
+        """A trainer says what it was told last, perhaps by an earlier start of the buffer.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        if await self.context.losses.claim(claim):
+            await self.context.promise.check()
+
+    @property
+    def loss(self) -> str | None:
+        """What Redis has lost of what was acknowledged, while nobody has accepted it."""
+        return self.context.losses.problem or self.context.promise.damaged
+
+    async def _accept(self, role: AuditRole, reason: str | None) -> None:
+        context, loss, num_lost = self.context, self.loss, self.context.losses.num_lost
+        await self.view.reread()
+        request_id = new_id("request")
+        reply = await context.scripts.accept_loss(*context.losses.accept_args(role, reason, request_id))
+        if reply == replica.SUPERSEDED:
+            raise SupersededError("accepting a loss was refused: a newer buffer process owns the run")
+        context.losses.accepted(int(reply), request_id)
+        context.promise.accept_damage()
+        log.warning("loss_accepted", num_lost=num_lost, loss=loss, role=role, reason=reason)
+
+    async def _lost(self) -> str | None:
+        """What Redis has lost, each time that its promise is checked."""
+        losses = self.context.losses
+        before, problem = losses.problem, await losses.check()
+        if problem is not None:
+            if before is None:
+                log.error("redis_has_lost_data", num_lost=losses.num_lost, problem=problem)
+            return await self._accept_as_agreed(problem)
+        self._is_stale |= before is not None
+        if self._is_stale:  # it is all there again: what was read of the copy that it was not in is forgotten
+            await self.view.reread()
+            self._is_stale = False
+        return None
+
+    async def _damaged(self) -> str | None:
+        """What is wrong with the log of a Redis that was started again."""
+        problem = await self.view.verify()
+        return None if problem is None else await self._accept_as_agreed(problem)
+
+    async def _accept_as_agreed(self, problem: str) -> str | None:
+        if self.context.recipe.buffer.appendfsync == "always":
+            return problem
+        try:
+            await self._accept("recipe", f"{BY_THE_RECIPE}; {problem}")
+        except NotWholeError as error:
+            return str(error)
+        return None
 
     async def run_info(self) -> RunInfo:
         """The run, its components, waits and evaluations.
@@ -213,6 +302,8 @@ class Buffer:
             state=fields.state,
             state_reason=fields.reason,
             note=note,
+            loss=self.loss,
+            num_lost_changes=fields.num_lost_changes,
             last_change=fields.change,
             step=fields.step,
             lineage=fields.lineage,
@@ -220,6 +311,7 @@ class Buffer:
             latest_version=fields.latest_version,
             checkpoint=fields.checkpoint,
             checkpoint_key=fields.checkpoint_key,
+            constants=self.context.recipe.constants,
             num_rollbacks=fields.num_rollbacks,
             components=components,
             waits=waits,
@@ -227,6 +319,7 @@ class Buffer:
             best=best,
             origin=await self.snapshots.origin(),
             searchers=await self.scaling.searchers(fields.state, components),
+            unreadable=await self.context.unreadable.info(self.context.redis, self.context.keys),
         )
 
     async def _look(self) -> Look:
@@ -236,7 +329,7 @@ class Buffer:
 
     def _component(self) -> ComponentInfo:
         """This service itself."""
-        problem = self._not_ready or self.rollouts.refuse_reason or self.view.problem
+        problem = self._not_ready or self._problem
         state = "starting" if self._not_ready else "refusing" if problem else "serving"
         if self.snapshots.is_saving and problem is None:
             state = "saving"
@@ -257,6 +350,7 @@ class Buffer:
         await self.catalog.reload()
         await self.lineages.load()
         await self.settings.load()
+        self.scorer.forget_positions()
 
     async def _tend(self) -> None:
         await replica.check(self.context)
@@ -275,6 +369,12 @@ class Buffer:
                     log.warning("pushes_refused" if problem else "pushes_taken", problem=problem)
                 if self.context.promise.broken is None:
                     await self._tend()
+                    self._upkeep_problem = None
+            except DAMAGE as error:  # it goes on once Redis is restored
+                failure = f"the upkeep has failed ({error!r}), and is tried again; the log has more"
+                if failure != self._upkeep_problem:  # a traceback once, not every second
+                    log.exception("upkeep_failed")
+                self._upkeep_problem = failure
             except (RedisError, UnavailableError) as error:
                 log.warning("redis_unavailable", error=str(error))
             with suppress(TimeoutError):
@@ -282,8 +382,8 @@ class Buffer:
 
 
 def check_redis(recipe: Recipe) -> None:
-    """Before anything is served: Redis answers and promises to keep what it acknowledges, and the run's live settings
-    go with the recipe.
+    """Before anything is served: Redis answers and promises to keep what it acknowledges, the run is stored in the
+    format of this release, and its live settings go with the recipe.
 
     Raises:
         ConfigError: it does not, or they do not.
@@ -293,6 +393,7 @@ def check_redis(recipe: Recipe) -> None:
         promise = Promise(redis_access(recipe), recipe.buffer.appendfsync)
         try:
             await promise.check_at_start()
+            await replica.check_format(promise.redis, Keys(recipe.run.name))
             await read_live(promise.redis, Keys(recipe.run.name), recipe)
         finally:
             await promise.aclose()

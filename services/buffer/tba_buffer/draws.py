@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.api import BatchRequest
-from tba.errors import BusyError, ConflictError, FencedError, RunOverError, UnavailableError
+from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError
 from tba.wire import new_id
 from tba_buffer.batch_record import BatchRecord, GroupRecord
 from tba_buffer.components import Components
@@ -34,7 +34,9 @@ from tba_buffer.lineage import fenced
 from tba_buffer.lost_payloads import lost_error
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
+from tba_buffer.run_state import read_state
 from tba_buffer.sampler import DrawSettings, draw_slots
+from tba_buffer.scoring import Scoring
 
 POLL_S = 0.5
 RETRY_S = 0.25
@@ -45,7 +47,7 @@ WAIT_SENTENCES = {
     "samples-per-insert": "training is ahead of generation (sampling.samples_per_insert)",
     "alternate-generate": "this is the generating phase (sampling.alternate)",
     "run-paused": "the run is paused; resume it with `tba resume`",
-    "eviction": "the drawn rollouts were evicted meanwhile",
+    "eviction": "the drawn rollouts were evicted meanwhile, or could not be read",
     "void-batch": "the batch that was open for this step is void",
 }
 
@@ -66,13 +68,17 @@ class Draws:
         catalog: names the prompts.
         glances: the run and its index.
         components: where held waits are shown.
+        scoring: fails what cannot be read.
     """
 
-    def __init__(self, context: Context, *, catalog: Catalog, glances: Glances, components: Components) -> None:
+    def __init__(
+        self, context: Context, *, catalog: Catalog, glances: Glances, components: Components, scoring: Scoring
+    ) -> None:
         self._context = context
         self._catalog = catalog
         self._glances = glances
         self._components = components
+        self._scoring = scoring
         self._flow = FlowSettings.of(context.recipe)
         self._deadline_s = context.recipe.buffer.batch_deadline_s
 
@@ -165,16 +171,19 @@ class Draws:
         )
         match verdict:
             case b"ok" if None not in payloads:
+                if await self._scoring.fail_unreadable(positions, payloads):
+                    await self._glances.void(record.member)
+                    return "eviction"
                 return Drawn(record.body(payloads), slots)
             case b"ok":  # evicted since
                 await self._glances.void(record.member)
                 return lost_error((await self._glances.read()).index, positions, payloads) or "eviction"
             case b"open":
-                return await self._answer_again(rest[0].decode())
+                return await self._answer_again(rest[0])
             case b"fenced":
                 raise _fenced(request)
             case b"state":
-                raise _no_batches(rest[0].decode())
+                raise _no_batches(read_state(self._context, rest[0]))
             case b"acked":
                 raise ConflictError(
                     f"no batch for step {request.step}: lineage {request.lineage} has acked its steps up to "
@@ -215,20 +224,20 @@ class Draws:
         )
         return record, index.column("position", rows)
 
-    async def _open_member(self, request: BatchRequest) -> str | None:
+    async def _open_member(self, request: BatchRequest) -> bytes | None:
         """The batch that is open for this step, as a member of `open_batches`."""
         with redis_errors("look for an open batch"):
-            member = await self._context.redis.hget(self._context.keys.open_steps, f"{request.lineage}|{request.step}")
-        return None if member is None else member.decode()
+            return await self._context.redis.hget(self._context.keys.open_steps, f"{request.lineage}|{request.step}")
 
-    async def _answer_again(self, member: str) -> Drawn | str:
+    async def _answer_again(self, member: bytes) -> Drawn | str:
         """The open batch as it was drawn; a wait's name, and it is void, when it cannot be answered any more."""
         keys, worth_s = self._context.keys, self._context.clock() + self._deadline_s / 2
         lost = "void-batch"  # its deadline is near, or past
         with redis_errors("read a batch"):
-            raw = await self._context.redis.get(keys.batch(member.split("|")[0]))
-            record = None if raw is None else BatchRecord.decode(raw)
-            if record is not None and record.deadline_s >= worth_s:
+            batch_id = member.partition(b"|")[0].decode(errors="replace")
+            raw = await self._context.redis.get(keys.batch(batch_id))
+            record = raw and self._context.read_or_note("batch", batch_id, lambda: BatchRecord.decode(raw))
+            if record and record.deadline_s >= worth_s:
                 payloads = await self._context.redis.hmget(keys.payloads, record.rollout_ids)
                 if None not in payloads:
                     return Drawn(record.body(payloads), {})
@@ -242,7 +251,11 @@ def _limit_args(limits: DrawLimits) -> list[int | str]:
 
 
 def _no_batches(state: str) -> BusyError | RunOverError:
-    return _busy("run-paused") if state == "paused" else RunOverError(f"the run is {state}: no new batches")
+    if state == "paused":
+        return _busy("run-paused")
+    if state == "failed":
+        return RunFailedError("the run has failed: no new batches; GET /v1/run (`tba status`) says why")
+    return RunOverError(f"the run is {state}: no new batches")
 
 
 def _busy(wait: str) -> BusyError:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tba.api import EvalNumbers
 from tba.evaluation.estimates import pass_at_k
+from tba.numbers import mean
 from tba_buffer.eval_units import KINDS, Unit
 
 _PER_PROMPT = ("distinct_1", "distinct_2", "distinct_3", "embedding_distance")
@@ -40,11 +39,11 @@ def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int]
         accuracy=_mean_pass_at(successes["sample"], 1),
         greedy_accuracy=_mean_pass_at(successes["greedy"], 1),
         pass_at={k: _mean_pass_at(successes["sample"], k) for k in pass_at},
-        mean_reward=_mean(samples["rewards"]),
-        mean_response_tokens=_mean(samples["num_response_tokens"]),
-        kl_to_reference=_mean(samples["log_ratios"]),
+        mean_reward=mean(samples["rewards"]),
+        mean_response_tokens=mean(samples["num_response_tokens"]),
+        kl_to_reference=mean(samples["log_ratios"]),
         num_unknown=num_unknown,
-        **{name: _mean(values) for name, values in per_prompt.items()},
+        **{name: mean(values) for name, values in per_prompt.items()},
     )
 
 
@@ -67,8 +66,4 @@ def count_unknown(results: Results, num_prompts: int) -> dict[str, int]:
 
 def _mean_pass_at(successes: Sequence[Sequence[bool]], k: int) -> float | None:
     """Mean over the prompts of which at least k scores are known."""
-    return _mean([pass_at_k(len(known), sum(known), k) for known in successes if len(known) >= k])
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+    return mean([pass_at_k(len(known), sum(known), k) for known in successes if len(known) >= k])

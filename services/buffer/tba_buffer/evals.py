@@ -9,13 +9,16 @@ version is read off the finished evaluations (best_version.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+from pydantic import BaseModel, Field
 
-from tba.api import BestVersion, EvalInfo, EvalRequest, EvalResult, EvalResults
+from tba.api import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults
+from tba.api.base import Integer, Number
 from tba.errors import BadRequestError, ConflictError, NotFoundError
+from tba.service.auth import ForbiddenError
 from tba_buffer.best_version import best_version
 from tba_buffer.context import Context
 from tba_buffer.eval_summary import count_unknown, summarise, summarise_first
@@ -83,10 +86,10 @@ class Evals:
             NotFoundError: there is none with this id.
             UnavailableError: Redis did not answer.
         """
-        infos = await self._read([eval_id])
-        if not infos:
+        found = await self._read([eval_id])
+        if not found:
             raise NotFoundError(f"there is no evaluation {eval_id!r}")
-        return infos[0]
+        return found[0][0]
 
     async def all_and_best(self) -> tuple[list[EvalInfo], BestVersion | None]:
         """Every evaluation, oldest first, and the best version among the finished ones.
@@ -96,13 +99,13 @@ class Evals:
         """
         with redis_errors("read the evaluations"):
             ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
-        documents = await self._read_documents([eval_id.decode() for eval_id in ids])
-        section = self._context.recipe.eval
-        best = best_version((document for document, _ in documents), section, num_heldout=len(self._catalog.heldout))
-        return [self._info(*pair) for pair in documents], best
+        found = await self._read([eval_id.decode(errors="replace") for eval_id in ids])
+        section, documents = self._context.recipe.eval, (document for _, document in found if document is not None)
+        best = best_version(documents, section, num_heldout=len(self._catalog.heldout))
+        return [info for info, _ in found], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The stored documents of evaluations.
+        """The stored documents of evaluations, without those that cannot be read.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -111,7 +114,12 @@ class Evals:
             return {}
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
-        return {eval_id: json.loads(text) for eval_id, text in zip(eval_ids, texts, strict=True) if text}
+        found = {}
+        for eval_id, text in zip(eval_ids, texts, strict=True):
+            document = None if text is None else self._document(eval_id, text)
+            if document is not None:
+                found[eval_id] = document
+        return found
 
     async def results(self, eval_id: str, results: EvalResults) -> None:
         """Store results; idempotent by lease, and the first result of a unit counts.
@@ -122,6 +130,7 @@ class Evals:
         Raises:
             ConflictError: the evaluation has expired.
             NotFoundError: no such evaluation, or a lease that is not one of its leases.
+            ForbiddenError: a lease was granted to another searcher.
             BadRequestError: the version is another one, or the number of rewards is not what was leased.
             UnavailableError: Redis did not answer.
         """
@@ -140,10 +149,17 @@ class Evals:
         with redis_errors("read the leases"):
             units = await self._context.redis.hmget(keys.eval_units, [item.lease_id for item in results.results])
         args: list[str] = [eval_id]
-        for item, unit in zip(results.results, units, strict=True):
-            if unit is None or Unit.parse(unit.decode()).eval_id != eval_id:
+        for item, value in zip(results.results, units, strict=True):
+            unit, searcher_id = _unit_of(value)
+            if unit is None or unit.eval_id != eval_id:
                 raise NotFoundError(f"lease {item.lease_id!r} is not a lease of {eval_id}")
-            _check_result(item, Unit.parse(unit.decode()), document["num_samples"])
+            if searcher_id != results.searcher_id:
+                await self._context.count("foreign:eval_results")
+                raise ForbiddenError(
+                    f"lease {item.lease_id!r} was granted to another searcher than {results.searcher_id!r}; no result "
+                    "was taken"
+                )
+            _check_result(item, unit, document["num_samples"])
             args += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
         num_done = await self._context.scripts.run(
             "eval_results",
@@ -153,23 +169,34 @@ class Evals:
         if num_done >= len(KINDS) * document["num_prompts"]:
             await self._finish(document)
 
-    async def _read(self, eval_ids: Sequence[str]) -> list[EvalInfo]:
-        return [self._info(*pair) for pair in await self._read_documents(eval_ids)]
-
-    async def _read_documents(self, eval_ids: Sequence[str]) -> list[tuple[dict[str, Any], int]]:
-        """The stored evaluations, each with the number of its units that are done."""
-        documents = await self.documents(eval_ids)
-        if not documents:
+    async def _read(self, eval_ids: Sequence[str]) -> list[tuple[EvalInfo, dict[str, Any] | None]]:
+        """Evaluations, each with its stored document: None where that cannot be read, and the evaluation has failed."""
+        if not eval_ids:
             return []
+        keys, found = self._context.keys, []
         with redis_errors("read the evaluations"):
-            counts = await self._context.redis.hmget(self._context.keys.eval_done, list(documents))
-        found = []
-        for document, count in zip(documents.values(), counts, strict=True):
-            num_units, num_done = len(KINDS) * document["num_prompts"], int(count or 0)
-            if document["state"] == "pending" and num_done >= num_units:
-                document = await self._finish(document)  # the process died between the last result and this
-            found.append((document, num_done))
+            texts = await self._context.redis.hmget(keys.evals, list(eval_ids))
+            counts = await self._context.redis.hmget(keys.eval_done, list(eval_ids))
+        for eval_id, text, count in zip(eval_ids, texts, counts, strict=True):
+            document = None if text is None else self._document(eval_id, text)
+            if document is not None:
+                num_units = len(KINDS) * document["num_prompts"]
+                num_done = self._context.read_or_note("evaluation", eval_id, lambda count=count: int(count or 0)) or 0
+                if document["state"] == "pending" and num_done >= num_units:
+                    document = await self._finish(document)  # the process died between the last result and this
+                found.append((self._info(document, num_done), document))
+            elif text is not None and (failed := _failed_info(eval_id)) is not None:
+                found.append((failed, None))
         return found
+
+    def _document(self, eval_id: str, text: bytes) -> dict[str, Any] | None:
+        def read() -> dict[str, Any]:
+            document = json.loads(text)
+            self._info(document, 0)
+            StoredEval.model_validate(document)
+            return document
+
+        return self._context.read_or_note("evaluation", eval_id, read)
 
     def _info(self, document: dict[str, Any], num_done: int) -> EvalInfo:
         state = "expired" if self._is_expired(document) else document["state"]
@@ -194,10 +221,11 @@ class Evals:
             texts = await redis.hmget(keys.eval_results, [str(unit) for unit in units])
             leases = await redis.hgetall(keys.eval_units)
             if any(text is None for text in texts):  # another request has just finished it
-                return (await self.documents([eval_id]))[eval_id]
-            results = {unit: json.loads(text) for unit, text in zip(units, texts, strict=True)}
+                return (await self.documents([eval_id])).get(eval_id, document)
+            num_samples = document["num_samples"]
+            results = {unit: self._result(unit, text, num_samples) for unit, text in zip(units, texts, strict=True)}
             done = self._done(document, results)
-            ended = [lease for lease, unit in leases.items() if Unit.parse(unit.decode()).eval_id == eval_id]
+            ended = [lease for lease, value in leases.items() if _is_of(value, eval_id)]
             async with redis.pipeline(transaction=True) as pipe:
                 pipe.hset(keys.evals, eval_id, json.dumps(done))
                 pipe.hdel(keys.eval_results, *(str(unit) for unit in units))
@@ -207,6 +235,16 @@ class Evals:
                 await pipe.execute()
         self._context.changed.notify()
         return done
+
+    def _result(self, unit: Unit, text: bytes, num_samples: int) -> dict[str, Any]:
+        """The stored result of a unit; all of its scores are unknown where that cannot be read."""
+
+        def read() -> dict[str, Any]:
+            return EvalResult.model_validate({**json.loads(text), "lease_id": "ended"}).model_dump()
+
+        num = num_samples if unit.kind == "sample" else 1
+        unknown = {"rewards": [None] * num, "num_response_tokens": []}
+        return self._context.read_or_note("result", str(unit), read) or unknown
 
     def _done(self, document: dict[str, Any], results: dict[Unit, dict[str, Any]]) -> dict[str, Any]:
         """The document of a finished evaluation: its numbers, and those that versions are compared by."""
@@ -225,6 +263,59 @@ class Evals:
         }
 
 
+class ComparedNumbers(BaseModel):
+    """The numbers over the prompts that all evaluations have."""
+
+    num_prompts: Integer
+    numbers: EvalNumbers
+    num_unknown: dict[str, int] = Field(default_factory=dict)
+
+
+class FinishedAt(BaseModel):
+    """When it was finished."""
+
+    finished_at_s: Number
+
+
+class StoredEval(BaseModel):
+    """What is needed of a stored evaluation beside its EvalInfo; of older releases some is missing."""
+
+    success_reward: Number
+    deadline_s: Number
+    num_samples: Annotated[Integer, Field(ge=1, le=4096)]
+    pass_at: list[Integer] = Field(default_factory=list)
+    first: ComparedNumbers | None = None
+    summary: FinishedAt | None = None
+
+
+def _failed_info(eval_id: str) -> EvalInfo | None:
+    """An evaluation of which only the id is known; None where that is none of ours."""
+    found = re.fullmatch(r"eval-([0-9]{1,9}-[0-9]{1,12})-([0-9]{1,5})-([0-9]{1,4})", eval_id)
+    if found is None:
+        return None
+    version, num_prompts, num_samples = found.groups()
+    return EvalInfo(
+        eval_id=eval_id,
+        version=version,
+        state="failed",
+        num_prompts=int(num_prompts),
+        num_done=0,
+        num_samples=int(num_samples),
+        created_at_s=0.0,
+    )
+
+
+def _unit_of(value: bytes | None) -> tuple[Unit | None, str]:
+    """What a lease is of, and the searcher that it was granted to."""
+    unit, _, searcher_id = (value or b"").decode().partition(" ")
+    return Unit.parse(unit) if unit else None, searcher_id
+
+
+def _is_of(value: bytes, eval_id: str) -> bool:
+    unit, _ = _unit_of(value)
+    return unit is not None and unit.eval_id == eval_id
+
+
 def _check_result(item: EvalResult, unit: Unit, num_samples: int) -> None:
     wanted = num_samples if unit.kind == "sample" else 1
     if len(item.rewards) != wanted or len(item.num_response_tokens) != wanted:
@@ -234,7 +325,3 @@ def _check_result(item: EvalResult, unit: Unit, num_samples: int) -> None:
         )
     if item.log_ratios is not None and len(item.log_ratios) != wanted:
         raise BadRequestError(f"lease {item.lease_id!r}: {len(item.log_ratios)} log-ratios of {wanted} completions")
-    measured = (item.distinct_1, item.distinct_2, item.distinct_3, item.embedding_distance)
-    numbers = (*item.rewards, *(item.log_ratios or ()), *measured)
-    if not all(number is None or np.isfinite(number) for number in numbers):
-        raise BadRequestError(f"lease {item.lease_id!r}: a number is not finite; an unknown one is null")

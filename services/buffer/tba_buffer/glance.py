@@ -7,16 +7,24 @@ every push that was acknowledged by then is in the index.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 from tba.api import RunState
+from tba.errors import UnavailableError
+from tba.numbers import MAX_NUMBER
+from tba.versions import PolicyVersion
 from tba_buffer.coalesce import Coalesced
 from tba_buffer.context import Context
 from tba_buffer.flow import FlowCounts
 from tba_buffer.index import Index
+from tba_buffer.run_state import read_state
 from tba_buffer.settings import Live, Settings
 from tba_buffer.view import IndexView
+
+COUNTERS = ("log_position", "scored_total", "inflight", "drawn", "void", "scored_at_mark", "marks")
+"""As glance.lua answers them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,8 @@ class Glance:
     latest_version: str | None
     step: int
     """The last acked step."""
+    num_retries: int
+    """How often an operator has asked searchers to try refused versions again."""
     live: Live
     counts: FlowCounts
     index: Index
@@ -55,6 +65,7 @@ class Glances:
             keys.batches_since_mark,
             keys.open_steps,
             keys.settings,
+            keys.unreadable,
         ]
         self._looking = Coalesced(self._look, asyncio.Lock())
         self._last: Glance | None = None
@@ -70,7 +81,7 @@ class Glances:
         assert self._last is not None
         return self._last
 
-    async def void(self, member: str) -> None:
+    async def void(self, member: str | bytes) -> None:
         """Void an open batch (member of `open_batches`) that cannot be answered, before its deadline. What it held may
         be gone because Redis lost it, so the index is compared with the log again.
 
@@ -82,19 +93,35 @@ class Glances:
         await self._view.level()
 
     async def _look(self) -> None:
-        reply = await self._context.scripts.run("glance", self._keys, [self._context.clock()])
-        (state, token, lineage, latest_version, step), numbers, batches_since_mark, revision = reply
-        position, inserted, leased, drawn, void, inserted_at_mark, marks = (int(number or 0) for number in numbers)
+        self._last = await self._read(*await self._context.scripts.run("glance", self._keys, [self._context.clock()]))
+
+    async def _read(
+        self, fields: Sequence[bytes | None], counters: Sequence[bytes | None], batches_since_mark: int, revision: Any
+    ) -> Glance:
+        """What the script answered, with an index that is level with it.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer, or a number that is needed cannot be read.
+        """
+        keys, (state, token, *_) = self._context.keys, fields
+        lineage, step, retries = (
+            _number(keys.run, name, fields[at], lowest=0) for at, name in ((2, "lineage"), (4, "step"), (5, "retries"))
+        )
+        position, inserted, leased, drawn, void, inserted_at_mark, marks = (
+            _number(keys.counters, name, number) for name, number in zip(COUNTERS, counters, strict=True)
+        )
         index = self._view.index
         if index.position != position or self._context.replica.refused is not None:
             index = await self._view.level()
-        self._last = Glance(
-            state=cast(RunState, _text(state) or "running"),
-            token=_text(token),
-            lineage=int(lineage or 0),
-            latest_version=_text(latest_version),
-            step=int(step or 0),
-            live=await self._settings.at(int(revision or 0)),
+        return Glance(
+            state=read_state(self._context, state),
+            token=None if token is None else token.decode(errors="replace"),
+            lineage=lineage,
+            latest_version=_version(keys.run, fields[3]),
+            step=step,
+            num_retries=retries,
+            live=await self._settings.at(_number(keys.settings, "revision", revision, lowest=0)),
             counts=FlowCounts(
                 stored=index.num_scored,
                 pending=index.num_pending,
@@ -110,5 +137,29 @@ class Glances:
         )
 
 
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode()
+def _number(key: str, name: str, text: bytes | None, *, lowest: int = -MAX_NUMBER) -> int:
+    """A number that nobody can go on without; 0 where there is none.
+
+    Raises:
+        UnavailableError: it cannot be read.
+    """
+    try:
+        number = int(text or 0)
+    except ValueError:
+        raise _damaged(key, name, text) from None
+    if not lowest <= number <= MAX_NUMBER:
+        raise _damaged(key, name, text)
+    return number
+
+
+def _version(key: str, text: bytes | None) -> str | None:
+    try:
+        return None if text is None else str(PolicyVersion.parse(text.decode()))
+    except ValueError:
+        raise _damaged(key, "latest_version", text) from None
+
+
+def _damaged(key: str, name: str, text: bytes | None) -> UnavailableError:
+    return UnavailableError(
+        f"the field {name} of {key} in Redis cannot be read: it is {(text or b'')[:100]!r}; restore Redis from a copy"
+    )

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
+from tba.numbers import MAX_NUMBER
 from tba.versions import PolicyVersion
 from tba_buffer.blocks import Blocks
 from tba_buffer.log import (
@@ -82,6 +83,8 @@ class Index:
         """Prompts with at least min_distinct scored rollouts."""
         self.recent_drawable = PromptSet()
         """Prompts with at least min_distinct recent ones."""
+        self.unusable: list[bytes] = []
+        """Ids of rollouts that are failed because the reward in the log is none; whoever reads them empties it."""
         self._recent_from = 0
         self._versions = VersionNumbers()
         self._num_of = np.zeros(3, dtype=np.int64)
@@ -162,6 +165,10 @@ class Index:
             self._make_room(num)
         versions = self._versions.number_of(records["lineage"], records["step"])
         columns = {name: records[name] for name in RECORD_DTYPE.names or ()}
+        if (bad := _is_unusable(records)).any():
+            self.unusable += [rollout_id.tobytes() for rollout_id in records["rollout_id"][bad]]
+            columns["status"] = np.where(bad, FAILED, records["status"]).astype(np.uint8)
+            columns["reward"] = np.where(bad, np.nan, records["reward"])
         rows = self.table.append({**columns, "position": positions, "version": versions}, num)
         prompts = records["prompt"]
         self._grow_prompts(int(prompts.max()) + 1)
@@ -179,6 +186,10 @@ class Index:
         changes, rows = changes[rows >= 0], rows[rows >= 0]
         if not len(rows):
             return
+        if (bad := _is_unusable(changes)).any():
+            self.unusable += self.rollout_ids(rows[bad])
+            changes = changes.copy()
+            changes["status"][bad], changes["reward"][bad] = FAILED, np.nan
         by_prompt = group_by(self.table.get("prompt", rows))
         self._account(rows, by_prompt, -1)
         for name in ("reward", "num_bytes", "status"):
@@ -423,3 +434,8 @@ class Index:
             positions.get("position", self.recent_rows()).tolist(),
             self.versions(),
         )
+
+
+def _is_unusable(records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Of records or changes [n]: whether what counts as scored has no bounded reward. [n]"""
+    return (records["status"] == SCORED) & ~(np.abs(records["reward"]) <= MAX_NUMBER)

@@ -18,20 +18,21 @@ the pieces of a base that was never completed expire by themselves.
 |                 |        | expires by itself when the base was never completed               |                       |
 | replica         | string | number of the buffer process that owns the run; every start takes | replica.py            |
 |                 |        | the next one                                                      |                       |
+| format          | string | FORMAT and the version of tba that began the run with it          | replica.py            |
 | counters        | hash   | name -> whole number (below)                                      | every script          |
 | ages            | hash   | policy age in steps -> rollouts, from acks                        | ack                   |
 | prompts         | hash   | prompt id -> canonical JSON                                       | upload                |
 | prompt_order    | list   | prompt ids in upload order; the index in it is the prompt number  | upload                |
 | cursor          | string | "epoch:offset:size", the next visit                               | lease                 |
-| visits          | hash   | visit id -> JSON {p: prompt id, l: lease id or "", n: missing};   | lease, push, release  |
-|                 |        | until the visit is fulfilled                                      |                       |
+| visits          | hash   | visit id -> JSON {p: prompt id, l: lease id or "", n: missing,    | lease, push, release  |
+|                 |        | h: searchers that it was leased to}; until it is fulfilled        |                       |
 | returned        | list   | visit ids that wait to be leased again                            | lease, release        |
 | leases          | hash   | lease id -> JSON {k: kind, s: searcher, v: visit or u: eval unit} | lease; ended by push, |
 | lease_deadlines | zset   | lease id -> Unix seconds; moved by renew                          | release, eval_results |
 | evals           | hash   | eval id -> JSON of one evaluation                                 | evals.py, eval_*      |
 | eval_order      | list   | eval ids, oldest first                                            | eval_request          |
 | eval_todo       | list   | units "eval id|kind|number" that wait for a lease                 | eval_request, lease   |
-| eval_units      | hash   | lease id -> unit, while the evaluation is open                    | lease, evals.py       |
+| eval_units      | hash   | lease id -> "unit searcher", while the evaluation is open         | lease, evals.py       |
 | eval_results    | hash   | unit -> JSON of its result, while the evaluation is open          | eval_results          |
 | eval_done       | hash   | eval id -> units with a result, while the evaluation is open      | eval_results          |
 | lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | lineage, adopt        |
@@ -43,7 +44,14 @@ the pieces of a base that was never completed expire by themselves.
 |                 |        | the lineage); origin (JSON of the snapshot that the run began     | adopt                 |
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
 |                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
-| run_changes     | list   | JSON lines, oldest first: who changed the state, when and why     | command, lineage      |
+|                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
+|                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
+|                 |        | changes_missing: lost, and not accepted, as it was found out      | loss.py, accept_loss  |
+|                 |        | retries: how often refused versions were to be tried again;       | retry_versions        |
+|                 |        | retried_by: request id of the last time                           |                       |
+| run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, lineage,     |
+|                 |        | or had versions tried again, when and why                         | accept_loss,          |
+|                 |        |                                                                   | retry_versions        |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | waited                |
 |                 |        | JSON of what that trainer had waited when it was last counted, of |                       |
@@ -73,17 +81,28 @@ the pieces of a base that was never completed expire by themselves.
 | scaling_reached | hash   | revision -> JSON of when so many searchers were alive             | scaling/              |
 | scaling_        | hash   | request id -> revision that it made                               | scale                 |
 | requests        |        |                                                                   |                       |
+| unreadable      | hash   | "kind:name" -> JSON of why this stored item cannot be read; the   | unreadable.py         |
+|                 |        | first 1,000 that were found                                       | read.lua              |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
-Counters: log_position (of the last event); evicted_number (of the last eviction); generated, loaded (from a snapshot),
+Counters: acknowledged (changes that somebody was told are stored: loss.py); log_position (of the last event);
+evicted_number (of the last eviction); generated, loaded (from a snapshot),
 scored_total, pushed:<outcome>, refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome>
 (ever); inflight (rollouts that open train leases still owe); drawn, void (rollouts drawn; of those, in batches that
 became void), trained, batches; skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches);
+heartbeats_refused:<reason>; components_forgotten:<reason>;
+foreign:<what> (acts on leases of another searcher);
 scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks; scored_at_mark. What is
 stored now (live, by status, bytes) is not counted: the index knows.
 """
 
 from __future__ import annotations
+
+from tba import __version__
+
+FORMAT = 2
+"""Number of what is described here. Another content or meaning of a key is another number; tba 0.1 had none."""
+FORMAT_TEXT = f"{FORMAT} {__version__}"
 
 
 class Keys:
@@ -103,6 +122,8 @@ class Keys:
         self.base = self._prefix + "base"
         self.replica = self._prefix + "replica"
         self.rescore = self._prefix + "rescore"
+        self.unreadable = self._prefix + "unreadable"
+        self.format = self._prefix + "format"
         self.counters = self._prefix + "counters"
         self.ages = self._prefix + "ages"
         self.prompts = self._prefix + "prompts"

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import time
+from typing import Any
 
 from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
 from tba_buffer.askers import Askers
@@ -23,7 +24,7 @@ from tba_buffer.eval_units import Unit
 from tba_buffer.evals import Evals
 from tba_buffer.flow import FlowSettings, generation_room
 from tba_buffer.glance import Glance, Glances
-from tba_buffer.prompts import Catalog, VisitOrder
+from tba_buffer.prompts import UNREADABLE, Catalog, Place, VisitOrder, read_place
 from tba_buffer.redis_link import redis_errors
 
 ATTEMPTS = 3
@@ -64,6 +65,7 @@ class Leases:
             keys.settings,
             keys.settings_changes,
             keys.settings_effects,
+            keys.unreadable,
         ]
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
@@ -89,6 +91,7 @@ class Leases:
             run_state=glance.state,
             wait=None if leases else wait,
             retry_after_s=retry_after_s,
+            num_version_retries=glance.num_retries,
         )
 
     async def give_back(self, request: LeaseReturn) -> None:
@@ -109,7 +112,8 @@ class Leases:
         """
         keys, deadline_s = self._context.keys, self._context.clock() + self._context.recipe.buffer.lease_s
         args = [request.searcher_id, deadline_s, *request.lease_ids]
-        lost = await self._context.scripts.run("renew", [keys.leases, keys.lease_deadlines], args)
+        names = [keys.leases, keys.lease_deadlines, keys.counters, keys.unreadable]
+        lost = await self._context.scripts.run("renew", names, args)
         return LeaseRenewalReply(lost_lease_ids=[lease_id.decode() for lease_id in lost])
 
     def _room(self, glance: Glance) -> tuple[int | None, str | None]:
@@ -128,8 +132,8 @@ class Leases:
         lease_ids = ids_of(request)
         for _ in range(ATTEMPTS):
             with redis_errors("read the cursor"):
-                cursor = ((await self._context.redis.get(self._context.keys.cursor)) or b"").decode()
-            candidates = self._order.next(cursor, max_train, glance.index)
+                cursor = (await self._context.redis.get(self._context.keys.cursor)) or b""
+            candidates = self._order.next(self._place(cursor), max_train, glance.index)
             moved, *flat = await self._context.scripts.run(
                 "lease",
                 self._keys,
@@ -151,45 +155,85 @@ class Leases:
             )
             if flat or not moved:
                 sampling_temperature = glance.live.recipe.searcher.sampling_temperature.at(glance.step)
-                return await self._leases(flat, lease_s, sampling_temperature)
+                leases, damaged = await self._leases(flat, lease_s, sampling_temperature)
+                if damaged:
+                    await self._drop(request.searcher_id, damaged)
+                if leases or not damaged:
+                    return leases
         return []
 
-    async def _leases(self, flat: list[bytes | int], lease_s: float, sampling_temperature: float) -> list[Lease]:
+    def _place(self, cursor: bytes) -> Place | None:
+        """Where the order of visits stands; a damaged cursor begins a new epoch, which is none that has been."""
+        if not cursor:
+            return None
+        place = self._context.read_or_note("cursor", "cursor", lambda: read_place(cursor, len(self._catalog.train)))
+        return place or Place(epoch=int(self._context.clock()), offset=0, size=len(self._catalog.train))
+
+    async def _drop(self, searcher_id: str, damaged: dict[str, str]) -> None:
+        """End leases of what nobody can work on, by id; the unit or visit of each is not leased again."""
+        await self._context.scripts.run("return", self._keys, [searcher_id, 0, *damaged])
+        with redis_errors("drop damaged units"):
+            async with self._context.redis.pipeline(transaction=False) as pipe:
+                for subject in damaged.values():
+                    pipe.lrem(self._context.keys.eval_todo, 0, subject)
+                await pipe.execute()
+
+    async def _leases(
+        self, flat: list[bytes | int], lease_s: float, sampling_temperature: float
+    ) -> tuple[list[Lease], dict[str, str]]:
+        """The leases; and lease id -> visit or unit of those that name what is not there, or cannot be read."""
         rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
-        eval_ids = sorted({Unit.parse(row[2]).eval_id for row in rows if row[0] == "eval"})
-        documents = await self._evals.documents(eval_ids)
-        leases = []
+        documents = await self._evals.documents(sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"}))
+        leases: list[Lease] = []
+        damaged: dict[str, str] = {}
         for kind, lease_id, subject, prompt_id, num in rows:
             if kind == "train":
-                found = self._catalog.find(prompt_id)
-                assert found is not None, f"visit {subject} names prompt {prompt_id!r}, which is not in the catalog"
-                lease = Lease(
-                    lease_id=lease_id,
-                    kind="train",
-                    visit_id=subject,
-                    prompt=found[1],
-                    num_rollouts=int(num),
-                    temperature=sampling_temperature,
-                    expires_in_s=lease_s,
-                )
+                lease = self._train_lease(lease_id, subject, prompt_id, int(num), sampling_temperature, lease_s)
             else:
-                lease = self._eval_lease(lease_id, Unit.parse(subject), documents, lease_s)
-            leases.append(lease)
-        return leases
+                lease = self._eval_lease(lease_id, subject, documents.get(_eval_id(subject)), lease_s)
+            if lease is None:
+                damaged[lease_id] = subject
+            else:
+                leases.append(lease)
+        return leases, damaged
 
-    def _eval_lease(self, lease_id: str, unit: Unit, documents: dict[str, dict], lease_s: float) -> Lease:
-        document = documents[unit.eval_id]
+    def _train_lease(
+        self, lease_id: str, visit_id: str, prompt_id: str, num: int, temperature: float, lease_s: float
+    ) -> Lease | None:
+        found = self._catalog.find(prompt_id)
+        if found is None or found[1].task == UNREADABLE:
+            why = f"its prompt {prompt_id!r} is not there, or cannot be read"
+            self._context.unreadable.note("visit", visit_id, why, at_s=self._context.clock())
+            return None
         return Lease(
             lease_id=lease_id,
-            kind="greedy" if unit.kind == "greedy" else "sample",
-            visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
-            prompt=self._catalog.heldout[unit.number],
-            num_rollouts=1 if unit.kind == "greedy" else document["num_samples"],
-            temperature=0.0 if unit.kind == "greedy" else self._context.recipe.model.policy_temperature,
+            kind="train",
+            visit_id=visit_id,
+            prompt=found[1],
+            num_rollouts=num,
+            temperature=temperature,
             expires_in_s=lease_s,
-            eval_id=unit.eval_id,
-            version=document["version"],
         )
+
+    def _eval_lease(self, lease_id: str, text: str, document: dict[str, Any] | None, lease_s: float) -> Lease | None:
+        if document is None:  # it is noted as an evaluation that cannot be read
+            return None
+
+        def read() -> Lease:
+            unit = Unit.parse(text)
+            return Lease(
+                lease_id=lease_id,
+                kind="greedy" if unit.kind == "greedy" else "sample",
+                visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
+                prompt=self._catalog.heldout[unit.number],
+                num_rollouts=1 if unit.kind == "greedy" else document["num_samples"],
+                temperature=0.0 if unit.kind == "greedy" else self._context.recipe.model.policy_temperature,
+                expires_in_s=lease_s,
+                eval_id=unit.eval_id,
+                version=document["version"],
+            )
+
+        return self._context.read_or_note("unit", text, read)
 
 
 def ids_of(request: LeaseRequest) -> list[str]:
@@ -198,5 +242,9 @@ def ids_of(request: LeaseRequest) -> list[str]:
     return [f"lease-{request_digest}-{i}" for i in range(request.max_leases)]
 
 
+def _eval_id(unit: str) -> str:
+    return unit.partition("|")[0]
+
+
 def _text(value: bytes | int) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -10,6 +10,7 @@ lineage's history.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from tba.api import AckRequest, LedgerEntry, LedgerLine, LedgerReply, ResumeEntry
@@ -55,14 +56,18 @@ async def read_ledger(context: Context, lineages: Lineages, *, after: int, limit
             pipe.llen(context.keys.ledger)
             pipe.hget(context.keys.run, "lineage")
             lines, num_lines, lineage = await pipe.execute()
-    living = lineages.living(int(lineage or 0))
+    living = lineages.living(context.whole("lineage", lineage))
     entries: list[LedgerLine] = []
-    for line in lines:
-        fields = json.loads(line)
-        if fields.get("kind") == "resume":
-            entries.append(ResumeEntry(**fields))
-        else:
-            abandoned = fields["step"] > living.get(fields["lineage"], -1)
-            entries.append(LedgerEntry(**fields, abandoned=abandoned))
-    end = after + len(entries)
-    return LedgerReply(entries=entries, next=end if entries and end < num_lines else None)
+    for number, line in enumerate(lines, after):
+        entry = context.read_or_note("ledger", f"line {number}", lambda line=line: _entry(line, living))
+        if entry is not None:
+            entries.append(entry)
+    end = after + len(lines)
+    return LedgerReply(entries=entries, next=end if lines and end < num_lines else None)
+
+
+def _entry(line: bytes, living: Mapping[int, int]) -> LedgerLine:
+    fields = json.loads(line)
+    if fields.get("kind") == "resume":
+        return ResumeEntry(**fields)
+    return LedgerEntry(**fields, abandoned=fields["step"] > living.get(fields["lineage"], -1))

@@ -11,6 +11,7 @@ import secrets
 
 from tba.api import CheckpointRequest, LineageReply, LineageRequest, MarkRequest
 from tba.errors import ConflictError, FencedError
+from tba.numbers import MAX_LINEAGE
 from tba.versions import START, LineageTree, PolicyVersion
 from tba_buffer import replica
 from tba_buffer.context import Context
@@ -20,6 +21,14 @@ from tba_buffer.redis_link import redis_errors
 def fenced(what: str) -> FencedError:
     """The error of a stale token."""
     return FencedError(f"{what} was refused: a newer trainer start owns this run; stop this trainer")
+
+
+def _parent(lineage: bytes, text: bytes) -> tuple[int, PolicyVersion]:
+    """A stored lineage and the version that it started from."""
+    number, parent = int(lineage), PolicyVersion.parse(json.loads(text)["parent"])
+    if not parent.lineage < number <= MAX_LINEAGE:
+        raise ValueError(f"lineage {number} cannot start from {parent}")
+    return number, parent
 
 
 class Lineages:
@@ -41,9 +50,13 @@ class Lineages:
         """
         with redis_errors("read the lineages"):
             raw = await self._context.redis.hgetall(self._context.keys.lineages)
-        self.tree = LineageTree(
-            {int(lineage): PolicyVersion.parse(json.loads(text)["parent"]) for lineage, text in raw.items()}
-        )
+        parents: dict[int, PolicyVersion] = {}
+        for lineage, text in raw.items():
+            name = f"lineage {lineage.decode(errors='replace')}"
+            found = self._context.read_or_note("run", name, lambda pair=(lineage, text): _parent(*pair))
+            if found is not None:
+                parents[found[0]] = found[1]
+        self.tree = LineageTree(parents)
 
     def knows(self, lineage: int) -> bool:
         """Whether some trainer start took this number."""

@@ -49,7 +49,6 @@ CHANGE_DTYPE = np.dtype([("position", "<u8"), ("reward", "<f8"), ("num_bytes", "
 """A rescored rollout: its position, new reward (NaN: unknown), new payload size, new status."""
 
 STATUS_CODES = {"scored": 0, "pending": 1, "failed": 2}
-STATUS_NAMES = {code: name for name, code in STATUS_CODES.items()}
 SCORED, PENDING, FAILED = 0, 1, 2
 
 

@@ -1,4 +1,4 @@
-"""Rollouts that the log has and whose payloads Redis does not have: lost by Redis, not evicted."""
+"""Rollouts that the log has and whose payloads Redis does not have (lost, not evicted), or not in a form to be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.errors import UnavailableError
-from tba_buffer.index import Index
+from tba.versions import PolicyVersion
+from tba.wire import Rollout, Sampling, VersionSpan
+from tba_buffer.index import Index, Rows
+from tba_buffer.prompts import Catalog
 
 
 def lost_error(
@@ -31,3 +34,42 @@ def lost_error(
         f"{rollout_id}): Redis lost data, or somebody deleted it; restore Redis from a backup, or start another run "
         "with a snapshot"
     )
+
+
+def shells(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> list[Rollout]:
+    """What the index alone knows of rollouts, for those whose payloads cannot be read: failed, without tokens. [n]
+
+    Args:
+        rows: [n] of the index as it is now.
+    """
+    columns = [index.column(name, rows).tolist() for name in ("prompt", "lineage", "step", "num_tokens")]
+    found = []
+    for rollout_id, prompt, lineage, step, num_tokens in zip(index.rollout_ids(rows), *columns, strict=True):
+        nothing = np.zeros(0, dtype=np.int32)
+        prompt_id = catalog.ids[prompt] if prompt < len(catalog.ids) else "unreadable"
+        known = catalog.find(prompt_id)
+        found.append(
+            Rollout(
+                rollout_id=rollout_id,
+                run=run,
+                task="unreadable" if known is None else known[1].task,
+                prompt_id=prompt_id,
+                visit_id="unreadable",
+                prompt_tokens=nothing,
+                response_tokens=nothing,
+                response_text="",
+                finish_reason="abort",
+                version_spans=(VersionSpan(version=PolicyVersion(lineage, step), start=0, end=num_tokens),),
+                sampling=Sampling(temperature=0.0),
+                sampler_logprobs=nothing.astype(np.float32),
+                ref_logprob=None,
+                reward=None,
+                reward_status="failed",
+                reward_reason="unreadable: what is stored of this rollout cannot be read",
+                reward_version=None,
+                searcher_id="unreadable",
+                started_at_s=0.0,
+                finished_at_s=0.0,
+            )
+        )
+    return found

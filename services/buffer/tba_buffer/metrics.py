@@ -24,7 +24,7 @@ from tba_buffer.components import Components
 from tba_buffer.draws import WAIT_SENTENCES
 from tba_buffer.prompts import Catalog
 from tba_buffer.request_times import RequestMetrics
-from tba_buffer.run_state import RunControl
+from tba_buffer.run_state import RunControl, RunFields
 from tba_buffer.stats import LEASE_EVENTS, PUSH_OUTCOMES, Levels, StatsReader
 
 AGE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -45,7 +45,7 @@ class Reading:
     components: Sequence[ComponentInfo]
     waits: Sequence[WaitInfo]
     trainer_waited_s: Mapping[str, float]
-    state: RunState
+    run: RunFields
     searchers_wanted: int | None
 
 
@@ -60,6 +60,7 @@ class Metrics(Collector):
         run: the state of the run.
         searchers_wanted: how many searchers there should be; None: nobody says.
         promise_problem: why Redis cannot keep what it acknowledges, or None.
+        loss: what Redis has lost of what was acknowledged, while that is not accepted.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class Metrics(Collector):
         run: RunControl,
         searchers_wanted: Callable[[], Awaitable[int | None]],
         promise_problem: Callable[[], str | None],
+        loss: Callable[[], str | None],
     ) -> None:
         self._stats = stats
         self._components = components
         self._catalog = catalog
         self._run = run
         self._searchers_wanted = searchers_wanted
-        self._promise_problem = promise_problem
+        self._promise_problem, self._loss = promise_problem, loss
         self._reading: Reading | None = None
         self._redis_answers = False
         self.times = RequestMetrics(registry)
@@ -94,6 +96,7 @@ class Metrics(Collector):
         levels = await self._stats.levels()
         detail = self._stats.detail(levels)
         infos, waits = await self._components.read()
+        fields = await self._run.read()
         self._reading = Reading(
             levels=levels,
             by_length=detail.stored.by_length,
@@ -101,16 +104,21 @@ class Metrics(Collector):
             components=infos,
             waits=waits,
             trainer_waited_s=await self._components.trainer_waits.totals(),
-            state=(await self._run.read()).state,
+            run=fields,
             searchers_wanted=await self._searchers_wanted(),
         )
         self._redis_answers = True
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric but the times; only whether Redis keeps its promise before the first `refresh`."""
+        """Every metric but the times; only what is known of Redis before the first `refresh`."""
         kept = self._redis_answers and self._promise_problem() is None
         yield GaugeMetricFamily(
             "tba_redis_keeps_promise", "1 while Redis answers and can keep what the buffer acknowledges", value=kept
+        )
+        yield GaugeMetricFamily(
+            "tba_redis_lost_data",
+            "1 while Redis lacks what was acknowledged, and no operator has accepted that",
+            value=self._loss() is not None,
         )
         if self._reading is not None:
             yield from _counters(self._reading.levels)
@@ -139,6 +147,12 @@ def _counters(levels: Levels) -> Iterator[Metric]:
     yield _by(
         "tba_buffer_refused", "Pushed rollouts that were not stored, by reason", "reason", levels.group("refused")
     )
+    yield _by(
+        "tba_buffer_foreign_acts",
+        "Acts on a lease of another searcher, or under the id of another component, by what was refused",
+        "act",
+        levels.group("foreign"),
+    )
     dropped = CounterMetricFamily(
         "tba_buffer_evicted",
         "Stored rollouts that were evicted, by reason and number of response tokens",
@@ -148,6 +162,11 @@ def _counters(levels: Levels) -> Iterator[Metric]:
         for length, number in lengths.items():
             dropped.add_metric([reason, length], number)
     yield dropped
+    for name, text in (
+        ("heartbeats_refused", "Heartbeats that were not taken, by reason"),
+        ("components_forgotten", "Components that were forgotten, by reason"),
+    ):
+        yield _by(f"tba_{name}", text, "reason", levels.group(name))
     yield _by("tba_buffer_rescored", "Rollouts scored after they were stored", "outcome", levels.group("rescored"))
     for name, counted, text in (
         ("tba_drawn_rollouts", "drawn", "Rollouts drawn for batches"),
@@ -203,9 +222,13 @@ def _gauges(reading: Reading) -> Iterator[Metric]:
     ):
         yield GaugeMetricFamily(name, text, value=value)
     version = GaugeMetricFamily("tba_weight_version", "Step of the newest announced version", labels=["role"])
-    if levels.latest_version is not None:
-        version.add_metric(["buffer"], PolicyVersion.parse(levels.latest_version).step)
+    if reading.run.latest_version is not None:
+        version.add_metric(["buffer"], PolicyVersion.parse(reading.run.latest_version).step)
     yield version
+    unreadable = GaugeMetricFamily("tba_unreadable_items", "Stored items that cannot be read, by kind", labels=["kind"])
+    for kind, number in levels.unreadable.items():
+        unreadable.add_metric([kind], number)
+    yield unreadable
     waits = GaugeMetricFamily("tba_waits", "Who waits now, by the name of the wait", labels=["name"])
     for name, number in shown_waits(Counter(wait.name for wait in reading.waits)).items():
         waits.add_metric([name], number)
@@ -216,8 +239,13 @@ def _run(reading: Reading) -> Iterator[Metric]:
     yield GaugeMetricFamily("tba_run_step", "Last acked step of the living lineage", value=reading.levels.trainer.step)
     states = GaugeMetricFamily("tba_run_state", "1 for the state that the run is in", labels=["state"])
     for state in get_args(RunState):
-        states.add_metric([state], state == reading.state)
+        states.add_metric([state], state == reading.run.state)
     yield states
+    for name, number, text in (
+        ("tba_redis_losses_accepted", reading.run.num_losses_accepted, "Losses of Redis that were accepted"),
+        ("tba_redis_lost_changes", reading.run.num_lost_changes, "Acknowledged changes that were accepted as lost"),
+    ):
+        yield CounterMetricFamily(name, text, value=number)
     waited = CounterMetricFamily(
         "tba_trainer_wait_seconds", "Time that trainers have waited, by the name of the wait", labels=["name"]
     )

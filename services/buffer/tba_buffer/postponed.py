@@ -5,7 +5,7 @@
 
 A request that asks again holds half as many as the one before it: one item that keeps an endpoint from answering then
 takes no others with it. What is new and what is due again take turns, so that one task's scorer holds up no other's.
-In memory only: after a restart the tries begin again.
+In memory only: after a restart, or when Redis has lost data, the tries begin again.
 """
 
 from __future__ import annotations

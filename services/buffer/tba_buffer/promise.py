@@ -4,9 +4,9 @@ broken    Redis could lose what it acknowledges, or takes no writes: nothing is 
 full      maxmemory is nearly reached: no rollouts are added, but draws, acks and leases go on with what is left.
 
 Asked at start, every second, and after every new connection before anything that was written over it is acknowledged:
-behind a new connection may be a Redis that was started again with other settings, or with a file that had been damaged.
-So after a restart the log is read anew (`on_restarted`), and fresh_file.py may have the file written anew. A failed
-rewrite of the append-only file breaks nothing else, since Redis goes on with the old file.
+behind a new connection may be a Redis that was started again with other settings, without what it had (`on_checked`),
+or with a file that had been damaged: after a restart the log is read anew (`on_restarted`). A failed rewrite of the
+append-only file breaks nothing, since Redis goes on with the old file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, 
 
 from tba.errors import ConfigError, UnavailableError
 from tba.redis_access import RedisAccess
-from tba_buffer.fresh_file import WRITING, FreshFile
 from tba_buffer.redis_line import RedisLines
 from tba_buffer.redis_link import BytesRedis, connect, redis_errors, refused_writes, why_unreachable
 
@@ -53,14 +52,13 @@ class Promise:
         self._rewrite_must_end = False
         self._checking = asyncio.Lock()
         self.redis: BytesRedis = connect(access, self._on_connect)
-        # a push that Redis took before it had written its file anew would stand behind the half that may be in it
+        # nothing is written to a Redis that may have lost what was acknowledged: it would stand in the place of that
         self.lines = RedisLines(self.redis, NUM_LINES, on_link=self.require)
-        self._file = FreshFile(self.redis)
-        self._config: Mapping[str, Any] = {}
-        self._info: Mapping[str, Any] = {}
         self._process: str | None = None
         self._process_known: str | None = None
         self._process_damaged: tuple[str | None, str] | None = None
+        self.on_checked: Callable[[], Awaitable[str | None]] | None = None
+        """Run at each check; says what Redis has lost of what was acknowledged, or None."""
         self.on_restarted: Callable[[], Awaitable[str | None]] | None = None
         """Run when Redis is another process than before; says what is wrong with what it has, or None."""
         self.broken: str | None = None
@@ -91,20 +89,19 @@ class Promise:
         num_connections = self._num_connections
         with redis_errors("be asked what it promises"):
             broken, self.full = await self._ask()
+        if broken is None and self.on_checked is not None:
+            broken = await self.on_checked()
         if broken is None and self._process != self._process_known:
             self.broken = READING_ANEW
             broken = await self._damage()
-        if broken is None:  # a damaged file is left as it is: somebody may yet mend it
-            with redis_errors("write its file anew"):
-                broken = await self._file.problem(self._config, self._info)
         self.broken = broken
         self._num_connections_checked = num_connections
 
     async def _damage(self) -> str | None:
         """What is wrong with what a Redis that was started again has; it does not change while this process lives."""
         process = self._process
-        if self._process_damaged is not None and self._process_damaged[0] == process:
-            return self._process_damaged[1]
+        if self.damaged is not None:
+            return self.damaged
         if self._process_known is not None and self.on_restarted is not None:
             problem = await self.on_restarted()
             if problem is not None:
@@ -112,6 +109,17 @@ class Promise:
                 return problem
         self._process_known = process
         return None
+
+    @property
+    def damaged(self) -> str | None:
+        """What is wrong with what the Redis that runs now has, after it was started again."""
+        if self._process_damaged is None or self._process_damaged[0] != self._process:
+            return None
+        return self._process_damaged[1]
+
+    def accept_damage(self) -> None:
+        """What this Redis has is taken as it is."""
+        self._process_damaged, self._process_known = None, self._process
 
     async def require(self) -> None:
         """Return only if what is written now, and what was just written, is kept.
@@ -157,20 +165,6 @@ class Promise:
         if self.broken is not None:
             raise ConfigError(self.broken)
 
-    async def until_written_anew(self) -> None:
-        """Wait while Redis, which was started again, writes its file anew; at most LOADING_TIMEOUT_S.
-
-        Raises:
-            UnavailableError: Redis cannot be asked, or takes longer.
-        """
-        deadline_s = time.monotonic() + LOADING_TIMEOUT_S
-        await self.check()
-        while self.broken == WRITING:
-            if time.monotonic() > deadline_s:
-                raise UnavailableError(f"Redis at {self._url} is not ready after {LOADING_TIMEOUT_S:.0f} s: {WRITING}")
-            await asyncio.sleep(0.2)
-            await self.check()
-
     async def _on_connect(self, connection: Any) -> None:
         await connection.on_connect()
         self._num_connections += 1
@@ -189,7 +183,7 @@ class Promise:
                 None,
             )
         info = await redis.info()
-        self._process, self._config, self._info = str(info["run_id"]), config, info
+        self._process = str(info["run_id"])
         problem = self._config_problem(config) or await self._state_problem(info)
         if problem is None:
             problem = await self._write_problem()
@@ -200,6 +194,7 @@ class Promise:
             "appendonly": ("yes",),
             "appendfsync": STRONG_ENOUGH[self._appendfsync],
             "no-appendfsync-on-rewrite": ("no",),
+            "aof-load-truncated": ("no",),
         }
         for name, values in wanted.items():
             if config.get(name) not in values:

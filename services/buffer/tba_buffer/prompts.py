@@ -17,11 +17,14 @@ import numpy as np
 from tba.api import Prompt, PromptUploadReply
 from tba.config import Recipe
 from tba.errors import ConflictError
+from tba.numbers import MAX_NUMBER
 from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.index import Index
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.selection import Ints, SelectionSettings, choose
+
+UNREADABLE = "unreadable"
 
 
 class Catalog:
@@ -58,8 +61,8 @@ class Catalog:
         async with self._lock:  # two that read from the same number would add the same prompts twice
             with redis_errors("read the prompts"):
                 while ids := await redis.lrange(keys.prompt_order, len(self.ids), len(self.ids) + 999):
-                    for text in await redis.hmget(keys.prompts, ids):
-                        self._add(Prompt.model_validate_json(text))
+                    for prompt_id, text in zip(ids, await redis.hmget(keys.prompts, ids), strict=True):
+                        self._add_stored(prompt_id.decode(errors="replace"), text)
 
     async def reload(self) -> None:
         """Read everything again: Redis may have lost prompts, and have given their numbers to others.
@@ -72,6 +75,16 @@ class Catalog:
             await fresh.load()
             self._by_id, self.ids, self._train_numbers = fresh._by_id, fresh.ids, fresh._train_numbers
             self.train, self.heldout = fresh.train, fresh.heldout
+
+    def _add_stored(self, prompt_id: str, text: bytes) -> None:
+        """One that cannot be read keeps its number, since rollouts name it; it is neither leased nor evaluated on, and
+        no scorer knows its task."""
+        prompt = self._context.read_or_note("prompt", prompt_id, lambda: Prompt.model_validate_json(text))
+        if prompt is None:
+            self._by_id[prompt_id] = (len(self.ids), Prompt(prompt_id=prompt_id, task=UNREADABLE, text=UNREADABLE))
+            self.ids.append(prompt_id)
+        else:
+            self._add(prompt)
 
     def _add(self, prompt: Prompt) -> None:
         number = len(self.ids)
@@ -127,8 +140,29 @@ class Candidate:
     cursor_after: str
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The next visit: number `offset` of an epoch of `size` visits."""
+
+    epoch: int
+    offset: int
+    size: int
+
+
+def read_place(cursor: bytes, num_train: int) -> Place:
+    """The place that a stored cursor says.
+
+    Raises:
+        ValueError: it is damaged, or its epoch has more visits than there are train prompts.
+    """
+    epoch, offset, size = map(int, cursor.split(b":"))
+    if not (0 <= epoch <= MAX_NUMBER and 0 <= offset <= size <= num_train):
+        raise ValueError(f"{cursor[:100]!r} is no place among {num_train} train prompts")
+    return Place(epoch, offset, size)
+
+
 class VisitOrder:
-    """Turns a cursor into the visits that follow it: the same for the same cursor, seed, prompts and index.
+    """Turns a place into the visits from there on: the same for the same place, seed, prompts and index.
 
     Args:
         catalog: the prompts.
@@ -141,12 +175,12 @@ class VisitOrder:
         self._selection = SelectionSettings.of(recipe)
         self._shuffled: dict[tuple[int, int], Ints] = {}
 
-    def next(self, cursor: str, num: int, index: Index) -> list[Candidate]:
-        """The `num` visits after `cursor` ('' is the beginning); none without train prompts."""
+    def next(self, place: Place | None, num: int, index: Index) -> list[Candidate]:
+        """The `num` visits from `place` on (None: the beginning); none without train prompts."""
         num_train = len(self._catalog.train)
         if not num_train or not num:
             return []
-        epoch, offset, size = map(int, cursor.split(":")) if cursor else (0, 0, num_train)
+        epoch, offset, size = (0, 0, num_train) if place is None else (place.epoch, place.offset, place.size)
         places = []
         for _ in range(num):
             if offset >= size:

@@ -5,7 +5,7 @@
     none was ever scored, but GET /v1/rewards is answered                   ->  the same, after NUM_TRIES_ALONE times
 
 While the service is away, busy, or scores nothing at all, nothing is set aside and nothing counts as a try.
-In memory only: after a restart the tries begin again.
+In memory only: after a restart, or when Redis has lost data, the tries begin again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which buffer process owns the run: the one that started last.
+"""Which buffer process owns the run: the one that started last, if it can read what the run has in Redis.
 
 Every start takes the next number. The scripts that change or remove stored rollouts compare it with Redis in the same
 atomic call, so a process that was thought dead (a node that came back, a rolling update) can remove nothing any more.
@@ -6,9 +6,11 @@ atomic call, so a process that was thought dead (a node that came back, a rollin
 
 from __future__ import annotations
 
-from tba.errors import SupersededError
+from tba import __version__
+from tba.errors import ConfigError, SupersededError, UnavailableError
 from tba_buffer.context import Context
-from tba_buffer.redis_link import redis_errors
+from tba_buffer.keys import FORMAT, FORMAT_TEXT, Keys
+from tba_buffer.redis_link import BytesRedis, redis_errors
 
 SUPERSEDED = b"superseded"
 
@@ -17,10 +19,42 @@ async def take(context: Context) -> None:
     """Own the run from now on.
 
     Raises:
+        ConfigError: the run is stored in another format.
         UnavailableError: Redis did not answer.
     """
+    await check_format(context.redis, context.keys)
     with redis_errors("count the start of this process"):
-        context.replica.number = int(await context.redis.incr(context.keys.replica))
+        if context.losses.whole("replica", await context.redis.get(context.keys.replica)) is None:
+            # nobody knows how many starts there were: go on from a number that none of them had
+            await context.redis.set(context.keys.replica, int(context.clock()))
+        async with context.redis.pipeline(transaction=True) as pipe:
+            pipe.set(context.keys.format, FORMAT_TEXT, nx=True)
+            pipe.incr(context.keys.replica)
+            context.replica.number = int((await pipe.execute())[1])
+    await context.losses.begin()
+
+
+async def check_format(redis: BytesRedis, keys: Keys) -> None:
+    """Nothing is read or written in a format that this release does not know.
+
+    Raises:
+        ConfigError: the run is stored in another one.
+        UnavailableError: Redis did not answer.
+    """
+    with redis_errors("be asked for its storage format"):
+        found = await redis.get(keys.format)
+        # where every start counts itself, also those of 0.1; a buffer that refuses an emptied Redis writes other keys
+        is_begun = bool(await redis.exists(keys.replica))
+    if found is None and not is_begun:
+        return
+    number, _, written_by = ("1 0.1" if found is None else found.decode()).partition(" ")
+    if number != str(FORMAT):
+        raise ConfigError(
+            f"what Redis has of this run ({keys.format.removesuffix(':format')}) was written by tba {written_by} in "
+            f"storage format {number}, this is tba {__version__}, which reads format {FORMAT}; save it with the tba "
+            "that wrote it (`tba buffer save NAME`) and begin a run of another name with that snapshot (run.snapshot), "
+            "or go on with that tba; nothing was changed"
+        )
 
 
 async def check(context: Context) -> None:
@@ -30,45 +64,32 @@ async def check(context: Context) -> None:
         SupersededError: a newer buffer process does.
         UnavailableError: Redis did not answer.
     """
-    found = await _number(context)
-    if found != context.replica.number:
-        raise lost(context, "serving", found)
+    if await _number(context) > context.replica.number:
+        raise _superseded(context, "serving")
 
 
-async def refusal(context: Context, what: str) -> SupersededError:
+async def refusal(context: Context, what: str) -> UnavailableError:
     """The error of a process to which a script has answered 'superseded'.
 
     Raises:
         UnavailableError: Redis did not answer.
     """
-    return lost(context, what, await _number(context))
+    if await _number(context) > context.replica.number:
+        return _superseded(context, what)
+    await context.promise.check()  # nobody else took it: Redis has forgotten starts, and more with them
+    return UnavailableError(f"{what} was refused: {context.promise.broken or 'Redis has changed meanwhile, try again'}")
 
 
-def lost(context: Context, what: str, found: int | None = None) -> SupersededError:
-    """The error of a process that found another number in Redis; it serves nothing from then on.
-
-    Args:
-        context: Redis and settings.
-        what: what was refused.
-        found: the number in Redis, 0 for none; None when it was not read. One that is not above that of this process
-            was not taken by a newer one: Redis has forgotten starts, and more with them.
-    """
-    run, number = context.run, context.replica.number
-    if found is not None and found <= number:
-        context.replica.refused = (
-            f"Redis has lost data of run {run!r} (it was emptied, or restored from an older file: it counts {found} "
-            f"starts of the buffer, and this is start number {number}); restore Redis from its file and restart the "
-            "buffer, or load a saved buffer into a new run"
-        )
-    else:
-        context.replica.refused = (
-            f"a newer buffer process owns run {run!r} (this one was start number {number}); stop this process, or "
-            "restart it to take the run back"
-        )
+def _superseded(context: Context, what: str) -> SupersededError:
+    """The error of a process that found the number of a newer one; it serves nothing from then on."""
+    context.replica.refused = (
+        f"a newer buffer process owns run {context.run!r} (this one was start number {context.replica.number}); stop "
+        "this process, or restart it to take the run back"
+    )
     return SupersededError(f"{what} was refused: {context.replica.refused}")
 
 
 async def _number(context: Context) -> int:
-    """The number in Redis; 0: none."""
+    """The number in Redis; 0: none, or none that can be read."""
     with redis_errors("read the number of the buffer process"):
-        return int(await context.redis.get(context.keys.replica) or 0)
+        return context.losses.whole("replica", await context.redis.get(context.keys.replica)) or 0

@@ -57,6 +57,10 @@ class Rescoring:
         self._left: Positions | None = None
         """Positions of the rollouts that are left, ascending; None: not known, ask the index."""
 
+    def forget(self) -> None:
+        """Redis has lost data, and perhaps the job or its progress: read again what it has of it."""
+        self._job, self._is_loaded = None, False  # a chunk that is being scored belongs to no job any more
+
     async def info(self) -> RescoreInfo:
         """The job that runs, or the last one.
 
@@ -234,7 +238,8 @@ class Rescoring:
             if not self._is_loaded:
                 with redis_errors("read the re-scoring job"):
                     text = await self._context.redis.get(self._context.keys.rescore)
-                self._job = None if text is None else RescoreInfo.model_validate_json(text)
+                read = self._context.read_or_note
+                self._job = text and read("job", "rescore", lambda: RescoreInfo.model_validate_json(text))
                 self._is_loaded, self._left = True, None
             return self._job
 

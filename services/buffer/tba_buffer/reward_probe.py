@@ -1,15 +1,19 @@
-"""The reward service as a component: asked for its /readyz every PROBE_S, each time for ANSWER_S at most."""
+"""The reward service as a component: asked for its /readyz every PROBE_S, each time for ANSWER_S at most.
+
+A scorer that raises for every item fails the run: nothing could ever be trained on, however long it waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from tba.api import ComponentInfo
 from tba.clients import RewardClient
 from tba.config import Recipe
-from tba.errors import ServiceError
+from tba.errors import BrokenRewardError, ServiceError
 from tba.logs import get_logger
 from tba.threads import in_thread
 
@@ -24,9 +28,11 @@ class RewardProbe:
 
     Args:
         recipe: where the reward service is.
+        on_broken: called with the reason each time that a scorer is found to raise for every item.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, on_broken: Callable[[str], Awaitable[None]]) -> None:
+        self._on_broken = on_broken
         self._client = RewardClient(recipe.reward_url, retry_s=0.0, timeout_s=ANSWER_S, ca_file=recipe.tls.ca_file)
         self._timeout_s = recipe.buffer.heartbeat_timeout_s + PROBE_S
         self._state, self._note = "unknown", None
@@ -79,7 +85,12 @@ class RewardProbe:
 
     async def _ask(self) -> tuple[str, str | None]:
         try:
-            problem = await in_thread(self._client.not_ready)
+            found = await in_thread(self._client.readiness)
         except ServiceError as error:
             return "unreachable", str(error)[:MAX_NOTE_CHARS]
-        return ("ready", None) if problem is None else ("not-ready", problem[:MAX_NOTE_CHARS])
+        if found.problem is None:
+            return "ready", None if found.note is None else found.note[:MAX_NOTE_CHARS]
+        reason = str(found.problem)[:MAX_NOTE_CHARS]
+        if isinstance(found.problem, BrokenRewardError):
+            await self._on_broken(reason)
+        return "not-ready", reason

@@ -14,13 +14,14 @@ import numpy as np
 from tba.api import RefLogprobInfo, RolloutDetail, RolloutInfo, RolloutOrder, RolloutPage, SamplingInfo, SpanInfo
 from tba.api.rollouts import RewardStatus
 from tba.errors import BadRequestError, NotFoundError
-from tba.versions import LineageTree, PolicyVersion
+from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout
 from tba_buffer.context import Context
 from tba_buffer.cursors import Cursor, parse_cursor
 from tba_buffer.index import Index, Rows
 from tba_buffer.lineage import Lineages
 from tba_buffer.log import SCORED, STATUS_CODES
+from tba_buffer.lost_payloads import shells
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.run_state import RunControl
@@ -91,12 +92,13 @@ class RolloutViews:
         if not len(rows):
             return RolloutPage(rollouts=[], next=None)
         after = _cursor_at(index, rows[-1:], selection) if more else None  # before the index moves on
+        instead = shells(index, rows, run=self._context.run, catalog=self._catalog)
         with redis_errors("read rollouts"):
             payloads = await self._context.redis.hmget(self._context.keys.payloads, index.rollout_ids(rows))
         trainer = await self._trainer()
         infos = [
-            RolloutInfo(**_fields(decode_rollout(payload), self._lineages.tree, trainer, request.text_chars))
-            for payload in payloads
+            RolloutInfo(**self._fields(self._rollout(payload, shell), trainer, request.text_chars))
+            for payload, shell in zip(payloads, instead, strict=True)
             if payload is not None
         ]
         return RolloutPage(rollouts=infos, next=None if after is None else str(after))
@@ -112,10 +114,12 @@ class RolloutViews:
             payload = await self._context.redis.hget(self._context.keys.payloads, bytes.fromhex(rollout_id))
         if payload is None:
             raise NotFoundError(f"rollout {rollout_id} is not stored: it was evicted, or never pushed to this run")
-        rollout = decode_rollout(payload)
+        rollout = self._context.read_or_note("rollout", rollout_id, lambda: decode_rollout(payload))
+        if rollout is None:
+            rollout = await self._shell(rollout_id)
         ref = rollout.ref_logprob
         return RolloutDetail(
-            **_fields(rollout, self._lineages.tree, await self._trainer(), len(rollout.response_text)),
+            **self._fields(rollout, await self._trainer(), None),
             prompt_tokens=rollout.prompt_tokens.tolist(),
             response_tokens=rollout.response_tokens.tolist(),
             sampler_logprobs=rollout.sampler_logprobs.tolist(),
@@ -142,9 +146,59 @@ class RolloutViews:
             after=None if request.cursor is None else parse_cursor(request.cursor, request.order),
         )
 
+    def _rollout(self, payload: bytes, shell: Rollout) -> Rollout:
+        """The stored rollout, or what the index knows of it where it cannot be read."""
+        read = self._context.read_or_note("rollout", shell.rollout_id.hex(), lambda: decode_rollout(payload))
+        return shell if read is None else read
+
+    async def _shell(self, rollout_id: str) -> Rollout:
+        """What the index knows of a rollout. O(live rollouts)"""
+        index = await self._view.level()
+        rows = index.live_rows()
+        rows = rows[[known.hex() == rollout_id for known in index.rollout_ids(rows)]]
+        if not len(rows):
+            raise NotFoundError(f"rollout {rollout_id} cannot be read, and the log does not name it")
+        return shells(index, rows, run=self._context.run, catalog=self._catalog)[0]
+
     async def _trainer(self) -> PolicyVersion:
         fields = await self._run.read()
         return PolicyVersion(fields.lineage, fields.step)
+
+    def _fields(self, rollout: Rollout, trainer: PolicyVersion, text_chars: int | None) -> dict[str, Any]:
+        found = self._catalog.find(rollout.prompt_id)
+        text_cut = text_chars is not None and len(rollout.response_text) > text_chars
+        sampling = rollout.sampling
+        return {
+            "rollout_id": rollout.rollout_id.hex(),
+            "task": rollout.task,
+            "prompt_id": rollout.prompt_id,
+            "visit_id": rollout.visit_id,
+            "version": str(rollout.version),
+            "version_spans": [
+                SpanInfo(version=str(s.version), start=s.start, end=s.end) for s in rollout.version_spans
+            ],
+            "policy_age_steps": self._lineages.tree.policy_age(rollout.version, trainer),
+            "prompt_text": None if found is None else found[1].text[:text_chars],
+            "num_prompt_tokens": len(rollout.prompt_tokens),
+            "num_response_tokens": rollout.version_spans[-1].end,
+            "response_text": rollout.response_text[:text_chars],
+            "response_text_cut": text_cut,
+            "finish_reason": rollout.finish_reason,
+            "reward": rollout.reward,
+            "reward_status": rollout.reward_status,
+            "reward_reason": rollout.reward_reason,
+            "reward_version": rollout.reward_version,
+            "sampling": SamplingInfo(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                stop=list(sampling.stop),
+            ),
+            "searcher_id": rollout.searcher_id,
+            "started_at_s": rollout.started_at_s,
+            "finished_at_s": rollout.finished_at_s,
+        }
 
 
 def select_rows(index: Index, selection: Selection, num: int) -> Rows:
@@ -197,35 +251,3 @@ def _matching(index: Index, rows: Rows, selection: Selection) -> Rows:
 def _cursor_at(index: Index, row: Rows, selection: Selection) -> Cursor:
     reward = float(index.column("reward", row)[0]) if selection.by_reward else 0.0
     return Cursor(selection.order, reward, int(index.column("position", row)[0]))
-
-
-def _fields(rollout: Rollout, tree: LineageTree, trainer: PolicyVersion, text_chars: int) -> dict[str, Any]:
-    sampling = rollout.sampling
-    return {
-        "rollout_id": rollout.rollout_id.hex(),
-        "task": rollout.task,
-        "prompt_id": rollout.prompt_id,
-        "visit_id": rollout.visit_id,
-        "version": str(rollout.version),
-        "version_spans": [SpanInfo(version=str(s.version), start=s.start, end=s.end) for s in rollout.version_spans],
-        "policy_age_steps": tree.policy_age(rollout.version, trainer),
-        "num_prompt_tokens": len(rollout.prompt_tokens),
-        "num_response_tokens": len(rollout.response_tokens),
-        "response_text": rollout.response_text[:text_chars],
-        "response_text_cut": len(rollout.response_text) > text_chars,
-        "finish_reason": rollout.finish_reason,
-        "reward": rollout.reward,
-        "reward_status": rollout.reward_status,
-        "reward_reason": rollout.reward_reason,
-        "reward_version": rollout.reward_version,
-        "sampling": SamplingInfo(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-        ),
-        "searcher_id": rollout.searcher_id,
-        "started_at_s": rollout.started_at_s,
-        "finished_at_s": rollout.finished_at_s,
-    }

@@ -18,10 +18,14 @@ from tba_buffer.evictor import Evictor
 from tba_buffer.lineage import Lineages
 from tba_buffer.log import pack_record
 from tba_buffer.prompts import Catalog
+from tba_buffer.run_state import read_state, read_version
 
 NEW = ord("n")
-OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused"}
-CONFLICT = "conflict: this rollout id is stored with other bytes; every rollout needs its own id"
+OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused", "l": "refused"}
+REASONS = {
+    "c": "conflict: this rollout id is stored with other bytes; every rollout needs its own id",
+    "l": "not-leased: its visit is leased, and never was to the searcher that it names (searcher_id)",
+}
 REFUSALS: dict[type[WireError], str] = {LimitError: "too-large", SchemaVersionError: "schema-version"}
 UNKNOWN = {"unknown-prompt", "unknown-lineage"}
 
@@ -72,7 +76,7 @@ class Rollouts:
         keys = context.keys
         self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
         self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
-        self._keys += (keys.replica, keys.gone, keys.gone_before)
+        self._keys += (keys.replica, keys.gone, keys.gone_before, keys.unreadable)
         self._hashes_tokens = context.recipe.buffer.deduplicate
 
     @property
@@ -93,7 +97,7 @@ class Rollouts:
         accepted: list[int] = []
         ids: list[bytes] = []
         records: list[bytes] = []
-        visits: dict[str, int] = {}
+        visits: dict[tuple[str, str], int] = {}
         visit_numbers: list[int] = []
         for at, place in enumerate(await self._places(check_push(payloads))):
             if isinstance(place, Refused):
@@ -103,7 +107,7 @@ class Rollouts:
             accepted.append(at)
             ids.append(rollout.rollout_id)
             records.append(rollout_record(rollout, prompt, len(payloads[at]), hashes_tokens=self._hashes_tokens))
-            visit_numbers.append(visits.setdefault(rollout.visit_id, len(visits)))
+            visit_numbers.append(visits.setdefault((rollout.visit_id, rollout.searcher_id), len(visits)))
         codes = Counter(refused.code for refused in refusals.values())
         reply = await self._context.scripts.run(
             "push",
@@ -115,7 +119,8 @@ class Rollouts:
                 struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
                 self._context.replica.number,
                 *(payloads[at] for at in accepted),
-                *visits,
+                *(visit_id for visit_id, _ in visits),
+                *(searcher_id for _, searcher_id in visits),
                 *(part for pair in codes.items() for part in pair),
             ],
         )
@@ -126,7 +131,9 @@ class Rollouts:
         outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
         await self._added([len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW])
         return PushResult(
-            outcomes=outcomes, latest_version=latest_version.decode() or None, run_state=run_state.decode()
+            outcomes=outcomes,
+            latest_version=read_version(self._context, "latest_version", latest_version or None),
+            run_state=read_state(self._context, run_state),
         )
 
     async def _places(
@@ -179,7 +186,7 @@ class Rollouts:
 
 def stored_outcome(rollout_id: bytes, result: str) -> ItemOutcome:
     """What push.lua says of one item."""
-    return ItemOutcome(rollout_id.hex(), OUTCOMES[result], CONFLICT if result == "c" else None)
+    return ItemOutcome(rollout_id.hex(), OUTCOMES[result], REASONS.get(result))
 
 
 def rollout_record(rollout: RolloutDocument, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:

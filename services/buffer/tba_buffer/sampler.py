@@ -1,4 +1,4 @@
-"""Which rollouts a batch holds: MOP per slot (design.md, Semantics; algorithm.md, section 6).
+"""Which rollouts a batch holds: MOP per slot (arXiv 2503.18929, section 3; docs/algorithm.md).
 
 A batch has `prompts_per_batch` slots. With probability m a slot draws from recent data, otherwise from everything:
 

@@ -13,6 +13,7 @@ from tba_buffer.glance import Glances
 from tba_buffer.lost_payloads import lost_error
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.sampler import DrawSettings, draw_rollouts
+from tba_buffer.scoring import Scoring
 
 REDRAWS = 5
 RETRY_S = 0.25
@@ -33,11 +34,13 @@ class Samples:
     Args:
         context: Redis and settings.
         glances: a level index.
+        scoring: fails what cannot be read.
     """
 
-    def __init__(self, context: Context, glances: Glances) -> None:
+    def __init__(self, context: Context, glances: Glances, scoring: Scoring) -> None:
         self._context = context
         self._glances = glances
+        self._scoring = scoring
         self._settings = DrawSettings.of(context.recipe)
 
     async def draw(self, request: SampleRequest) -> Sample:
@@ -60,6 +63,8 @@ class Samples:
                     ("HMGET", self._context.keys.payloads, *rollout_ids)
                 )
             if None not in payloads:
+                if await self._scoring.fail_unreadable(positions, payloads):
+                    continue
                 return Sample(encode_push(payloads), seed, position)
             lost = lost_error((await self._glances.read()).index, positions, payloads)
         raise lost or BusyError("the drawn rollouts were evicted meanwhile", retry_after_s=RETRY_S, wait="eviction")

@@ -52,6 +52,11 @@ class Scorer:
         """Begin; the index is built."""
         self._task = asyncio.create_task(self._run(), name="scorer")
 
+    def forget_positions(self) -> None:
+        """Redis has lost data: what is remembered by log position may be of other rollouts from now on."""
+        self._scoring.forget_positions()
+        self._rescoring.forget()
+
     async def stop(self) -> None:
         """End; what the reward service has not answered yet is asked again after the next start."""
         self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation

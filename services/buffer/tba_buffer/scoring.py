@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from tba.api import ScoreItem
 from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
 from tba.clients import RewardClient
-from tba.errors import BadRequestError
+from tba.errors import BadRequestError, WireError
 from tba.threads import in_thread
-from tba.wire import Rollout, decode_rollout, encode_rollout
+from tba.wire import Rollout, check_push, decode_rollout, encode_rollout
 from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.evictor import Evictor
 from tba_buffer.log import CHANGE_DTYPE, STATUS_CODES
+from tba_buffer.lost_payloads import shells
 from tba_buffer.postponed import Postponed
 from tba_buffer.prompts import Catalog
 from tba_buffer.redis_link import redis_errors
@@ -60,6 +61,8 @@ class Scored:
     num_bytes_before: int
     after: Rollout
     payload: bytes
+    is_unreadable: bool = False
+    """Whether the stored bytes cannot be read: they stay, and only the log says that it has failed."""
 
     @property
     def is_first(self) -> bool:
@@ -86,12 +89,16 @@ class Scoring:
         self._view = view
         self._link = link
         self._evictor = evictor
-        self.refusals = Refusals(context.clock)
-        """What the reward service cannot answer."""
-        self.postponed = Postponed(context.clock)
-        """What waits for its scorer."""
+        self.forget_positions()
         self._answered: ScoreItem | None = None
         """The last item that was scored."""
+
+    def forget_positions(self) -> None:
+        """Redis has lost data: its log positions are given out again, to rollouts that nobody has asked for yet."""
+        self.refusals = Refusals(self._context.clock)
+        """What the reward service cannot answer."""
+        self.postponed = Postponed(self._context.clock)
+        """What waits for its scorer."""
 
     def num_fitting(self, num_bytes: NDArray[np.integer]) -> int:
         """How many of these payloads, in order, one request may hold: at least one."""
@@ -107,17 +114,9 @@ class Scoring:
             RewardAwayError: the reward service could not be asked.
             UnavailableError: Redis did not answer.
         """
-        index = await self._view.level()
-        rows = index.rows_at(positions)
-        positions, rollout_ids = positions[rows >= 0], index.rollout_ids(rows[rows >= 0])
-        if not rollout_ids:
-            return []
-        with redis_errors("read rollouts"):
-            stored = await self._context.redis.hmget(self._context.keys.payloads, rollout_ids)
-        found = [(int(at), payload) for at, payload in zip(positions, stored, strict=True) if payload is not None]
+        found, before, failed = await self._load(positions)
         if not found:
-            return []
-        before = await in_thread(lambda: [decode_rollout(payload) for _, payload in found])
+            return failed
         items = [self._item(rollout) for rollout in before]
         taken = [position for position, _ in found]
         try:
@@ -133,13 +132,58 @@ class Scoring:
         kept = {at for at, score in zip(taken, scores, strict=True) if not self._waits(at, score)}
         self.postponed.forget([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
         self.keep_waiting()
-        return await in_thread(
+        return failed + await in_thread(
             lambda: [
                 _scored(position, rollout, len(payload), score)
                 for (position, payload), rollout, score in zip(found, before, scores, strict=True)
                 if position in kept
             ]
         )
+
+    async def fail_unreadable(self, positions: NDArray[np.integer], payloads: Sequence[bytes]) -> bool:
+        """Whether some of these payloads [n], of the scored rollouts at positions [n], cannot be read; they have failed
+        from now on, so that nobody draws them again.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+        """
+        damaged = [isinstance(item, WireError) for item in check_push(payloads)]
+        if not any(damaged):
+            return False
+        async with self._context.mutating:
+            _, _, failed = await self._load(np.unique(positions[damaged]).astype(np.int64))
+            await self.store(failed)
+        return True
+
+    async def _load(self, positions: Positions) -> tuple[list[tuple[int, bytes]], list[Rollout], list[Scored]]:
+        """What `_read` makes of the rollouts at these positions; those that are gone are left out."""
+        index = await self._view.level()
+        rows = index.rows_at(positions)
+        positions, rollout_ids = positions[rows >= 0], index.rollout_ids(rows[rows >= 0])
+        if not rollout_ids:
+            return [], [], []
+        instead = shells(index, rows[rows >= 0], run=self._context.run, catalog=self._catalog)
+        with redis_errors("read rollouts"):
+            stored = await self._context.redis.hmget(self._context.keys.payloads, rollout_ids)
+        return await in_thread(lambda: self._read(positions, stored, instead))
+
+    def _read(
+        self, positions: Positions, stored: Sequence[bytes | None], instead: Sequence[Rollout]
+    ) -> tuple[list[tuple[int, bytes]], list[Rollout], list[Scored]]:
+        """(positions and payloads [n], their rollouts [n], and those that cannot be read, as failed)."""
+        found, rollouts, failed = [], [], []
+        for position, payload, shell in zip(positions.tolist(), stored, instead, strict=True):
+            if payload is None:
+                continue
+            name = shell.rollout_id.hex()
+            rollout = self._context.read_or_note("rollout", name, lambda payload=payload: decode_rollout(payload))
+            if rollout is None:
+                failed.append(Scored(position, shell, len(payload), shell, payload, is_unreadable=True))
+            else:
+                found.append((position, payload))
+                rollouts.append(rollout)
+        return found, rollouts, failed
 
     def _waits(self, position: int, score: Score) -> bool:
         return score.is_away and not self.postponed.note(position, score.reason)
@@ -188,7 +232,9 @@ class Scoring:
         """
         index = await self._view.level()
         rows = index.rows_at(np.array([item.position for item in scored], dtype=np.int64))
-        return [item for item, row in zip(scored, rows, strict=True) if row >= 0]
+        found = [item for item, row in zip(scored, rows, strict=True) if row >= 0]
+        ids = index.rollout_ids(rows[rows >= 0])  # a position that Redis has lost may be that of another rollout now
+        return [item for item, id_ in zip(found, ids, strict=True) if item.before.rollout_id == id_]
 
     async def store(self, scored: Sequence[Scored], job: str | None = None) -> None:
         """Write new payloads, and with them the JSON of the re-scoring job, atomically; `context.mutating` is held.
@@ -227,6 +273,7 @@ class Scoring:
             f"rollout {rollout.rollout_id.hex()} names prompt {rollout.prompt_id!r}, never uploaded"
         )
         prompt = found[1]
+        takes_tokens = self._context.recipe.reward.takes_tokens(prompt.task)
         return ScoreItem(
             item_id=rollout.rollout_id.hex(),
             task=prompt.task,
@@ -234,6 +281,7 @@ class Scoring:
             response=rollout.response_text,
             data=prompt.data,
             finish_reason=rollout.finish_reason,
+            response_tokens=rollout.response_tokens.tolist() if takes_tokens else None,
         )
 
 
@@ -275,4 +323,4 @@ def _arguments(item: Scored) -> tuple[bytes, bytes, bytes, int]:
     change = np.array(
         [(item.position, reward, len(item.payload), STATUS_CODES[item.after.reward_status])], dtype=CHANGE_DTYPE
     )
-    return item.before.rollout_id, item.payload, change.tobytes(), int(item.is_first)
+    return item.before.rollout_id, item.payload, change.tobytes(), 2 if item.is_unreadable else int(item.is_first)

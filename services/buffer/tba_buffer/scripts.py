@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
+from tba_buffer.keys import Keys
+from tba_buffer.loss import Losses
 from tba_buffer.promise import Promise
 from tba_buffer.redis_link import redis_errors
 
@@ -33,6 +35,7 @@ NAMES = (
     "lineage",
     "checkpoint",
     "command",
+    "retry_versions",
     "glance",
     "draw",
     "ack",
@@ -40,8 +43,35 @@ NAMES = (
     "settings",
     "scale",
     "waited",
+    "accept_loss",
 )
-PRELUDES = {"lease": ("release", "effects"), "return": ("release",), "draw": ("effects",), "ack": ("effects",)}
+NUMBERED = {
+    "push",
+    "score",
+    "mark",
+    "upload",
+    "eval_request",
+    "eval_results",
+    "lineage",
+    "checkpoint",
+    "command",
+    "retry_versions",
+    "ack",
+    "adopt",
+    "settings",
+    "scale",
+}
+"""Those that acknowledge something; each adds one to what has been acknowledged (loss.py). What leases, draws and
+evictions change is made again when Redis has lost it."""
+PRELUDES = {
+    "push": ("read",),
+    "renew": ("read",),
+    "lease": ("read", "release", "effects"),
+    "return": ("read", "release"),
+    "glance": ("read",),
+    "draw": ("effects",),
+    "ack": ("effects",),
+}
 
 
 class Scripts:
@@ -49,10 +79,14 @@ class Scripts:
 
     Args:
         promise: of the Redis that they run on; while it is broken, nothing that writes runs.
+        keys: of the run.
+        losses: is told the number of what is acknowledged.
     """
 
-    def __init__(self, promise: Promise) -> None:
-        self._promise = promise
+    def __init__(self, promise: Promise, keys: Keys, losses: Losses) -> None:
+        self._promise, self._losses = promise, losses
+        self._number = ("HINCRBY", keys.counters, "acknowledged", 1)
+        self._owner = ("GET", keys.replica)
         redis = promise.redis
         folder = files("tba_buffer") / "lua"
         self._scripts = {}
@@ -76,7 +110,9 @@ class Scripts:
         Raises:
             UnavailableError: Redis did not run them, did not say that it did, or could lose what it wrote.
         """
-        script = self._scripts[name]
+        script, told = self._scripts[name], self._losses.told
+        if name in NUMBERED:  # behind the script, so that a file that was cut between the two has a number too few
+            commands = (*commands, self._number, self._owner)
         await self._promise.require()
         with redis_errors(f"run {name}"):
             evalsha = ("EVALSHA", script.sha, len(keys), *keys, *args)
@@ -85,5 +121,22 @@ class Scripts:
             except NoScriptError:
                 await self._promise.redis.script_load(script.script)
                 replies = await self._promise.lines.run(evalsha, *commands)
+            except ResponseError:  # perhaps what it counts with is damaged: then loss.py says what to do
+                await self._promise.check()
+                await self._promise.require()
+                raise
+        if name in NUMBERED:
+            owner, number = self._losses.whole("replica", replies.pop()) or 0, replies.pop()
+            if await self._losses.tell(number, told, owner=owner):
+                await self._promise.check()
         await self._promise.require()  # Redis may have been reached over a new connection
         return replies
+
+    async def accept_loss(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """The one script that runs although Redis has lost data.
+
+        Raises:
+            UnavailableError: Redis did not run it.
+        """
+        with redis_errors("accept a loss"):
+            return await self._scripts["accept_loss"](keys=keys, args=args)

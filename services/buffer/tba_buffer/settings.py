@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from tba.api import MAX_CHANGES_PER_PAGE, SettingsAudit, SettingsInfo, SettingsRequest
 from tba.api.settings import Role, SettingEffect
 from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, parse_live, with_live
-from tba.errors import ConfigError, ConflictError
+from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.keys import Keys
@@ -57,8 +58,14 @@ async def read_live(redis: BytesRedis, keys: Keys, recipe: Recipe) -> Live:
     """
     with redis_errors("read the live settings"):
         raw = await redis.hgetall(keys.settings)
-    fields = {name.decode(): value.decode() for name, value in raw.items()}
-    revision = int(fields.get("revision", 0))
+    fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
+    try:
+        revision = int(fields.get("revision", 0))
+    except ValueError:
+        raise ConfigError(
+            f"the live settings of run {recipe.run.name!r} in Redis have no revision that is a number; "
+            "restore Redis from a copy"
+        ) from None
     try:
         settings = parse_live(
             {name: json.loads(fields[f"value:{name}"]) for name in LIVE_NAMES if f"value:{name}" in fields}
@@ -112,9 +119,14 @@ class Settings:
         """The settings of a revision that Redis named just now, or newer ones.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or what it has cannot be read.
         """
-        return self._live if revision == self._live.revision else await self.load()
+        if revision == self._live.revision:
+            return self._live
+        try:
+            return await self.load()
+        except ConfigError as error:  # who asks for a lease or a batch has done nothing wrong, and comes back
+            raise UnavailableError(str(error)) from None
 
     async def change(self, request: SettingsRequest, role: Role) -> SettingsInfo:
         """Change some settings; a request id that made a change before changes nothing.
@@ -185,21 +197,32 @@ class Settings:
                 pipe.zrangebyscore(keys.settings_effects, after + 1, last)
                 pipe.hmget(keys.run, "lineage", "step")
                 lines, num_lines, effects, (lineage, step) = await pipe.execute()
-        living = self._lineages.living(int(lineage or 0))
+        living = self._lineages.living(self._context.whole("lineage", lineage))
         of_revision: dict[int, list[SettingEffect]] = {}
-        for effect in sorted((json.loads(effect) for effect in effects), key=lambda effect: effect["at_s"]):
-            revision = effect.pop("revision")
-            abandoned = effect["step"] > living.get(effect["lineage"], -1)
-            of_revision.setdefault(revision, []).append(SettingEffect(**effect, abandoned=abandoned))
-        changes = [_audit(json.loads(line), of_revision) for line in lines]
+        read = self._context.read_or_note
+        found = [read("change", f"effect {text!r}", lambda text=text: _effect(text, living)) for text in effects]
+        for revision, effect in sorted((pair for pair in found if pair), key=lambda pair: pair[1].at_s):
+            of_revision.setdefault(revision, []).append(effect)
+        audits = [
+            read("change", f"settings {revision}", lambda line=line: _audit(json.loads(line), of_revision))
+            for revision, line in enumerate(lines, after + 1)
+        ]
+        changes = [audit for audit in audits if audit is not None]
         return SettingsInfo(
             revision=live.revision,
             settings=live.settings,
             recipe=LiveSettings.of_recipe(self._context.recipe),
-            now=live.now(int(step or 0)),
+            now=live.now(self._context.whole("step", step)),
             changes=changes,
-            next=last if changes and last < num_lines else None,
+            next=last if lines and last < num_lines else None,
         )
+
+
+def _effect(text: bytes, living: Mapping[int, int]) -> tuple[int, SettingEffect]:
+    """The revision whose change took effect, and where."""
+    fields = json.loads(text)
+    revision = int(fields.pop("revision"))
+    return revision, SettingEffect(**fields, abandoned=fields["step"] > living.get(fields["lineage"], -1))
 
 
 def _audit(line: dict[str, Any], effects: dict[int, list[SettingEffect]]) -> SettingsAudit:

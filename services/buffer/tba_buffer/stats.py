@@ -44,6 +44,8 @@ class Levels:
     trainer: PolicyVersion
     """Lineage that owns the run, and its last acked step."""
     latest_version: str | None
+    unreadable: Mapping[str, int]
+    """Kind of stored item -> how many were found that cannot be read."""
     index: Index
 
     def group(self, name: str) -> dict[str, int]:
@@ -114,16 +116,22 @@ class StatsReader:
                 pipe.hget(keys.base, "position")
                 pipe.hmget(keys.run, "lineage", "step", "latest_version")
                 counters, ages, num_leases, num_acked, base, (lineage, step, latest) = await pipe.execute()
+        unreadable = await self._context.unreadable.info(self._context.redis, keys)
         return Levels(
-            counters={name.decode(): int(value) for name, value in counters.items()},
-            ages=dict(sorted((int(age), int(number)) for age, number in ages.items())),
+            unreadable={} if unreadable is None else unreadable.num,
+            counters=self._context.whole_numbers(counters),
+            ages=dict(sorted(self._ages(ages).items())),
             num_open_leases=num_leases,
             num_acked=num_acked,
-            base_position=int(base or 0),
-            trainer=PolicyVersion(int(lineage or 0), int(step or 0)),
-            latest_version=None if latest is None else latest.decode(),
+            base_position=self._context.whole("base position", base),
+            trainer=PolicyVersion(self._context.whole("lineage", lineage), self._context.whole("step", step)),
+            latest_version=None if latest is None else latest.decode(errors="replace"),
             index=index,
         )
+
+    def _ages(self, raw: Mapping[bytes, bytes]) -> dict[int, int]:
+        ages = self._context.whole_numbers(raw)
+        return {int(age): number for age, number in ages.items() if age.lstrip("-").isdecimal()}
 
     async def sample(self) -> None:
         """Remember where the counters stand, for the rates. The upkeep calls it every second.
@@ -172,6 +180,8 @@ class StatsReader:
             rollouts_refused_by_trainer=levels.group("trainer_refused"),
             batches_skipped=levels.group("skipped"),
             samples_per_insert=trained / generated if generated else None,
+            heartbeats_refused=levels.group("heartbeats_refused"),
+            components_forgotten=levels.group("components_forgotten"),
             slots=slots,
             unique_ratio=_ratio(slots, "distinct_rollouts", "rollouts"),
             realised_most_on_policy=_ratio(slots, "recent", "total"),

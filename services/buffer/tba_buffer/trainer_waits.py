@@ -55,8 +55,10 @@ class TrainerWaits:
         """
         with redis_errors("read the waits of the trainers"):
             raw = await self._context.redis.hgetall(self._context.keys.trainer_waits)
-        return {
-            field.removeprefix(_TOTAL).decode(): float(value)
-            for field, value in sorted(raw.items())
-            if field.startswith(_TOTAL)
-        }
+        found: dict[str, float] = {}
+        for field, value in sorted(raw.items()):
+            name = field.removeprefix(_TOTAL).decode(errors="replace")
+            if field.startswith(_TOTAL):
+                waited_s = self._context.read_or_note("counter", f"wait {name}", lambda value=value: float(value))
+                found |= {} if waited_s is None else {name: waited_s}
+        return found

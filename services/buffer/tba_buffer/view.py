@@ -71,7 +71,11 @@ class IndexView:
         if self._context.replica.refused is not None:
             raise SupersededError(self._context.replica.refused)
         await self._reading.run()
-        return self.index
+        index, now_s = self.index, self._context.clock()
+        while index.unusable:
+            why = "its reward in the log is no number that may be, so it is failed"
+            self._context.unreadable.note("rollout", index.unusable.pop().hex(), why, at_s=now_s)
+        return index
 
     async def verify(self) -> str | None:
         """Read everything anew and compare it with what was read before, after a restart of Redis.
@@ -79,7 +83,7 @@ class IndexView:
         Its file may have been damaged far from its end. Whoever calls lets nothing be acknowledged meanwhile.
 
         Returns:
-            What is wrong; None when all is as it was, or was read anew since the log had lost its end.
+            What is wrong; None when all is as it was.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -90,16 +94,28 @@ class IndexView:
             try:
                 if await self._is_as_read():
                     return None
-                self._refusal(f"the log of run {self._context.run!r} in Redis is another one than was acknowledged")
-            except LogGapError:
-                try:
-                    await self._read()
-                except NotWholeError as error:
-                    return str(error)
-                return None
+                self._another("")
+            except LogGapError as error:
+                self._another(f" ({error})")
             except NotWholeError:
                 pass
             return self.problem
+
+    def _another(self, detail: str) -> None:
+        self._refusal(
+            f"the log of run {self._context.run!r} in Redis is another one than was acknowledged{detail}",
+            ", or go on with it as it is (`tba buffer accept-loss`)",
+        )
+
+    async def reread(self) -> None:
+        """Take what Redis has now, whatever was read before.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+            NotWholeError: what it has is not a whole log.
+        """
+        async with self._lock:
+            await self._rebuild(is_first=False)
 
     async def _is_as_read(self) -> bool:
         """Whether base and tail still make the index that there is."""
@@ -119,8 +135,11 @@ class IndexView:
                 return
             except LogGapError as error:
                 log.warning("index_rebuilt", reason=str(error))
+        await self._rebuild(is_first=not self.index.position)
+
+    async def _rebuild(self, *, is_first: bool) -> None:
         levelled = await self._build()
-        if self.index.position and self.on_rebuilt is not None:
+        if not is_first and self.on_rebuilt is not None:
             await self.on_rebuilt()
         await self._check_prompts(levelled.index)
         self._levelled, self.problem = levelled, None
@@ -135,9 +154,9 @@ class IndexView:
                 f"{len(index.counts) - 1}, but it has {num_prompts} prompts, numbered from 0"
             )
 
-    def _refusal(self, problem: str) -> NotWholeError:
+    def _refusal(self, problem: str, more: str = "") -> NotWholeError:
         self.problem = (
-            f"{problem}; restore Redis from a copy, or load a saved buffer into a new run (`tba buffer load`)"
+            f"{problem}; restore Redis from a copy, or load a saved buffer into a new run (`tba buffer load`){more}"
         )
         return NotWholeError(self.problem)
 
@@ -165,7 +184,8 @@ class IndexView:
 
     async def _log_end(self) -> int:
         with redis_errors("read the log position"):
-            return int(await self._context.redis.hget(self._context.keys.counters, "log_position") or 0)
+            raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
+        return self._context.read_or_note("counter", "log_position", lambda: int(raw or 0)) or 0  # loss.py refuses then
 
     async def _read_tail(self, levelled: _Levelled) -> None:
         """Apply what comes after the index, page by page.

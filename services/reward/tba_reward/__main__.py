@@ -10,6 +10,9 @@ from tba.starting import quit_on_signals
 if TYPE_CHECKING:
     from tba.config import Recipe
 
+_UNUSED = {"run": {"name": "reward"}, "model": {"path": "none"}, "data": {"generator": "addition"}}
+"""What a recipe of a run has and this service makes no use of: alone, `[reward]` is all that it needs."""
+
 
 def run(recipe: Recipe) -> None:
     """Serve until SIGTERM."""
@@ -26,7 +29,7 @@ def main() -> int:
     quit_on_signals("reward")
     from tba.main import service_main
 
-    return service_main("reward", run)
+    return service_main("reward", run, stand_ins=_UNUSED)
 
 
 if __name__ == "__main__":  # worker processes import this module again

@@ -15,6 +15,7 @@ from tba.api.scores import ScorerInfo
 from tba.config import Recipe
 from tba.errors import UnavailableError
 from tba.service import Authenticator, create_app, problems, raw_body
+from tba.threads import in_thread
 from tba.tokens import TokensFile
 from tba_reward.cache import ScoreCache
 from tba_reward.composition import Composition
@@ -68,6 +69,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
         max_body_bytes=section.max_body_bytes,
         auth=auth,
         ready=scoring.ready,
+        note=scoring.away,
         lifespan=lifespan,
         registry=registry,
     )
@@ -81,7 +83,8 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
     )
     async def score(body: Annotated[bytes, Depends(raw_body)], request: Request) -> ScoreReply:
         """Score completions: per item a reward or an error. An item that cannot be read gets an error of its own."""
-        items = read_items(body, max_items=section.max_items, max_text_chars=section.max_text_chars)
+        most = {"max_items": section.max_items, "max_text_chars": section.max_text_chars}
+        items = await in_thread(lambda: read_items(body, **most))  # 16 MiB take a second on a busy machine
         task = asyncio.create_task(scoring.score(items))
         try:
             while not (await asyncio.wait({task}, timeout=_DISCONNECT_POLL_S))[0]:

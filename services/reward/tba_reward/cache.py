@@ -106,7 +106,9 @@ class CachedScorer:
 
 def content_key(version: str, item: Item) -> bytes:
     """Digest of everything that a score may depend on."""
-    parts = (version, item.prompt, item.response, item.finish_reason, json.dumps(dict(item.data), sort_keys=True))
+    tokens = "" if item.response_tokens is None else json.dumps(list(item.response_tokens))
+    data = json.dumps(dict(item.data), sort_keys=True)
+    parts = (version, item.prompt, item.response, item.finish_reason, data, tokens)
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         text = part.encode("utf-8", "surrogatepass")

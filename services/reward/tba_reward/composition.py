@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from tba.config.reward import TaskReward
 from tba_reward.part import IDLE, Part
-from tba_reward.scorers.base import Failure, Item, Outcome
+from tba_reward.scorers.base import Failure, Item, Outcome, checked
 from tba_reward.scorers.example import OK
 
 VERSION_HEX = 12
@@ -68,6 +68,16 @@ class Composition:
             return IDLE
         return "; ".join(f"{name}: {health}" for name, health in bad.items())
 
+    @property
+    def is_away(self) -> bool:
+        """Whether nothing is wrong but that something elsewhere is away."""
+        return self.health not in (OK, IDLE) and all(part.health == OK or part.is_away for part in self.parts)
+
+    @property
+    def broken(self) -> str | None:
+        """Which part raises for every item, and what; or None."""
+        return next((f"{part.name}: {part.broken}" for part in self.parts if part.broken is not None), None)
+
     def begin(self) -> None:
         """Start all parts in the background."""
         for part in self.parts:
@@ -106,8 +116,10 @@ class Composition:
             scored.outcome = Failure(outcome.reason, detail)
 
     def _sum(self, scores: dict[str, float]) -> Outcome:
-        total = math.fsum(part.spec.factor * scores[part.name] for part in self.parts)
-        return total if math.isfinite(total) else Failure("not_finite", f"the weighted sum is {total}")
+        outcome = checked(math.fsum(part.spec.factor * scores[part.name] for part in self.parts))
+        if isinstance(outcome, Failure):
+            return Failure(outcome.reason, f"the weighted sum: {outcome.detail}")
+        return outcome
 
 
 def _open(found: Sequence[Scored]) -> list[int]:

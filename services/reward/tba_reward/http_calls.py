@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
-import msgspec
 import urllib3
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.util import parse_url
 
 from tba.api.scores import ScoreReason
-from tba_reward.scorers.base import Failure, Item, Outcome
+from tba_reward.scorers.base import Failure, Item, Outcome, checked
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_DETAIL_CHARS = 300
@@ -24,24 +22,6 @@ FIRST_PAUSE_S = 0.1
 _REFUSED_AS_A_WHOLE = (400, 413, 422)
 _CHUNK_BYTES = 1 << 16
 _REASONS: dict[str, ScoreReason] = {reason: reason for reason in get_args(ScoreReason)}
-
-
-class _Error(msgspec.Struct):
-    reason: str = "no reason"
-    detail: str = ""
-
-
-class _Result(msgspec.Struct):
-    item_id: str
-    reward: float | None = None
-    error: _Error | None = None
-
-
-class _Reply(msgspec.Struct):
-    results: list[_Result]
-
-
-_DECODER = msgspec.json.Decoder(_Reply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,25 +137,38 @@ class EndpointCalls:
 
 
 def _outcomes(body: bytes, num_items: int) -> list[Outcome]:
+    """One outcome per item. Only a body that is no reply at all fails all of them: what is wrong in the result of one
+    item (NaN, which strict JSON does not know; a text; a huge number; bytes that are no text) fails that item."""
     try:
-        reply = _DECODER.decode(body)
-    except msgspec.MsgspecError as error:
+        reply = json.loads(body.decode("utf-8", "replace"), parse_int=float)
+        if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
+            raise ValueError('it must be an object {"results": [...]}')
+    except (ValueError, RecursionError) as error:
         return [Failure("exception", f"the endpoint's answer is not a score reply: {error}")] * num_items
-    by_id = {result.item_id: result for result in reply.results}
+    by_id = {_item_id(result): result for result in reply["results"] if isinstance(result, dict)}
     return [_outcome(by_id.get(str(number))) for number in range(num_items)]
 
 
-def _outcome(result: _Result | None) -> Outcome:
+def _item_id(result: dict[str, Any]) -> str:
+    item_id = result.get("item_id")
+    return item_id if isinstance(item_id, str) else ""
+
+
+def _outcome(result: dict[str, Any] | None) -> Outcome:
     if result is None:
         return Failure("exception", "the endpoint's answer leaves this item out")
-    if result.error is not None:
-        reason, detail = result.error.reason, f"the endpoint: {result.error.reason}: {result.error.detail}"
+    reward, error = result.get("reward"), result.get("error")
+    if error is not None:
+        fields = error if isinstance(error, dict) else {"detail": error}
+        reason = str(fields.get("reason", "no reason"))
+        detail = f"the endpoint: {reason}: {fields.get('detail', '')}"
         return Failure(_REASONS.get(reason, "exception"), detail[:MAX_DETAIL_CHARS])
-    if result.reward is None:
+    if reward is None:
         return Failure("abstained", "the endpoint gives neither a reward nor an error")
-    if not math.isfinite(result.reward):
-        return Failure("not_finite", f"the endpoint's reward is {result.reward}")
-    return result.reward
+    outcome = checked(str(reward) if isinstance(reward, bool) else reward)  # JSON's true is no number
+    if isinstance(outcome, Failure):
+        return Failure(outcome.reason, f"the endpoint: {outcome.detail}")
+    return outcome
 
 
 def _said(answer: _Answer) -> str:

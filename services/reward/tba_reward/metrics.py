@@ -68,7 +68,7 @@ class Metrics:
         self._scorer_seconds.labels(task, scorer).observe(elapsed_s)
 
     def worker_lost(self, cause: str) -> None:
-        """A worker process was killed at a deadline (timeout), or died (crashed, out_of_memory)."""
+        """A worker process was killed at a deadline (too_slow, timeout), or died (crashed, out_of_memory)."""
         self._worker_losses.labels(cause).inc()
 
     def cache_hits(self, number: int) -> None:

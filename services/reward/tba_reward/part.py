@@ -1,4 +1,11 @@
-"""One scorer as a part of a task's reward: started when it is needed, tried again when it does not start, measured."""
+"""One scorer as a part of a task's reward: started when it is needed, tried again when it does not start, measured.
+
+Three ways not to be well, which /readyz tells apart (scoring.py):
+
+    it does not start, or its process is gone    the service is not ready
+    what it asks elsewhere is away               its task is not ready, the service is: others are scored meanwhile
+    it raises, whatever it is asked              it is broken: waiting does not help, so the run is to stop
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,18 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from tba.config.reward import ScorerSpec
+from tba.api.scores import ANSWER_REASONS, STARTING
+from tba.config.reward import HttpSpec, ModelScorerSpec, ReadSpec, ScorerSpec
 from tba.logs import get_logger
+from tba_reward.cache import content_key
 from tba_reward.metrics import Metrics
-from tba_reward.scorers.base import Failure, Item, Outcome, Scorer
+from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, checked
 from tba_reward.scorers.example import OK
 
 RESTART_S = 10.0
 """Pause before a scorer that did not start is started again."""
+BROKEN_ITEMS = 32
+"""So many different items must have raised, and none been scored since the start, until a scorer counts as broken."""
 IDLE = "idle"
 log = get_logger("scorer")
 
@@ -25,7 +36,7 @@ class Part:
         task: whose reward.
         spec: its settings.
         scorer: what scores.
-        is_inline: whether it runs on the event loop: it waits for nothing, so it never counts as pending.
+        is_inline: whether it runs in the service itself: it waits for nothing else, so it never counts as pending.
     """
 
     def __init__(self, task: str, spec: ScorerSpec, scorer: Scorer, metrics: Metrics, *, is_inline: bool) -> None:
@@ -34,6 +45,10 @@ class Part:
         self._starting: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
         self._problem = IDLE
+        self._was_well = False
+        self._raised: set[bytes] | None = set()
+        """Different items that raised; None: one was scored, so that the scorer is not broken."""
+        self._broken: str | None = None
 
     @property
     def name(self) -> str:
@@ -48,12 +63,25 @@ class Part:
     @property
     def health(self) -> str:
         """`ok`, `idle` before it is first needed, or what is wrong."""
-        return self._problem or self._scorer.health()
+        return self._problem or self._broken or self._scorer.health()
+
+    @property
+    def broken(self) -> str | None:
+        """What it raises for every item, or None."""
+        return self._broken
+
+    @property
+    def is_away(self) -> bool:
+        """Whether what is wrong may pass and concerns no other task: an endpoint is away, or a process of models that
+        was well is started again."""
+        if self.health == OK or not self._tried.is_set() or self._broken is not None:
+            return False
+        return isinstance(self.spec, HttpSpec) or (self._was_well and isinstance(self.spec, ModelScorerSpec))
 
     def begin(self) -> None:
         """Start in the background; nothing where that was done before."""
         if self._starting is None:
-            self._problem = "it is starting"
+            self._problem = STARTING
             self._starting = asyncio.create_task(self._start(), name=f"start {self.task} {self.name}")
 
     async def started(self) -> None:
@@ -80,8 +108,30 @@ class Part:
             outcomes: list[Outcome] = [failure] * len(items)
         else:
             outcomes = await self._ask(items)
+            self._watch(items, outcomes)
         self._metrics.asked(self.task, self.name, outcomes, time.perf_counter() - start_s)
-        return outcomes
+        return [self._judged(outcome) for outcome in outcomes]
+
+    def _judged(self, outcome: Outcome) -> Outcome:
+        """The score of an answer that nothing can read: without it nonsense would cost a policy less than a mistake."""
+        if not isinstance(self.spec, ReadSpec) or isinstance(self.spec.unreadable, str):
+            return outcome
+        is_answers_fault = isinstance(outcome, Failure) and outcome.reason in ANSWER_REASONS
+        return self.spec.unreadable if is_answers_fault else outcome
+
+    def _watch(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> None:
+        """Notice that it raises whatever it is asked; the first item that it scores, or abstains from, ends that."""
+        if self._raised is None or isinstance(self.spec, HttpSpec):
+            return
+        if any(not isinstance(outcome, Failure) or outcome.reason == "abstained" for outcome in outcomes):
+            self._raised = self._broken = None
+            return
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, Failure) and outcome.reason == "exception" and len(self._raised) < BROKEN_ITEMS:
+                self._raised.add(content_key("", item))
+                if len(self._raised) == BROKEN_ITEMS:
+                    self._broken = f"it raised for each of the first {BROKEN_ITEMS} different items: {outcome.detail}"
+                    log.error("scorer_broken", task=self.task, scorer=self.name, detail=outcome.detail)
 
     async def _ask(self, items: Sequence[Item]) -> list[Outcome]:
         try:
@@ -92,7 +142,7 @@ class Part:
         if len(outcomes) != len(items):
             log.error("scorer_failed", task=self.task, scorer=self.name, num_items=len(items), num_scores=len(outcomes))
             return [Failure("exception", f"the scorer gave {len(outcomes)} scores for {len(items)} items")] * len(items)
-        return outcomes
+        return [each if isinstance(each, Failure) else checked(each) for each in outcomes]
 
     async def _start(self) -> None:
         while True:
@@ -104,5 +154,6 @@ class Part:
             self._tried.set()
             log.info("scorer", task=self.task, scorer=self.name, health=self.health)
             if self.health == OK:
+                self._was_well = True
                 return
             await asyncio.sleep(RESTART_S)

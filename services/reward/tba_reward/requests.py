@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from tba.api import ScoreError, ScoreItem, ScoreResult
 from tba.api.scores import ScoreReason
 from tba.errors import LimitError, MalformedError
+from tba.numbers import MAX_DIGITS
 
 MAX_ID_CHARS = 200
-MAX_DIGITS = 1000
 MAX_DEPTH = 100
 """Of the lists and objects in an item's data. json follows them by recursion, which has an end somewhere beyond 900."""
 _ITEM_DEPTH = 3

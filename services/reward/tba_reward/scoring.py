@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
-from tba.errors import BusyError, UnavailableError
+from tba.errors import BrokenRewardError, BusyError, UnavailableError
 from tba_reward.composition import Composition, Scored
 from tba_reward.metrics import Metrics
 from tba_reward.scorers.base import Failure, Item, clean
@@ -58,9 +58,25 @@ class Scoring:
         await asyncio.gather(*(task.close() for task in self.tasks.values()))
 
     async def ready(self) -> str | None:
-        """None, or what is wrong with which task."""
-        bad = [f"{name}: {task.health}" for name, task in self.tasks.items() if task.is_required and task.health != OK]
+        """None, or what is wrong with which task. What is away elsewhere makes its own tasks not ready (`away`), not
+        the service: the others are scored, and items of those are asked for later.
+
+        Raises:
+            BrokenRewardError: a scorer raises for every item, so that waiting does not help.
+        """
+        for name, task in self.tasks.items():
+            if task.broken is not None:
+                raise BrokenRewardError(f"task {name}: {task.broken}")
+        bad = [
+            f"{name}: {task.health}"
+            for name, task in self.tasks.items()
+            if task.is_required and task.health != OK and not task.is_away
+        ]
         return "; ".join(bad) or None
+
+    def away(self) -> str | None:
+        """The tasks that are not ready because something elsewhere is away, and what."""
+        return "; ".join(f"{name}: {task.health}" for name, task in self.tasks.items() if task.is_away) or None
 
     async def score(self, items: Sequence[ScoreItem | ScoreResult]) -> list[ScoreResult]:
         """One result per item, in order; what is a result already stays.
@@ -106,7 +122,13 @@ class Scoring:
         chosen = [item for item in items if isinstance(item, ScoreItem)]
         found = await task.score(
             [
-                Item(prompt=item.prompt, response=item.response, data=item.data, finish_reason=item.finish_reason)
+                Item(
+                    prompt=item.prompt,
+                    response=item.response,
+                    data=item.data,
+                    finish_reason=item.finish_reason,
+                    response_tokens=item.response_tokens,
+                )
                 for item in chosen
             ]
         )

@@ -13,8 +13,7 @@ pushing   waits for scored visits; while the buffer is busy (the wait it names) 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,9 +25,11 @@ from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundError, WaitTimeoutError
 from tba.logs import get_logger
+from tba.numbers import is_bounded
 from tba.threads import in_thread
 from tba.versions import START
 from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id
+from tba_searcher.engines.base import Completion
 from tba_searcher.evaluating import Measures, unknown_result
 from tba_searcher.status import Status
 from tba_searcher.text import Codec
@@ -164,10 +165,11 @@ class Delivery:
                 response=text,
                 data=visit.lease.prompt.data,
                 finish_reason=completion.finish_reason,
+                response_tokens=self._tokens(visit, completion),
             )
             for visit, completion, text, rollout_id in zip(owners, completions, texts, ids, strict=True)
         ]
-        most, results = self._recipe.reward.max_items, []
+        most, results = self._recipe.reward.max_items, list[ScoreResult | str]()
         for start in range(0, len(items), most):
             results += await self._results(items[start : start + most])
         at = end = 0
@@ -188,7 +190,13 @@ class Delivery:
                 self._scored.put_nowait(scored)
             self._unscored.pop(visit.lease.lease_id, None)
 
-    async def _results(self, items: list[ScoreItem]) -> list[ScoreResult] | list[str]:
+    def _tokens(self, visit: Visit, completion: Completion) -> list[int] | None:
+        """What a Python function gets as `completion_ids`; other scorers are not sent what they make no use of."""
+        if not self._recipe.reward.takes_tokens(visit.lease.prompt.task):
+            return None
+        return completion.response_tokens.tolist()
+
+    async def _results(self, items: list[ScoreItem]) -> Sequence[ScoreResult | str]:
         """One result per item, or one reason per item why it is not scored yet."""
         reason = "the searcher ended before the reward service answered"
         if self._in_hurry:
@@ -215,6 +223,11 @@ class Delivery:
             self._reward_is_away = True
             reason = f"the reward service did not answer for {self._recipe.searcher.score_retry_s:g} s"
         except (BadRequestError, BadReplyError) as error:
+            if (
+                isinstance(error, BadRequestError) and len(items) > 1
+            ):  # too large, or one must not take the others along
+                half = len(items) // 2
+                return [*await self._results(items[:half]), *await self._results(items[half:])]
             log.warning("scoring refused", detail=str(error), num_items=len(items))
             reason = f"the reward service refused the request: {error}"
         else:
@@ -230,17 +243,17 @@ class Delivery:
         return await in_thread(lambda: self._measures.result(visit, texts, rewards))
 
     async def _ref_logprobs(self, visit: Visit) -> list[RefLogprob | None]:
-        """Of every completion; one that is not finite stays unknown, and the trainer refuses that rollout."""
+        """Of every completion; one that is no bounded number stays unknown, and the trainer refuses that rollout."""
         if self._reference is None:
             return [None] * len(visit.completions)
         responses = [completion.response_tokens for completion in visit.completions]
         reference, prompts = self._reference, [visit.prompt_tokens] * len(responses)
         sums = await in_thread(lambda: reference.sums(prompts, responses))
-        unknown = [value for value in sums if not math.isfinite(value)]
+        unknown = [value for value in sums if not is_bounded(value)]
         if unknown:
             self._status.counts["ref_logprobs_unknown"] += len(unknown)
-            log.error("ref log-probs are not finite", lease_id=visit.lease.lease_id, num_rollouts=len(unknown))
-        return [RefLogprob(value=value, version=START) if math.isfinite(value) else None for value in sums]
+            log.error("ref log-probs are no bounded numbers", lease_id=visit.lease.lease_id, num_rollouts=len(unknown))
+        return [RefLogprob(value=value, version=START) if is_bounded(value) else None for value in sums]
 
     def _rollout(
         self,

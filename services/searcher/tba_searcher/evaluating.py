@@ -7,13 +7,13 @@ model. Greedy completions are no samples of pi: they are reported with rewards a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tba.api import EvalResult
+from tba.numbers import known
 from tba_searcher.diversity import Embedder, distinct_share, mean_cosine_distance
 from tba_searcher.engines.base import Completion
 from tba_searcher.visits import Visit
@@ -59,13 +59,12 @@ class Measures:
         responses = [completion.response_tokens for completion in visit.completions]
         sums = self._reference_sums(np.array(visit.prompt_tokens, np.int32), responses)
         own = [float(completion.sampler_logprobs.sum(dtype=np.float64)) for completion in visit.completions]
-        return [_finite(mine - theirs) for mine, theirs in zip(own, sums, strict=True)]
+        return [known(mine - theirs) for mine, theirs in zip(own, sums, strict=True)]
 
     def _embedding_distance(self, texts: Sequence[str]) -> float | None:
         if self._embedder is None or len(texts) < 2:
             return None
-        distance = mean_cosine_distance(self._embedder.embed(texts))
-        return None if distance is None else _finite(distance)
+        return known(mean_cosine_distance(self._embedder.embed(texts)))
 
 
 def unknown_result(visit: Visit) -> EvalResult:
@@ -77,7 +76,3 @@ def unknown_result(visit: Visit) -> EvalResult:
 def _without_end(completion: Completion) -> NDArray[np.int32]:
     """The response without the end-of-sequence token, which every complete response has."""
     return completion.response_tokens[: -1 if completion.finish_reason == "stop" else None]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -105,6 +105,8 @@ class SearcherLoop:
         self._over = asyncio.Event()
         self._work = asyncio.Event()
         self._aborts: list[str] = []
+        self._num_retries: int | None = None
+        """As the last lease reply had it."""
         self._is_turning = False
         self._is_asking = False
         """A request for leases is under way, or what it brought has not been looked at yet."""
@@ -157,6 +159,13 @@ class SearcherLoop:
             log.info("run is over", run_state=reply.run_state)
             self._over.set()
 
+    def _heed_operator(self, reply: LeaseReply) -> None:
+        """Try refused versions again when an operator has said so since the last reply."""
+        if self._num_retries is not None and reply.num_version_retries > self._num_retries:
+            again = [str(version) for version in self._pulled.try_again()]
+            log.info("refused versions are tried again", versions=again)
+        self._num_retries = reply.num_version_retries
+
     async def _lease_task(self) -> None:
         """Keep three rounds of slots in sight: one being decoded, one in the engine's queue, one here.
 
@@ -186,6 +195,7 @@ class SearcherLoop:
             try:
                 reply = await self._ask(request)
                 self.heard(reply)
+                self._heed_operator(reply)
                 found_evals = any(lease.kind != "train" for lease in reply.leases)
                 num_kept = await self._accept(reply, max_train=max(want, 0))
             except (BusyError, UnavailableError) as error:  # only while it ends: else they are waited out
@@ -321,6 +331,7 @@ class SearcherLoop:
         self._status.weight_load_s = swap_s
         if refused is None:
             self._current = new
+            self._pulled.accepted(new.version)
             self._status.version = new.version
             self._status.counts["weight_loads"] += 1
             log.info("weights loaded", version=str(new.version), pause_s=round(swap_s, 4))
@@ -329,9 +340,9 @@ class SearcherLoop:
         self._pulled.keep_only({self._current.version, self._newest, *self._backlog.pinned_versions()})
 
     def _refuse(self, version: PolicyVersion, reason: TbaError) -> None:
-        self._pulled.refused.add(version)
+        retry_in_s = self._pulled.refuse(version)
         self._status.counts["refused_versions"] += 1
-        log.error("version refused", version=str(version), reason=str(reason))
+        log.error("version refused", version=str(version), reason=str(reason), retry_in_s=retry_in_s)
 
     def _collect(self, completion: Completion) -> None:
         self._status.counts["rollouts_generated"] += 1
@@ -347,11 +358,12 @@ class SearcherLoop:
         """Pull pinned versions first, then the newest; return the leases of evaluations that cannot be done."""
         attempts: Counter[PolicyVersion] = Counter()
         while True:
+            refused = self._pulled.refused
             pinned = [v for v in self._backlog.pinned_versions() if self._pulled.get(v) is None]
-            lost = [v for v in self._backlog.open_visits() if v.pinned in self._pulled.refused]
+            lost = [v for v in self._backlog.open_visits() if v.pinned in refused]
             if lost:
                 await self._give_up(lost)
-            wanted = next((v for v in (*pinned, self._newest) if v not in self._pulled.refused), None)
+            wanted = next((v for v in (*pinned, self._newest) if v not in refused), None)
             if wanted is None or self._pulled.get(wanted) is not None:
                 self._status.waits.end("pulling")
                 await asyncio.sleep(self._tick_s)
@@ -369,6 +381,7 @@ class SearcherLoop:
                 attempts[wanted] += 1
                 log.warning("version not pulled", version=str(wanted), attempt=attempts[wanted], detail=str(error))
                 if attempts[wanted] == PULL_ATTEMPTS:
+                    del attempts[wanted]
                     self._refuse(wanted, error)
             else:
                 self._status.waits.end("pulling")
@@ -385,8 +398,9 @@ class SearcherLoop:
         try:
             async with asyncio.timeout(BEAT_TIMEOUT_S):  # not wait_for, which can swallow a cancellation (gh-86296)
                 await in_thread(lambda: self._beats.heartbeat(beat))
+            self._status.note_beat(None)
         except (ServiceError, TimeoutError) as error:
-            log.debug("heartbeat lost", detail=str(error))
+            self._status.note_beat(error)
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Finish active rows, deliver, return the leases that are not complete, also those that come only now."""

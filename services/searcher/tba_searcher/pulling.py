@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,19 @@ from tba.errors import DigestError, TbaError
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Manifest
-from tba_searcher.engines.base import Engine, EngineDiedError
+from tba_searcher.engines.base import Engine, EngineCheckError, EngineDiedError
+
+FIRST_RETRY_S = 30.0
+"""Pause before a refused version is tried again; it doubles with every refusal, up to MAX_RETRY_S."""
+MAX_RETRY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How often a version was refused, and until when (of `time.monotonic`)."""
+
+    count: int
+    until_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +48,41 @@ class PulledVersions:
     def __init__(self, versions: WeightVersions, folder: Path) -> None:
         self._versions, self._folder = versions, folder
         self._pulled: dict[PolicyVersion, Pulled] = {}
-        self.refused: set[PolicyVersion] = set()
-        """Versions that failed a check; never tried again by this process."""
+        self._refusals: dict[PolicyVersion, Refusal] = {}
+
+    @property
+    def refused(self) -> set[PolicyVersion]:
+        """Versions that failed a check, until they may be tried again."""
+        now_s = time.monotonic()
+        return {version for version, refusal in self._refusals.items() if now_s < refusal.until_s}
+
+    def refuse(self, version: PolicyVersion) -> float:
+        """A version failed a check: it is pulled and tried again after a pause, which doubles each time.
+
+        The refusal may have been false (memory was short, a disk flipped a bit); one must not stop a fleet for ever.
+
+        Returns:
+            Seconds until it is tried again.
+        """
+        count = self._refusals[version].count + 1 if version in self._refusals else 1
+        pause_s = min(FIRST_RETRY_S * 2 ** (count - 1), MAX_RETRY_S)
+        self._refusals[version] = Refusal(count, time.monotonic() + pause_s)
+        self._delete(version)
+        return pause_s
+
+    def try_again(self) -> list[PolicyVersion]:
+        """An operator wants every refused version tried again at once; which these are."""
+        found = sorted(self.refused)
+        self._refusals = {version: replace(refusal, until_s=0.0) for version, refusal in self._refusals.items()}
+        return found
+
+    def accepted(self, version: PolicyVersion) -> None:
+        """A version has passed its checks."""
+        self._refusals.pop(version, None)
+
+    def inherit(self, other: PulledVersions) -> None:
+        """Refuse what another one refuses."""
+        self._refusals = dict(other._refusals)
 
     def fetch_all(self, version: PolicyVersion) -> tuple[Pulled, Path]:
         """Pull tensors, config and tokenizer; returns the version and the folder of its files.
@@ -68,12 +114,21 @@ class PulledVersions:
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
         """Delete every other version's tensors."""
         for version in set(self._pulled) - set(versions):
-            for path in self._pulled.pop(version).paths:
+            self._delete(version)
+
+    def _delete(self, version: PolicyVersion) -> None:
+        if (pulled := self._pulled.pop(version, None)) is not None:
+            for path in pulled.paths:
                 path.unlink(missing_ok=True)
 
 
 class Loaded(Protocol):
     """A model in memory."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
 
     def params_sha256(self) -> str:
         """`tba.wire.manifest.params_digest` over its parameters."""
@@ -97,6 +152,12 @@ def check_loaded(engine: Loaded, manifest: Manifest) -> None:
             f"published were {manifest.params_sha256}; this version is not used"
         )
     canary = manifest.canary
+    highest = max(*canary.prompt_tokens, *canary.response_tokens)
+    if highest >= engine.vocab_size:  # before it runs: on a GPU it would take the engine with it
+        raise DigestError(
+            f"weight version {manifest.version}: its canary has the token id {highest}, the model's vocabulary "
+            f"{engine.vocab_size} tokens; this version is not used"
+        )
     logprobs = engine.canary_logprobs(canary.prompt_tokens, canary.response_tokens)
     distance = float(np.abs(logprobs - np.array(canary.logprobs)).max())
     if not distance <= canary.tolerance:
@@ -106,25 +167,55 @@ def check_loaded(engine: Loaded, manifest: Manifest) -> None:
         )
 
 
+def refusal(engine: Engine, manifest: Manifest) -> DigestError | EngineCheckError | None:
+    """Why what the engine has loaded may not be used; None when it passes its checks.
+
+    Whatever an engine raises meanwhile refuses the version alone. Whether the engine can still be used shows when it
+    goes back to the version before.
+    """
+    try:
+        engine.verify(manifest)
+    except DigestError as error:
+        return error
+    except Exception as error:
+        return _check_error(manifest, "checked", error)
+    return None
+
+
 def swap(engine: Engine, new: Pulled, old: Pulled) -> TbaError | None:
     """Load `new` and check it; where that fails, load `old` again and return the reason.
 
     Raises:
         EngineDiedError: the engine cannot go on.
     """
+    refused: TbaError | None
     try:
         engine.load_weights(new.paths, new.version)
-        engine.verify(new.manifest)
     except EngineDiedError:
         raise
     except TbaError as error:
-        try:
-            engine.load_weights(old.paths, old.version)
-        except EngineDiedError:
-            raise
-        except TbaError as second:
-            raise EngineDiedError(
-                f"version {new.version} was refused ({error}), and {old.version} cannot be loaded again: {second}"
-            ) from None
-        return error
-    return None
+        refused = error
+    except Exception as error:
+        refused = _check_error(new.manifest, "loaded", error)
+    else:
+        refused = refusal(engine, new.manifest)
+    if refused is None:
+        return None
+    try:
+        engine.load_weights(old.paths, old.version)
+        if isinstance(refused, EngineCheckError):  # it failed in an unknown way: does it still compute what it should?
+            engine.verify(old.manifest)
+    except EngineDiedError:
+        raise
+    except Exception as second:
+        raise EngineDiedError(
+            f"version {new.version} was refused ({refused}), and {old.version} cannot be loaded again: {second}"
+        ) from None
+    return refused
+
+
+def _check_error(manifest: Manifest, doing: str, error: Exception) -> EngineCheckError:
+    what = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    return EngineCheckError(
+        f"weight version {manifest.version}: the engine failed while it was {doing} ({what}); this version is not used"
+    )

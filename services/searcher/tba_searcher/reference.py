@@ -23,6 +23,7 @@ from torch import Tensor
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, TbaError
 from tba.versions import START
 from tba.weights import WeightVersions
+from tba_searcher.engines.base import ReferenceRefusedError
 from tba_searcher.engines.loading import load_model
 from tba_searcher.engines.params import params_sha256
 from tba_searcher.pulling import check_loaded
@@ -54,6 +55,11 @@ class StartingModel:
         self._device, self._temperature = torch.device(device), temperature
         self._has_plain_head = self._probe()
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self._model.config.get_text_config().vocab_size)
+
     def params_sha256(self) -> str:
         """Digest of the parameters."""
         return params_sha256(self._model)
@@ -67,15 +73,21 @@ class StartingModel:
         self, prompts: Sequence[Sequence[int] | NDArray[np.int32]], responses: Sequence[NDArray[np.int32]]
     ) -> list[float]:
         """Sum of log pi_start over each response (at least one token each), at the policy temperature."""
+        return [float(values.sum(dtype=np.float64)) for values in self.logprobs(prompts, responses)]
+
+    def logprobs(
+        self, prompts: Sequence[Sequence[int] | NDArray[np.int32]], responses: Sequence[NDArray[np.int32]]
+    ) -> list[NDArray[np.float32]]:
+        """log pi_start [R] of the tokens of each response (at least one token each), at the policy temperature."""
         pairs = [(np.asarray(p, np.int32), r) for p, r in zip(prompts, responses, strict=True)]
         lengths = [len(prompt) + len(response) - 1 for prompt, response in pairs]
-        sums = [0.0] * len(pairs)
+        found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(pairs)
         for rows in _passes(lengths):
             chosen = [pairs[i] for i in rows]
-            values = self._token_logprobs(chosen, self._temperature).double().cpu()
+            values = self._token_logprobs(chosen, self._temperature).cpu()
             for i, part in zip(rows, values.split([len(response) for _, response in chosen]), strict=True):
-                sums[i] = float(part.sum())
-        return sums
+                found[i] = part.numpy()
+        return found
 
     def sums_of_prompt(self, prompt: NDArray[np.int32], responses: Sequence[NDArray[np.int32]]) -> list[float]:
         """The same for several responses to one prompt."""
@@ -147,8 +159,10 @@ def load_starting_model(
 
     Raises:
         StoreUnavailableError: the store is away; try again.
-        TbaError: version 0-0 is missing or damaged: nothing that this searcher could do would be of use.
+        ReferenceRefusedError: version 0-0 is damaged, or the model failed while it was loaded or checked; try again.
+        TbaError: version 0-0 is missing: nothing that this searcher could do would be of use.
     """
+    cannot = f"this run asks searchers for log-probs of the starting model ({' and '.join(asked_by)}), which cannot be"
     try:
         with tempfile.TemporaryDirectory(prefix="reference-", dir=folder) as name:
             manifest = versions.download(START, Path(name))
@@ -160,11 +174,15 @@ def load_starting_model(
                 trust_remote_code=trust_remote_code,
             )
         check_loaded(model, manifest)
-    except (ObjectNotFoundError, DigestError, MalformedError) as error:
-        raise TbaError(
-            f"this run asks searchers for log-probs of the starting model ({' and '.join(asked_by)}), which cannot be "
-            f"used: {error}"
-        ) from None
+    except (DigestError, MalformedError) as error:
+        raise ReferenceRefusedError(f"{cannot} used: {error}") from None
+    except ObjectNotFoundError as error:
+        raise TbaError(f"{cannot} used: {error}") from None
+    except TbaError:
+        raise
+    except Exception as error:  # whatever an engine raises, as in `pulling.refusal`
+        what = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise ReferenceRefusedError(f"{cannot} loaded and checked: {what}") from None
     return model
 
 

@@ -28,10 +28,11 @@ from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_searcher.delivery import Delivery
 from tba_searcher.diversity import Embedder
+from tba_searcher.engines.base import EngineCheckError, ReferenceRefusedError
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.evaluating import Measures
 from tba_searcher.loop import BEAT_S, TICK_S, SearcherLoop
-from tba_searcher.pulling import Pulled, PulledVersions
+from tba_searcher.pulling import Pulled, PulledVersions, refusal
 from tba_searcher.seeds import engine_seed, new_searcher_id
 from tba_searcher.status import Status
 from tba_searcher.text import open_codec
@@ -217,12 +218,12 @@ class Searcher:
     def _let_go(self) -> None:
         """Nothing of the run that is over is kept: neither weights nor files, only which versions are damaged."""
         self._status.begin_anew("idle")
-        refused, old = self._pulled.refused, self._folder
+        before, old = self._pulled, self._folder
         self._num_starts += 1
         # a folder of its own: a pull that was given up may still write into the old one
         self._folder = old.with_name(f"start-{self._num_starts}")
         self._pulled = PulledVersions(self._versions, self._folder)
-        self._pulled.refused |= refused
+        self._pulled.inherit(before)
         shutil.rmtree(old, ignore_errors=True)
         gc.collect()
 
@@ -236,11 +237,12 @@ class Searcher:
                 pulled, folder = await in_thread(lambda version=version: self._pulled.fetch_all(version))
                 self._waits.end("pulling")
                 return await in_thread(lambda pulled=pulled, folder=folder: self._build(pulled, folder))
-            except (DigestError, MalformedError) as error:
+            except (DigestError, MalformedError, EngineCheckError) as error:
                 self._waits.end("pulling")
-                self._pulled.refused.add(version)
+                refused = START if isinstance(error, ReferenceRefusedError) else version
+                retry_in_s = self._pulled.refuse(refused)
                 self._status.counts["refused_versions"] += 1
-                log.error("version refused", version=str(version), reason=str(error))
+                log.error("version refused", version=str(refused), reason=str(error), retry_in_s=retry_in_s)
             except (StoreUnavailableError, ObjectNotFoundError) as error:
                 if self._waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:
                     raise
@@ -248,15 +250,19 @@ class Searcher:
                 await asyncio.sleep(1.0)
 
     async def _first_version(self) -> PolicyVersion | None:
-        """The newest version; None when the run is over."""
-        retry_s = self._recipe.searcher.retry_s
+        """The newest version, once neither it nor the reference is refused; None when the run is over."""
+        retry_s, num_retries = self._recipe.searcher.retry_s, None
         while True:
             reply = await self._look()
+            if num_retries is not None and reply.num_version_retries > num_retries:
+                self._pulled.try_again()
+            num_retries = reply.num_version_retries
             if reply.run_state in OVER:
                 log.info("run is over", run_state=reply.run_state)
                 return None
             version = None if reply.latest_version is None else PolicyVersion.parse(reply.latest_version)
-            if version is not None and version not in self._pulled.refused:
+            needed = {version, START} if self._recipe.searchers_hold_start else {version}
+            if version is not None and not needed & self._pulled.refused:
                 self._waits.end("start")
                 return version
             if self._waits.begin("start", "no-version", retry_s) <= 0:
@@ -307,11 +313,9 @@ class Searcher:
         seed = engine_seed(recipe.run.seed, self._status.searcher_id)
         log.info("engine starts", engine=settings.engine, version=str(pulled.version))
         engine = build_engine(recipe, folder, pulled.version, pulled.manifest, seed=seed)
-        try:
-            engine.verify(pulled.manifest)
-        except DigestError:
+        if (refused := refusal(engine, pulled.manifest)) is not None:
             engine.close()  # the next version's engine needs the memory
-            raise
+            raise refused
         codec = open_codec(recipe, folder)
         eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
         log.info("engine ready", version=str(pulled.version), eos_ids=eos_ids, num_slots=settings.num_slots)
@@ -369,6 +373,7 @@ class Searcher:
             try:
                 beat = self._status.beat()
                 await in_thread(lambda beat=beat: self._beats.heartbeat(beat))
+                self._status.note_beat(None)
             except TbaError as error:
-                log.debug("heartbeat lost", detail=str(error))
+                self._status.note_beat(error)
             await asyncio.sleep(BEAT_S)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from tba.errors import ServiceError, UnavailableError
+from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Heartbeat
 from tba_searcher.waits import Waits
@@ -24,6 +26,7 @@ COUNTERS = (
     "refused_prompts",
     "leases_returned",
 )
+log = get_logger("status")
 
 
 class Status:
@@ -49,6 +52,17 @@ class Status:
         """How long the last change of weights held up decoding."""
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
+        self._beat_refusal: str | None = None
+
+    def note_beat(self, error: Exception | None) -> None:
+        """What became of a heartbeat. One that is refused (not lost on its way) is a line of the log, once."""
+        is_refused = isinstance(error, ServiceError) and not isinstance(error, UnavailableError)
+        refusal = str(error) if is_refused else None
+        if refusal is not None and self._beat_refusal is None:
+            log.warning("heartbeat_refused", detail=refusal)
+        elif error is not None:
+            log.debug("heartbeat lost", detail=str(error))
+        self._beat_refusal = refusal or (self._beat_refusal if error is not None else None)
 
     def begin_anew(self, state: str) -> None:
         """The loop has ended, and the process goes on: nothing is held or waited for."""

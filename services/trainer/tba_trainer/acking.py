@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from tba.api import AckRequest
 from tba.clients import BufferClient
 from tba.errors import ConflictError, FencedError, RunOverError, TbaError, VoidBatchError
 from tba.logs import get_logger
+from tba.numbers import known
 from tba.wire import Batch
 from tba_trainer.screening import count_reasons
 from tba_trainer.startup import Session
@@ -55,7 +55,7 @@ class Acks:
             lineage=self._session.lineage,
             step=step,
             token=self._session.token,
-            metrics={n: v if v is not None and math.isfinite(v) else None for n, v in metrics.items()},
+            metrics={name: known(value) for name, value in metrics.items()},
             policy_ages=list(policy_ages),
             settings_revision=settings_revision,
             skipped=skipped,

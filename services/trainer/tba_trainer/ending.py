@@ -81,8 +81,12 @@ class Ending:
         self._status.set_state("stopped")
         log.info("stopped", version=str(progress.version))
 
-    def finish(self) -> End:
-        """The run is over: publish, checkpoint, evaluate, export, done. Told to stop before that, it can be resumed."""
+    def finish(self, why_early: str | None) -> End:
+        """The run is over: publish, checkpoint, evaluate, export, done. Told to stop before that, it can be resumed.
+
+        Args:
+            why_early: why it is over before `num_steps`; None: it is not.
+        """
         progress = self._progress
         progress.stop_clock()
         self._status.set_state("finishing")
@@ -100,6 +104,8 @@ class Ending:
             self.leave()
             return "stopped"
         reason = f"trained to version {progress.version}"
+        if why_early is not None:
+            reason += f", step {progress.step} of {self._recipe.trainer.num_steps}: {why_early}"
         self._buffer.command("done", RunCommand(reason=reason, token=self._session.token))
         self._status.set_state("done")
         log.info("done", version=str(progress.version), train_s=round(progress.train_s, 1))

@@ -92,7 +92,10 @@ class LogprobModel:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+        # autocast's cache would keep 16-bit copies of all weights until the pass ends; without checkpointing the
+        # backward pass needs them anyway
+        keeps_copies = not getattr(self.model, "is_gradient_checkpointing", False)
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype, cache_enabled=keeps_copies)
 
 
 def _padded_pass(module: Any, name: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:

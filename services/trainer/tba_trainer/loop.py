@@ -40,7 +40,8 @@ from collections.abc import Callable
 from tba.api import RunCommand
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.errors import FencedError, GuardError, RunOverError, StoreUnavailableError, TbaError
+from tba.config.guards import REMEDIES
+from tba.errors import FencedError, GuardError, RunFailedError, RunOverError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.wire import Batch
@@ -95,6 +96,8 @@ class TrainingLoop:
         self._prefetcher, self._evaluations, self._status, self._stop = prefetcher, evaluations, status, stop
         self._tracking = tracking
         self.progress = Progress(session)
+        self._why_early: str | None = None
+        """Why training ends before `num_steps`."""
         self._acks = Acks(buffer, session, batch_deadline_s=recipe.buffer.batch_deadline_s)
         self._saver = CheckpointSaver(
             recipe,
@@ -145,18 +148,22 @@ class TrainingLoop:
         if self._stop.is_set():
             self._ending.leave()
             return "stopped"
-        return self._ending.finish()
+        return self._ending.finish(self._why_early)
 
     def _train(self) -> Rollback | None:
         section, progress = self._recipe.trainer, self.progress
         while progress.step < section.num_steps and not self._stop.is_set():
             if section.max_train_s is not None and progress.train_s >= section.max_train_s:
                 log.info("max_train_s_reached", step=progress.step, train_s=round(progress.train_s, 1))
+                self._why_early = f"trainer.max_train_s ({section.max_train_s:g} s) is over"
                 break
             try:
                 verdict = self._one_step()
+            except RunFailedError:  # the buffer has failed it: that must not end as a run that is done
+                raise
             except RunOverError as error:
                 log.info("run_is_over", step=progress.step, reason=str(error))
+                self._why_early = str(error)
                 break
             if verdict is None:
                 continue
@@ -315,7 +322,8 @@ class TrainingLoop:
                 "rollouts_refused", version=version, **count_reasons(batch.refused), first=batch.refused[0].detail
             )
         for alarm in verdict.alarms:
-            log.warning("alarm", version=version, name=alarm.name, action=alarm.action, what=alarm.text)
+            remedy = REMEDIES[alarm.name]
+            log.warning("alarm", version=version, name=alarm.name, action=alarm.action, what=alarm.text, do=remedy)
         gap = metrics.get("logprob_gap_on_policy")
         if gap is not None and gap > MAX_ON_POLICY_GAP:
             log.warning(

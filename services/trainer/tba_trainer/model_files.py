@@ -1,9 +1,10 @@
 """`python -m tba_trainer.model_files`: look at a model folder without loading the weights, or make it safetensors.
 
 check     the config and the tokenizer load, every safetensors file is whole; sizes, and lengths of texts in tokens
+chat      conversations become texts by the tokenizer's chat template, ending where the model is to answer
 convert   pickled weights (pytorch_model.bin, read with `weights_only`) become safetensors, and are deleted
 
-The answer is one JSON object on stdout; an error is one sentence on stderr, exit code 2.
+The answer is JSON on stdout; an error is one sentence on stderr, exit code 2.
 """
 
 from __future__ import annotations
@@ -51,6 +52,28 @@ def check(folder: Path, texts: list[str]) -> dict[str, Any]:
         "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
         "text_tokens": [len(row) for row in rows],
     }
+
+
+def chat_texts(folder: Path, chats: list[Any]) -> list[str]:
+    """The texts of conversations. A text does not begin with what the tokenizer puts before every text anyway.
+
+    Raises:
+        ConfigError: there is no chat template, or it refuses a conversation.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    except Exception as error:  # a template raises whatever it likes
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"{folder}: its chat template cannot make text of the messages: {type(error).__name__}: {first}; give "
+            "prompts as text, or a model with a chat template"
+        ) from None
+    bos = tokenizer.bos_token
+    has_own = bos is not None and tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return [text.removeprefix(bos) for text in texts] if has_own else texts
 
 
 def convert(folder: Path) -> dict[str, Any]:
@@ -113,16 +136,19 @@ def _num_parameters(folder: Path) -> int:
 def main() -> int:
     """Exit code 0, or 2 with a sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m tba_trainer.model_files", description=__doc__)
-    parser.add_argument("command", choices=["check", "convert"])
+    parser.add_argument("command", choices=["chat", "check", "convert"])
     parser.add_argument("folder", type=Path, nargs="+", help="model folders")
-    parser.add_argument("--texts", type=Path, metavar="FILE", help="check: JSON list of prompts, for the first folder")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations, first folder")
     args = parser.parse_args()
     texts = [] if args.texts is None else json.loads(args.texts.read_text())
     try:
-        answers = [
-            check(folder, texts if index == 0 else []) if args.command == "check" else convert(folder)
-            for index, folder in enumerate(args.folder)
-        ]
+        if args.command == "chat":
+            answers: list[Any] = chat_texts(args.folder[0], texts)
+        else:
+            answers = [
+                check(folder, texts if index == 0 else []) if args.command == "check" else convert(folder)
+                for index, folder in enumerate(args.folder)
+            ]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

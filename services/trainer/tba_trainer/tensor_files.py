@@ -5,11 +5,13 @@ Neither way holds more than one file's tensors in memory, however large the mode
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -85,5 +87,11 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> Path:
-    save_file(tensors, path, {"format": "pt"})
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:  # it says in words alone that a disk is full
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     return path

@@ -10,7 +10,7 @@ from tba.doctor.probes.certificates import probe_certificates
 from tba.doctor.probes.clocks import probe_clocks
 from tba.doctor.probes.disk import probe_disk
 from tba.doctor.probes.gpu import probe_gpu
-from tba.doctor.probes.models import probe_models
+from tba.doctor.probes.models import probe_hub, probe_models
 from tba.doctor.probes.ports import probe_ports
 from tba.doctor.probes.redis import probe_redis
 from tba.doctor.probes.releases import probe_releases
@@ -31,6 +31,7 @@ PROBES: Mapping[str, Probe] = {
     "redis": probe_redis,
     "store": probe_store,
     "models": probe_models,
+    "hub": probe_hub,
     "services": probe_services,
     "rewards": probe_rewards,
     "clocks": probe_clocks,

@@ -22,7 +22,8 @@ SHARED_MEMORY = Path("/dev/shm")
 def probe_disk(patient: Patient) -> Iterator[Finding]:
     """Free space where the services write."""
     for what, path in _places(patient).items():
-        yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, _weights_bytes(patient) if what != "runs" else 0))
+        weights_bytes = 0 if what in ("runs", "caches") else _weights_bytes(patient)
+        yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, weights_bytes))
     yield from _shared_memory(patient)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
@@ -40,6 +41,8 @@ def probe_disk(patient: Patient) -> Iterator[Finding]:
 
 def _places(patient: Patient) -> dict[str, Path]:
     places = {"temporary files": Path(tempfile.gettempdir())}
+    if (caches := Path.home() / ".cache").is_dir():
+        places["caches"] = caches
     if patient.is_local:
         places["runs"] = Path(patient.recipe.local.runs_dir)
     scheme, _, rest = patient.recipe.store.url.partition("://")

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba.config import Recipe
+from tba.config.reward import ModelScorerSpec
 from tba.doctor.finding import Finding, fail, ok, skip, warn
 from tba.doctor.patient import Patient
 from tba.errors import ConfigError
@@ -18,11 +20,60 @@ from tba.sizing import Load, estimate, shape_of_folder
 TORCH_TIMEOUT_S = 50.0
 NVIDIA_SMI_TIMEOUT_S = 10.0
 _ASK_TORCH = """
-import json, torch
+import json, sys, torch
 cuda = torch.version.cuda
 gpus = [[torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)] for i in range(torch.cuda.device_count())]
-print(json.dumps({"torch": torch.__version__, "cuda": cuda, "usable": torch.cuda.is_available(), "gpus": gpus}))
+refused = {}
+for name in sys.argv[1:]:
+    try:
+        torch.empty(1, device=name)
+    except Exception as error:
+        refused[name] = (str(error).strip() or type(error).__name__).partition("\\n")[0]
+answer = {"torch": torch.__version__, "cuda": cuda, "usable": torch.cuda.is_available(), "gpus": gpus}
+print(json.dumps({**answer, "refused": refused}))
 """
+
+
+def devices_of(recipe: Recipe) -> dict[str, str]:
+    """Every device that the recipe names for `tba run`, by its key; `auto` takes what is there."""
+    devices = {"trainer.device": recipe.trainer.device}
+    if recipe.searcher.engine != "simulated" and not recipe.is_offline:
+        devices["searcher.device"] = recipe.searcher.device
+    for task, reward in recipe.reward.tasks.items():
+        for number, spec in enumerate(reward.scorers):
+            if isinstance(spec, ModelScorerSpec) and spec.device != "auto":
+                devices[f"reward.tasks.{task}.scorers[{number}].device"] = spec.device
+    return devices
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Find out before anything starts that this machine lacks a device of the recipe; the CPU alone needs no question.
+
+    Raises:
+        ConfigError: it does, or has fewer GPUs than `local.gpus` names.
+    """
+    asked = {key: device for key, device in devices_of(recipe).items() if device != "cpu"}
+    if not asked or importlib.util.find_spec("torch") is None:
+        return
+    answer = _ask_torch(sorted(set(asked.values())))
+    if isinstance(answer, str):
+        raise ConfigError(f"torch cannot be imported: {answer}; install it again")
+    for key, device in asked.items():
+        if (refused := answer["refused"].get(device)) is not None:
+            mend = _no_gpu(answer) if device.startswith("cuda") and not answer["gpus"] else f"correct {key}"
+            raise ConfigError(f"{key} {device!r} cannot be used: {refused}; {mend}")
+    number = _highest_gpu(recipe)
+    if number is not None and number >= len(answer["gpus"]):
+        raise ConfigError(
+            f"local.gpus names GPU {number}, and this machine has {len(answer['gpus'])} (the first is 0); correct "
+            "local.gpus"
+        )
+
+
+def _highest_gpu(recipe: Recipe) -> int | None:
+    gpus = recipe.local.gpus
+    numbers = [*(gpus.reward or ()), *(gpus.trainer or ()), *(number for own in gpus.searchers or () for number in own)]
+    return max(numbers, default=None)
 
 
 def probe_gpu(patient: Patient) -> Iterator[Finding]:
@@ -54,6 +105,12 @@ def probe_gpu(patient: Patient) -> Iterator[Finding]:
         yield fail("gpu", f"{' and '.join(wanting)} want a GPU, and torch sees none; {build}; {seen}", _no_gpu(answer))
         return
     yield ok("gpu", f"{names}; {seen}; torch {answer['torch']}, CUDA {answer['cuda']}")
+    if patient.num_gpus is not None and len(gpus) != patient.num_gpus:
+        yield fail(
+            "gpu-count",
+            f"{len(gpus)} GPU(s) are seen here, and {patient.num_gpus} should be (--gpus): others may use the same",
+            "give each container its own (compose: device_ids, one each; chart: gpu.count)",
+        )
     num_wanted = recipe.trainer.num_processes if "trainer" in wanting else 1
     if num_wanted > len(gpus):
         yield fail(
@@ -121,11 +178,11 @@ def _nvidia_smi() -> str | None:
     return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
 
 
-def _ask_torch() -> dict[str, Any] | str:
-    """What torch says of itself; a text is why it cannot."""
+def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
+    """What torch says of itself, and which of the devices it refuses; a text is why it cannot."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH],
+            [sys.executable, "-c", _ASK_TORCH, *devices],
             capture_output=True,
             text=True,
             timeout=TORCH_TIMEOUT_S,

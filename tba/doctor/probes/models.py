@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba.doctor.finding import Finding, fail, ok, warn
+from tba.doctor.finding import Finding, fail, ok, skip, warn
 from tba.doctor.patient import Patient
 from tba.errors import ConfigError, MalformedError, StoreError
 from tba.folders import NeededFolder, Shelf, needed_folders
 from tba.folders.needed import Service
 from tba.folders.shelf import told
+from tba.local.hub import check_allowed
 from tba.local.prepared import HALF_DONE
 from tba.model_folder import check_tokenizer
 from tba.store import open_store
@@ -35,6 +37,21 @@ def probe_models(patient: Patient) -> Iterator[Finding]:
         yield ok("model", f"{', '.join(sorted(patient.services))} needs no folder of this recipe")
     for folder in dict.fromkeys(found):
         yield _here(folder) if folder.is_here else _elsewhere(patient, folder)
+
+
+def probe_hub(patient: Patient) -> Iterator[Finding]:
+    """Whether the hub lets us have what is to be fetched: said before the first of many gigabytes."""
+    missing = [item for item in patient.recipe.prepare if item.hub and not Path(item.path).expanduser().exists()]
+    if missing and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off"):
+        yield skip("hub", f"{missing[0].path} is not here, and HF_HUB_OFFLINE says not to ask the hub")
+        return
+    for item in missing:
+        try:
+            check_allowed(item)
+        except ConfigError as error:
+            yield fail("hub", str(error), "the sentence says it; then run this again")
+        else:
+            yield ok("hub", f"the hub lets us have {item.kind} {item.hub}")
 
 
 def _here(folder: NeededFolder) -> Finding:
@@ -82,6 +99,8 @@ def _elsewhere(patient: Patient, folder: NeededFolder) -> Finding:
     has_maker = patient.recipe.model.warm_start is not None and folder.key == "model.path"
     if patient.is_local and has_maker:
         return ok("model", f"{what} is not there yet; `tba run` makes it")
+    if patient.is_local and any(item.at_start and item.path == folder.path for item in patient.recipe.prepare):
+        return ok("model", f"{what} is not there yet; `tba run` fetches or makes it")
     if not section.url.startswith("file://") or section.url.startswith("file:///"):
         store = open_store(section.model_copy(update={"timeout_s": min(TIMEOUT_S, section.timeout_s)}))
         try:

@@ -34,7 +34,8 @@ def probe_ports(patient: Patient) -> Iterator[Finding]:
                 yield fail("port", str(error), f"end that process, or choose another {service}.port")
         else:
             yield ok("port", f"{where} is free")
-        if not is_loopback(section.host) and patient.recipe.auth.tokens_file is None:
+        has_tokens = patient.is_local or patient.recipe.auth.tokens_file is not None  # `tba run` makes its own
+        if not is_loopback(section.host) and not has_tokens:
             yield fail(
                 "port-open",
                 f"{service}.host is {section.host}, and there is no auth.tokens_file: the service refuses to start",

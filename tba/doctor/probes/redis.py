@@ -103,6 +103,7 @@ def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[Finding]:
         "appendonly": ("yes",),
         "appendfsync": STRONG_ENOUGH[recipe.buffer.appendfsync],
         "no-appendfsync-on-rewrite": ("no",),
+        "aof-load-truncated": ("no",),
     }
     wrong = {name: values[0] for name, values in wanted.items() if config.get(name) not in values}
     for name, value in wrong.items():
@@ -113,13 +114,6 @@ def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[Finding]:
         )
     if not wrong:
         yield ok("redis-durability", f"appendonly yes, appendfsync {config['appendfsync']}")
-    if config.get("aof-load-truncated") == "yes":
-        yield warn(
-            "redis-torn-file",
-            "aof-load-truncated is yes: this Redis goes on over a file that ends in half a transaction and leaves the "
-            "half in it, so the buffer has it write its file anew after every start, before anything is acknowledged",
-            "start it through start_redis.sh, which cuts that half off and sets aof-load-truncated no",
-        )
 
 
 def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) -> Iterator[Finding]:

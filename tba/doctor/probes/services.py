@@ -11,9 +11,6 @@ from tba.doctor.patient import Answer, Patient, TlsTrouble
 from tba.errors import ConfigError
 from tba.tokens import load_tokens
 
-SILENT_FOR_S = 60.0
-"""Of a component: it is probably gone."""
-
 
 def probe_services(patient: Patient) -> Iterator[Finding]:
     """Health of the services, and the run."""

@@ -47,6 +47,9 @@ def probe_store(patient: Patient) -> Iterator[Finding]:
             yield fail("store", str(error), MEND_STORE)
         return
     yield ok("store", f"{store.url} answers after {took_s:.2f} s")
+    if patient.services <= {"searcher", "reward"}:
+        yield skip("store-write", "who is here only reads, and may have keys that cannot write")
+        return
     prefix = f"check/doctor-{secrets.token_hex(6)}"
     try:
         yield from _small(store, f"{prefix}/small")

@@ -12,7 +12,7 @@ from tba.doctor.finding import Finding, fail, ok, skip, warn
 from tba.doctor.patient import Answer, Patient
 from tba.errors import ConfigError
 from tba.loopback import is_loopback
-from tba.tokens import ROLES, RoleTokens, load_role_tokens
+from tba.tokens import ROLES, RoleTokens, is_digest, load_role_tokens
 
 NEEDED_BY = {
     "searcher": "searchers, and the buffer for the reward service",
@@ -29,6 +29,9 @@ MEND_FILE = "make the file anew (docs/operations.md, Tokens): a JSON map of four
 def probe_tokens(patient: Patient) -> Iterator[Finding]:
     """Tokens by role."""
     path, recipe = patient.recipe.auth.tokens_file, patient.recipe
+    if path is None and patient.is_local:
+        yield ok("tokens", "there is no auth.tokens_file: every start of `tba run` makes tokens of its own")
+        return
     if path is None:
         hosts = {recipe.buffer.host, recipe.reward.host}
         if all(map(is_loopback, hosts)):
@@ -48,9 +51,12 @@ def probe_tokens(patient: Patient) -> Iterator[Finding]:
 
 
 def _file(path: Path, tokens: RoleTokens) -> Iterator[Finding]:
-    shortest = min(len(token) for several in tokens.values() for token in several)
-    missing = [role for role in ROLES if role not in tokens]
-    text = f"{path}: {len(tokens)} of {len(ROLES)} roles, tokens of {shortest} characters or more"
+    plain = [token for several in tokens.values() for token in several if not is_digest(token)]
+    text = f"{path}: {len(tokens)} of {len(ROLES)} roles"
+    if plain:
+        text += f", tokens of {min(map(len, plain))} characters or more"
+    # a file with one token is that of one client; a service that checks tokens has to know all roles
+    missing = [role for role in ROLES if role not in tokens] if len(tokens) > 1 else []
     if missing:
         yield warn(
             "tokens-roles",
@@ -75,8 +81,12 @@ def _accepted(patient: Patient, tokens: RoleTokens) -> Iterator[Finding]:
     services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
     for service in services:
         refused, accepted = [], []
-        for role in (role for role in MAY_LOOK[service] if role in tokens):
-            answers = [patient.ask(service, LOOKS[service], token=token) for token in tokens[role]]
+        tried = {role: [x for x in tokens.get(role, ()) if not is_digest(x)] for role in MAY_LOOK[service]}
+        if not any(tried.values()):
+            yield skip("tokens-accepted", f"of the tokens of the {service} service the file has digests, if any")
+            continue
+        for role, sent in tried.items():
+            answers = [patient.ask(service, LOOKS[service], token=token) for token in sent]
             known = [answer for answer in answers if isinstance(answer, Answer)]
             if any(answer.status == 200 for answer in known):
                 accepted.append(role)

@@ -22,11 +22,12 @@ from tba.doctor.probes.clocks import judge
 from tba.doctor.probes.disk import probe_disk
 from tba.doctor.probes.gpu import probe_gpu
 from tba.doctor.probes.redis import probe_redis
+from tba.tokens import token_digest
 from tests.support.buffer import make_recipe
 from tests.support.deployment import TOKENS, Deployment
 from tests.support.model_folder import make_model_folder
 from tests.support.redis_process import free_port, start_redis
-from tests.support.s3_server import FaultyProxy
+from tests.support.s3_server import READ_ONLY, FaultyProxy
 
 
 def look(recipe: Recipe, *names: str, service: str | None = None) -> list[Finding]:
@@ -160,6 +161,35 @@ def test_a_store_that_ignores_create_only_writes(ready: Deployment) -> None:
     assert one(found, "store-parts").level == "ok"
 
 
+def test_a_searcher_may_have_keys_that_only_read(ready: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in READ_ONLY.items():
+        monkeypatch.setenv(name, value)
+    found = look(ready.recipe(), "store", service="searcher")
+    assert {(finding.code, finding.level) for finding in found} == {("store", "ok"), ("store-write", "skip")}
+    trainer = look(ready.recipe(), "store", service="trainer")
+    assert_trouble(one(trainer, "store-write"), "fail", "AccessDenied")
+
+
+def test_the_files_of_one_role_and_of_a_service(ready: Deployment, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+
+    def with_file(document: dict[str, Any]) -> dict[str, tuple[str, str]]:
+        path.write_text(json.dumps(document))
+        findings = look(ready.recipe(auth={"tokens_file": str(path)}), "tokens", "services")
+        return {finding.code: (finding.level, finding.found) for finding in findings}
+
+    alone = with_file({"searcher": TOKENS["searcher"]})
+    assert alone["tokens"][0] == alone["tokens-accepted"][0] == alone["run"][0] == "ok"
+    assert "tokens-roles" not in alone
+    digests = {role: token_digest(token) for role, token in TOKENS.items()}
+    of_reward = with_file(digests)
+    assert of_reward["tokens"] == ("ok", f"{path}: 4 of 4 roles")
+    assert of_reward["tokens-accepted"][0] == "skip"
+    of_buffer = with_file({**digests, "searcher": TOKENS["searcher"]})
+    assert of_buffer["tokens-accepted"] == ("ok", "the reward service takes the tokens of searcher")
+    assert of_buffer["run"][0] == "ok"
+
+
 def test_a_store_that_cannot_be_used(ready: Deployment) -> None:
     gone = look(ready.recipe(store={"endpoint_url": f"http://127.0.0.1:{free_port()}", "timeout_s": 0.2}), "store")
     assert_trouble(one(gone, "store"), "fail", "check that the server runs and that store.endpoint_url is right")
@@ -232,9 +262,13 @@ def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monke
     assert_trouble(one(found, "gpu-memory"), "warn", "the trainer needs about")
     fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)] * 2)
     assert {finding.level for finding in probe_gpu(patient_of(recipe, service="trainer"))} == {"ok"}
+    found = list(probe_gpu(patient_of(recipe, service="trainer", num_gpus=1)))
+    assert_trouble(one(found, "gpu-count"), "fail", "2 GPU(s) are seen here, and 1 should be")
+    assert {finding.level for finding in probe_gpu(patient_of(recipe, service="trainer", num_gpus=2))} == {"ok"}
 
 
 def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("tba.doctor.probes.disk.MIN_SHM_BYTES", 2**60)
     recipe = deployment.recipe(trainer={"num_processes": 2})
     found = list(probe_disk(patient_of(recipe, service="trainer")))
@@ -244,6 +278,9 @@ def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatc
     found = list(probe_disk(patient_of(recipe, service="buffer")))
     assert_trouble(one(found, "open-files"), "warn", "a process may open")
     assert_trouble(one(found, "disk"), "warn", "are free at")
+    (tmp_path / ".cache").mkdir()  # where a container keeps compiled kernels
+    found = list(probe_disk(patient_of(recipe, service="buffer")))
+    assert [finding.found for finding in found if f"{tmp_path}/.cache (caches)" in finding.found]
     assert one(found, "shared-memory").level == "ok"
 
 

@@ -4,7 +4,7 @@
     searcher-0 --link--+--> relay (observer) --> buffer -------+---link---> reward   (the background scorer)
     searcher-1 --link--+
     searcher-i --link--> reward
-    trainer, searcher-i --link--> relay (store faults) --> S3 server (ministack)
+    trainer, searcher-i --link--> relay (store faults) --> the bundled S3 server
 
 The harness itself asks the buffer and Redis directly, so that a fault of a link does not blind it.
 """
@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tba.local.prompts import prompts_of, upload_prompts
 from tba.local.redis_server import START_SCRIPT
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.redis_process import DURABLE, free_port, redis_server_path
-from tests.support.s3_server import CREDENTIALS
+from tests.support.s3_server import CREDENTIALS, PROGRAM, READ_ONLY, store_environ
 from tests.system.chaos.crew import Component, Crew
 from tests.system.chaos.links import Link
 from tests.system.chaos.loop_thread import LoopThread
@@ -162,7 +162,7 @@ class Deployment:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "TBA_"))}
         return {
             **inherited,
-            **CREDENTIALS,
+            **(READ_ONLY if name.startswith("searcher") else CREDENTIALS),
             **{key: value for key, value in urls.items() if value},
             "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)),
             "OMP_NUM_THREADS": "1",
@@ -187,7 +187,7 @@ class Deployment:
             ]
         elif kind == "store":
             folder = self.folder / "store"
-            command, environ = [sys.executable, "-m", "ministack"], {**environ, **_ministack(folder, self.ports.store)}
+            command, environ = [sys.executable, str(PROGRAM)], store_environ(folder, self.ports.store)
         folder.mkdir(exist_ok=True)
         return Component(
             name=name,
@@ -241,18 +241,6 @@ class Deployment:
 
 def _url(link: Link | None) -> str:
     return "" if link is None else f"http://127.0.0.1:{link.port}"
-
-
-def _ministack(folder: Path, port: int) -> Mapping[str, str]:
-    return {
-        "GATEWAY_PORT": str(port),
-        "BIND_HOST": "127.0.0.1",
-        "S3_PERSIST": "1",
-        "S3_DATA_DIR": str(folder / "s3"),
-        "STATE_DIR": str(folder / "state"),
-        "TMPDIR": str(folder),
-        "LOG_LEVEL": "ERROR",
-    }
 
 
 def _http(url: str) -> int:

@@ -2,6 +2,10 @@
 
     install (time to the first optimizer step) -> kill the pods of each kind -> scale 1, 4, 1 through the REST API
     -> upgrade with a changed value -> rollback -> helm test -> stop, result, ledger -> uninstall, nothing is left
+    -> installations that cannot work
+and in the middle of two runs side by side (midrun.py), with values of our own (own.py):
+    searchers alone elsewhere -> another recipe -> what is refused -> rollback -> evictions, a drain -> reinstall on
+    kept claims -> kubectl apply --prune -> uninstall
 
 It takes helm and kubectl from PATH and the cluster of the current context; images come from a registry
 (TBA_CLUSTER_SETS="image.registry=..."), or are brought in by TBA_CLUSTER_LOAD (kube.py). Exit code 0 also where there
@@ -19,11 +23,10 @@ import time
 from pathlib import Path
 
 import tba
-from tests.system.cluster import stages, troubles
+from tests.system.cluster import midrun, stages, troubles
 from tests.system.cluster.kube import LOAD, PREFIX, ClusterError, load, run, why_not
 from tests.system.cluster.release import CHART, Release
 
-SETS = ("auth.existingSecret=tba-tokens", "store.credentialsSecret=tba-store")
 HERE = Path(__file__).parent
 NUM_STEPS_OF_THE_QUICKSTART = 500
 
@@ -33,6 +36,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write what was found here")
     parser.add_argument("--keep", action="store_true", help="leave a failed release in place, to look at it")
+    parser.add_argument(
+        "--only", choices=["shipped", "own"], help="with the shipped values alone, or with our own alone"
+    )
     args = parser.parse_args()
     if reason := why_not():
         print(f"skipped: {reason}")
@@ -40,14 +46,17 @@ def main() -> int:
     report = stages.Report()
     extra = shlex.split(os.environ.get("TBA_CLUSTER_SETS", ""))
     values = [CHART / "values-cpu-quickstart.yaml", HERE / "longer.yaml"]
-    release = Release("tba", f"tba-test-{int(time.time())}", values, [*SETS, *extra])
+    release = Release("tba", f"tba-test-{int(time.time())}", values, extra)
     print(versions(), flush=True)
     try:
         if LOAD:
             with report.stage("load images"):
                 load(release.images())
-        release.make_namespace()
-        everything(release, report)
+        if args.only != "own":
+            release.make_namespace()
+            everything(release, report)
+        if args.only != "shipped":
+            midrun.everything(f"{release.namespace}-own", extra, report)
     except ClusterError as error:
         print(f"FAILED: {error}\n\n{release.why()}", file=sys.stderr, flush=True)
         return 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
+import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from tests.system.cluster.kube import ClusterError, get, run, until
 
 CHART = Path("charts/tba")
-TOKENS = "/etc/tba-tokens/tokens.json"
+SECRETS = ("tba-tokens", "tba-redis", "tba-store", "tba-store-read")
 KINDS = ("searcher", "reward", "buffer", "trainer", "redis", "objectstore")
 
 
@@ -29,18 +30,20 @@ class Release:
         self.name, self.namespace = name, namespace
         self._values, self._sets = values, list(sets)
         self._selector = f"app.kubernetes.io/instance={name}"
+        self._operator = ""
 
     def make_namespace(self) -> None:
         """The namespace, and the Secrets that the chart expects to be there."""
         run("kubectl", "create", "namespace", self.namespace)
-        tokens = {role: secrets.token_hex(16) for role in ("searcher", "trainer", "operator", "viewer")}
-        literals = {
-            "tba-tokens": {"tokens.json": json.dumps(tokens)},
-            "tba-store": {"AWS_ACCESS_KEY_ID": "cluster-test", "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16)},
-        }
-        for name, data in literals.items():
-            pairs = [f"--from-literal={key}={value}" for key, value in data.items()]
-            run("kubectl", "-n", self.namespace, "create", "secret", "generic", name, *pairs)
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["deploy/make-secrets", folder, "--kubernetes", self.namespace]
+            made = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            self._operator = (Path(folder) / "tokens" / "operator.json").read_text()
+        run("kubectl", "apply", "-f", "-", stdin=made)
+
+    def share_secrets_of(self, other: Release) -> None:
+        """Use the Secrets of another release in the same namespace, and its operator's token."""
+        self._operator = other._operator
 
     def helm(self, verb: str, *args: str) -> str:
         """`helm install|upgrade` with this release's values; those of `args` come after them."""
@@ -50,7 +53,9 @@ class Release:
 
     def images(self) -> list[str]:
         """Every image that the chart names with these values."""
-        return sorted(set(re.findall(r'^ *image: "?([^"\s]+)', self.helm("template"), flags=re.MULTILINE)))
+        return sorted(
+            set(re.findall(r'^ *image: "?([^"\s]+)', self.helm("template", "--dry-run=server"), flags=re.MULTILINE))
+        )
 
     def pods(self, component: str | None = None) -> list[dict[str, Any]]:
         """Pods that have not ended and are not on their way out, of one component or of all."""
@@ -81,10 +86,10 @@ class Release:
         names = self.ready("buffer")
         if not names:
             raise ClusterError("the buffer has no ready pod")
-        target = ["--url", "http://127.0.0.1:8700", "--token-file", TOKENS]
+        target = ["--url", "http://127.0.0.1:8700", "--token-file", "-"]
         words = (words[0], *words[1:], *target)
-        return run("kubectl", "-n", self.namespace, "exec", names[0], "-c", "buffer", "--", "tba", *words,
-                   timeout_s=timeout_s).stdout  # fmt: skip
+        return run("kubectl", "-n", self.namespace, "exec", "-i", names[0], "-c", "buffer", "--", "tba", *words,
+                   timeout_s=timeout_s, stdin=self._operator).stdout  # fmt: skip
 
     def status(self) -> dict[str, Any]:
         """What `tba status --json` prints."""
@@ -117,7 +122,7 @@ class Release:
                     check=False).stdout.split()  # fmt: skip
         wide = ["clusterrole", "clusterrolebinding", "priorityclass"]
         found += run("kubectl", "get", ",".join(wide), "-l", self._selector, "-o", "name").stdout.split()
-        own = ("secret/tba-tokens", "secret/tba-store", "serviceaccount/default", "configmap/kube-root-ca.crt")
+        own = (*(f"secret/{name}" for name in SECRETS), "serviceaccount/default", "configmap/kube-root-ca.crt")
         return [name for name in found if name not in own and not name.startswith("secret/default-token-")]
 
     def why(self) -> str:

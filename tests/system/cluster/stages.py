@@ -26,9 +26,16 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time a stage; what is put into the dictionary is shown."""
+        """Time a stage; what is put into the dictionary is shown.
+
+        Raises:
+            ClusterError: the stage failed; it is named.
+        """
         begun_s, found = time.monotonic(), {}
-        yield found
+        try:
+            yield found
+        except ClusterError as error:
+            raise ClusterError(f"in stage {name!r}: {error}") from None
         self.rows.append({"stage": name, "seconds": round(time.monotonic() - begun_s, 1), **found})
         more = ", ".join(f"{key} {value}" for key, value in found.items())
         print(f"{name:<34} {self.rows[-1]['seconds']:7.1f} s  {more}", flush=True)

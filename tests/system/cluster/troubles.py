@@ -12,26 +12,25 @@ from tests.system.cluster.release import CHART, Release
 from tests.system.cluster.stages import Report
 
 DEADLINE_S = 180.0
-GOOD = ["auth.existingSecret=tba-tokens", "store.credentialsSecret=tba-store"]
 
 
 def everything(namespace: str, report: Report) -> None:
     """Every trouble in a release of its own, in the namespace that has the Secrets."""
     cases: dict[str, tuple[list[str], Callable[[Release], bool]]] = {
         "a missing Secret of tokens": (
-            ["auth.existingSecret=nowhere", GOOD[1]],
+            ["auth.existingSecret=nowhere"],
             lambda release: "nowhere" in events(release),
         ),
         "a store that is not there": (
-            [*GOOD, "objectstore.enabled=false", "store.endpointUrl=http://nowhere.invalid:9000"],
+            ["objectstore.enabled=false", "store.endpointUrl=http://nowhere.invalid:9000"],
             lambda release: "nowhere.invalid" in last_words(release),
         ),
         "more GPUs than any node has": (
-            [*GOOD, "searcher.gpu.count=64"],
+            ["searcher.gpu.count=64"],
             lambda release: "Insufficient nvidia.com/gpu" in events(release),
         ),
         "a token of another role": (
-            [*GOOD, "auth.keys.searcher=viewer.json"],
+            ["auth.keys.searcher=wrong.json"],
             lambda release: "role" in last_words(release) and "viewer" in last_words(release),
         ),
     }
@@ -50,10 +49,10 @@ def everything(namespace: str, report: Report) -> None:
 
 def make_a_tokens_file_of_a_viewer(namespace: str) -> None:
     """Another key of the Secret: under the role of a searcher it has the viewer's token."""
-    data = run("kubectl", "-n", namespace, "get", "secret", "tba-tokens", "-o", r"jsonpath={.data.tokens\.json}").stdout
+    data = run("kubectl", "-n", namespace, "get", "secret", "tba-tokens", "-o", r"jsonpath={.data.viewer\.json}").stdout
     tokens = json.loads(base64.b64decode(data))
     wrong = base64.b64encode(json.dumps({"searcher": tokens["viewer"]}).encode()).decode()
-    patch = json.dumps({"data": {"viewer.json": wrong}})
+    patch = json.dumps({"data": {"wrong.json": wrong}})
     run("kubectl", "-n", namespace, "patch", "secret", "tba-tokens", "--type", "merge", "-p", patch)
 
 

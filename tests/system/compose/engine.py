@@ -65,8 +65,8 @@ class Project:
         secrets = folder / "secrets"
         subprocess.run([str(ROOT / "deploy/make-secrets"), str(secrets)], check=True, capture_output=True)
         self._environ = {**os.environ, "TBA_SECRETS": str(secrets), "TBA_BUFFER_PORT": str(port)}
-        token = operator_token(secrets / "tokens.json")
-        self.url, self.tokens_file = f"http://127.0.0.1:{port}", secrets / "tokens.json"
+        token = operator_token(secrets / "tokens/operator.json")
+        self.url, self.tokens_file = f"http://127.0.0.1:{port}", secrets / "tokens/operator.json"
         self._client = BufferClient(self.url, token=token, retry_s=0.1)
 
     def compose(self, *words: str, check: bool = True, timeout_s: float = 900) -> str:

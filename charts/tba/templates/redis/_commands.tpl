@@ -18,11 +18,6 @@
 - ""
 - --dir
 - /data
-{{- if not .Values.redis.auth.existingSecret }}
-{{- /* without a password Redis would answer its own pod alone; here the NetworkPolicy lets in the buffer alone */}}
-- --protected-mode
-- "no"
-{{- end }}
 {{- if .Values.redis.tls.existingSecret }}
 - --port
 - "0"
@@ -50,13 +45,9 @@ command:
   - sh
   - -c
   - |
-    {{- if .Values.redis.auth.existingSecret }}
     umask 077
     printf 'requirepass "%s"\n' "$(sed 's/[\\"]/\\&/g' /etc/redis-password/{{ .Values.redis.auth.key }})" > /tmp/redis.conf
     set -- redis-server /tmp/redis.conf "$@"
-    {{- else }}
-    set -- redis-server "$@"
-    {{- end }}
     {{- .Files.Get "files/start_redis.sh" | trimPrefix "#!/bin/sh\n" | trim | nindent 4 }}
   - start_redis
 {{- end }}
@@ -64,8 +55,7 @@ command:
 {{/* Exit 0 when Redis answers; while it loads its file it does not. */}}
 {{- define "tba.redis.ping" -}}
 {{- $tls := empty .Values.redis.tls.existingSecret | ternary "" "--tls --cacert /etc/redis-tls/ca.crt " -}}
-{{- $auth := empty .Values.redis.auth.existingSecret | ternary "" (printf "REDISCLI_AUTH=$(cat /etc/redis-password/%s) " .Values.redis.auth.key) -}}
-{{ $auth }}redis-cli {{ $tls }}ping | grep -q PONG
+REDISCLI_AUTH=$(cat /etc/redis-password/{{ .Values.redis.auth.key }}) redis-cli {{ $tls }}ping | grep -q PONG
 {{- end }}
 
 {{/* Redis refuses writes there, and the buffer says so; killed at its limit it would be killed again while it reads its file. */}}

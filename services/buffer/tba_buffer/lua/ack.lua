@@ -22,8 +22,8 @@ redis.call('HSET', KEYS[1], 'step', ARGV[3])
 redis.call('ZREM', KEYS[3], ARGV[6])
 redis.call('HDEL', KEYS[8], ARGV[2] .. '|' .. ARGV[3])
 redis.call('DEL', KEYS[7])
-redis.call('HINCRBY', KEYS[2], 'trained', ARGV[8])
+redis.pcall('HINCRBY', KEYS[2], 'trained', ARGV[8])
 took_effect(KEYS[9], KEYS[10], KEYS[11], 'learning_rate beta eval_every_steps', ARGV[9], ARGV[2], ARGV[3], ARGV[5])
 local first_counter = 11 + 2 * tonumber(ARGV[10])
-for i = 11, #ARGV, 2 do redis.call('HINCRBY', KEYS[i < first_counter and 6 or 2], ARGV[i], ARGV[i + 1]) end
+for i = 11, #ARGV, 2 do redis.pcall('HINCRBY', KEYS[i < first_counter and 6 or 2], ARGV[i], ARGV[i + 1]) end
 return {'ok'}

@@ -41,9 +41,9 @@ redis.call('ZADD', KEYS[3], ARGV[5], ARGV[4])
 redis.call('HSET', KEYS[6], step, ARGV[4])
 redis.call('SADD', KEYS[5], ARGV[4])
 redis.call('HINCRBY', KEYS[2], 'drawn', ARGV[9])
-redis.call('HINCRBY', KEYS[2], 'batches', 1)
+redis.pcall('HINCRBY', KEYS[2], 'batches', 1)
 took_effect(KEYS[7], KEYS[8], KEYS[9], 'most_on_policy_prob', ARGV[13], ARGV[2], ARGV[3], ARGV[14])
 for i = 15, #ARGV, 2 do
-  if ARGV[i + 1] ~= '0' then redis.call('HINCRBY', KEYS[2], 'slots:' .. ARGV[i], ARGV[i + 1]) end
+  if ARGV[i + 1] ~= '0' then redis.pcall('HINCRBY', KEYS[2], 'slots:' .. ARGV[i], ARGV[i + 1]) end
 end
 return {'ok'}

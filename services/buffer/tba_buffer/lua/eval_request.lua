@@ -6,7 +6,8 @@ if redis.call('HGET', KEYS[5], 'token') ~= ARGV[4] then return 'fenced' end
 if redis.call('HEXISTS', KEYS[6], ARGV[5]) == 0 then return 'unknown-version' end
 local text = redis.call('HGET', KEYS[1], ARGV[1])
 if text then
-  local old = cjson.decode(text)
+  local is_read, old = pcall(cjson.decode, text) -- what cannot be read is written anew
+  if not is_read or type(old) ~= 'table' or type(old.deadline_s) ~= 'number' then old = {state = 'pending', deadline_s = 0} end
   if old.state ~= 'pending' or old.deadline_s > tonumber(ARGV[3]) then return 'ok' end
 else
   redis.call('RPUSH', KEYS[2], ARGV[1])

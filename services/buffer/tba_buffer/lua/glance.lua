@@ -1,14 +1,15 @@
 -- One look at the run: open batches past their deadline become void, then what draws and leases decide by is read.
 -- Void: the batch can no longer be acked, its rollouts no longer count as drawn.
--- KEYS: 1 run, 2 counters, 3 open_batches, 4 batches_since_mark, 5 open_steps, 6 settings
+-- KEYS: 1 run, 2 counters, 3 open_batches, 4 batches_since_mark, 5 open_steps, 6 settings, 7 unreadable
 -- ARGV: 1 now_s, then members of open_batches that become void whatever their deadline
--- Returns {{state, token, lineage, latest_version, step}, {log_position, scored_total, inflight, drawn, void,
+-- Returns {{state, token, lineage, latest_version, step, retries}, {log_position, scored_total, inflight, drawn, void,
 -- scored_at_mark, marks}, batches since the mark, revision of the live settings}; absent values are false.
 local MOST_PER_CALL = 1000
 local num_rollouts = 0
 local function void(member)
   if redis.call('ZREM', KEYS[3], member) == 0 then return end
   local number, step = string.match(member, '^[^|]*|(%d+)|(.*)$')
+  if not number then return note_damage(KEYS[7], 'batch', member) end
   num_rollouts = num_rollouts + tonumber(number)
   redis.call('SREM', KEYS[4], member)
   if redis.call('HGET', KEYS[5], step) == member then redis.call('HDEL', KEYS[5], step) end
@@ -19,7 +20,7 @@ end
 for i = 2, #ARGV do void(ARGV[i]) end
 if num_rollouts > 0 then redis.call('HINCRBY', KEYS[2], 'void', num_rollouts) end
 return {
-  redis.call('HMGET', KEYS[1], 'state', 'token', 'lineage', 'latest_version', 'step'),
+  redis.call('HMGET', KEYS[1], 'state', 'token', 'lineage', 'latest_version', 'step', 'retries'),
   redis.call('HMGET', KEYS[2], 'log_position', 'scored_total', 'inflight', 'drawn', 'void', 'scored_at_mark', 'marks'),
   redis.call('SCARD', KEYS[4]),
   redis.call('HGET', KEYS[6], 'revision'),

@@ -2,7 +2,8 @@
 -- the request has been here before: it is answered with those, whose deadline starts anew, and nothing else is granted.
 -- A deadline beyond that of new leases was set before the clock went back: it becomes that of a new lease.
 -- KEYS: 1 visits, 2 returned, 3 leases, 4 lease_deadlines, 5 cursor, 6 counters, 7 evals, 8 eval_todo,
---       9 eval_units, 10 eval_results, 11 run, 12 settings, 13 settings_changes, 14 settings_effects
+--       9 eval_units, 10 eval_results, 11 run, 12 settings, 13 settings_changes, 14 settings_effects,
+--       15 unreadable
 -- ARGV: 1 now_s, 2 deadline_s of new leases, 3 searcher id, 4 rollouts per visit, 5 most leases, 6 most train leases,
 --       7 most rollouts of train leases (-1: any), 8 the cursor as the caller saw it, 9 number of candidates,
 --       10 revision of the live settings that train leases are sampled with,
@@ -22,14 +23,17 @@ end
 local known = redis.call('HMGET', KEYS[3], unpack(ARGV, FIRST_ID, FIRST_ID + max_leases - 1))
 for i = 1, max_leases do
   if known[i] then
-    local lease_id, lease = ARGV[FIRST_ID + i - 1], cjson.decode(known[i])
-    redis.call('ZADD', KEYS[4], ARGV[2], lease_id)
-    if lease.k == 'eval' then
+    local lease_id = ARGV[FIRST_ID + i - 1]
+    local lease = read_lease(KEYS[15], lease_id, known[i])
+    local visit = lease and lease.k == 'train' and read_visit(KEYS[1], KEYS[6], KEYS[15], lease.v)
+    if visit then
+      answer('train', lease_id, lease.v, visit.p, visit.n)
+    elseif lease and lease.k == 'eval' then
       answer('eval', lease_id, lease.u, '', 0)
     else
-      local visit = cjson.decode(redis.call('HGET', KEYS[1], lease.v))
-      answer('train', lease_id, lease.v, visit.p, visit.n)
+      release(lease_id, 'expired')
     end
+    if redis.call('HEXISTS', KEYS[3], lease_id) == 1 then redis.call('ZADD', KEYS[4], ARGV[2], lease_id) end
   end
 end
 if #reply > 1 then return reply end
@@ -37,7 +41,7 @@ if #reply > 1 then return reply end
 local function open(lease_id, lease)
   redis.call('HSET', KEYS[3], lease_id, cjson.encode(lease))
   redis.call('ZADD', KEYS[4], ARGV[2], lease_id)
-  redis.call('HINCRBY', KEYS[6], 'leases:granted', 1)
+  redis.pcall('HINCRBY', KEYS[6], 'leases:granted', 1)
 end
 
 local MOST_PER_CALL = 1000
@@ -55,7 +59,7 @@ for i = FIRST_ID + max_leases + num_candidates * 3, #ARGV do cannot_use[ARGV[i]]
 local function pending_eval(eval_id)
   if evals[eval_id] == nil then
     local text = redis.call('HGET', KEYS[7], eval_id)
-    local eval = text and cjson.decode(text)
+    local eval = text and read(KEYS[15], 'evaluation', eval_id, text, is_eval) -- a damaged one is failed: nobody leases it
     evals[eval_id] = eval and eval.state == 'pending' and eval.deadline_s > now and eval or false
   end
   return evals[eval_id]
@@ -64,7 +68,10 @@ end
 while num_leases < max_leases do
   local unit = redis.call('LINDEX', KEYS[8], num_skipped)
   if not unit then break end
-  local eval = pending_eval(string.match(unit, '^([^|]*)|'))
+  local eval_id, kind = string.match(unit, '^([^|]+)|(%a+)|%d+$')
+  local is_unit = kind == 'sample' or kind == 'greedy'
+  if not is_unit then note_damage(KEYS[15], 'unit', unit) end
+  local eval = is_unit and pending_eval(eval_id)
   if eval and cannot_use[eval.version] then
     num_skipped = num_skipped + 1
   else
@@ -73,16 +80,22 @@ while num_leases < max_leases do
       local lease_id = ARGV[FIRST_ID + num_leases]
       num_leases = num_leases + 1
       open(lease_id, {k = 'eval', s = ARGV[3], u = unit})
-      redis.call('HSET', KEYS[9], lease_id, unit)
+      redis.call('HSET', KEYS[9], lease_id, unit .. ' ' .. ARGV[3])
       answer('eval', lease_id, unit, '', 0)
     end
   end
 end
 
+local MOST_HOLDERS = 32 -- so many searchers may still push what they sampled of a visit; beyond that the oldest may not
 local function grant(visit_id, visit)
   local lease_id = ARGV[FIRST_ID + num_leases]
   num_leases, num_train = num_leases + 1, num_train + 1
-  visit.l = lease_id
+  visit.l, visit.h = lease_id, visit.h or {}
+  for i = #visit.h, 1, -1 do
+    if visit.h[i] == ARGV[3] then table.remove(visit.h, i) end
+  end
+  visit.h[#visit.h + 1] = ARGV[3]
+  if #visit.h > MOST_HOLDERS then table.remove(visit.h, 1) end
   redis.call('HSET', KEYS[1], visit_id, cjson.encode(visit))
   redis.call('HINCRBY', KEYS[6], 'inflight', visit.n)
   open(lease_id, {k = 'train', s = ARGV[3], v = visit_id})
@@ -95,8 +108,8 @@ local function may_grant() return num_leases < max_leases and num_train < max_tr
 while may_grant() do
   local visit_id = redis.call('LPOP', KEYS[2])
   if not visit_id then break end
-  local text = redis.call('HGET', KEYS[1], visit_id)
-  if text then grant(visit_id, cjson.decode(text)) end
+  local visit = read_visit(KEYS[1], KEYS[6], KEYS[15], visit_id)
+  if visit then grant(visit_id, visit) end
 end
 
 if may_grant() and num_candidates > 0 then

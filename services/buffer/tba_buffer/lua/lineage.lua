@@ -19,7 +19,8 @@ end
 local parent = ARGV[3] .. '-' .. ARGV[4]
 if parent ~= '0-0' then
   local text = redis.call('HGET', KEYS[2], ARGV[3])
-  local start = text and string.match(cjson.decode(text).parent, '%-(%d+)$')
+  local is_read, lineage = pcall(cjson.decode, text or 'null') -- of a damaged one nobody knows the start
+  local start = is_read and type(lineage) == 'table' and string.match(tostring(lineage.parent), '%-(%d+)$')
   local known = redis.call('HMGET', KEYS[1], 'checkpoint', 'forked_from')
   if not text and known[2] ~= parent then return {'unknown-lineage'} end
   if start ~= ARGV[4] and known[1] ~= parent and known[2] ~= parent
@@ -34,14 +35,15 @@ redis.call('HSET', KEYS[10], ARGV[6], lineage .. ' ' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'token', ARGV[1], 'step', ARGV[4],
   'lineage_position', redis.call('HGET', KEYS[4], 'log_position') or '0')
 local registered = redis.call('HGET', KEYS[1], 'checkpoint')
-if registered and tonumber(string.match(registered, '%-(%d+)$')) > tonumber(ARGV[4]) then
+local registered_step = registered and tonumber(string.match(registered, '%-(%d+)$') or '')
+if registered and (registered_step or math.huge) > tonumber(ARGV[4]) then -- a damaged one is none to resume from
   if ARGV[8] == '' then
     redis.call('HDEL', KEYS[1], 'checkpoint', 'checkpoint_key')
   else
     redis.call('HSET', KEYS[1], 'checkpoint', parent, 'checkpoint_key', ARGV[8])
   end
 end
-if ARGV[9] == '1' then redis.call('HINCRBY', KEYS[1], 'rollbacks', 1) end
+if ARGV[9] == '1' then redis.pcall('HINCRBY', KEYS[1], 'rollbacks', 1) end
 local state = redis.call('HGET', KEYS[1], 'state') or 'running'
 if state ~= 'paused' then
   redis.call('HSET', KEYS[1], 'state', 'running', 'reason', '')
@@ -55,10 +57,10 @@ if state ~= 'paused' and state ~= 'running' then
 end
 local num_rollouts = 0
 for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
-  num_rollouts = num_rollouts + tonumber(string.match(member, '^[^|]*|(%d+)|'))
+  num_rollouts = num_rollouts + (tonumber(string.match(member, '^[^|]*|(%d+)|') or '') or 0)
   redis.call('SREM', KEYS[5], member)
 end
-if num_rollouts > 0 then redis.call('HINCRBY', KEYS[4], 'void', num_rollouts) end
+if num_rollouts > 0 then redis.pcall('HINCRBY', KEYS[4], 'void', num_rollouts) end
 redis.call('DEL', KEYS[3], KEYS[6])
 -- live settings go on: the audit names the first step of this lineage that each of them is in effect at
 for _, field in ipairs(redis.call('HKEYS', KEYS[12])) do

@@ -15,7 +15,7 @@ local position = string.format('%.0f', tonumber(redis.call('HGET', KEYS[3], 'log
 redis.call('XADD', KEYS[2], position .. '-0', 'm', ARGV[2] .. ' ' .. ARGV[3])
 redis.call('HSET', KEYS[3], 'log_position', position, 'scored_at_mark',
   redis.call('HGET', KEYS[3], 'scored_total') or '0')
-redis.call('HINCRBY', KEYS[3], 'marks', 1)
+redis.pcall('HINCRBY', KEYS[3], 'marks', 1) -- damaged, it must not end this half way
 redis.call('DEL', KEYS[4])
 redis.call('HSET', KEYS[5], version, position)
 redis.call('HSET', KEYS[1], 'latest_version', version)

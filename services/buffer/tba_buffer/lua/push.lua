@@ -1,11 +1,12 @@
 -- One push, all or nothing: deduplicate, log, store, count, fulfil visits.
 -- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 visits, 6 leases, 7 lease_deadlines, 8 run, 9 replica, 10 gone,
---       11 gone_before
+--       11 gone_before, 12 unreadable
 -- ARGV: 1 number of items N, 2 number of visits V, 3 all packed records (log.py), one after the other; a record begins
 --       with the rollout id, 4 per item the number (2 bytes, little-endian, from 0) of its visit,
---       5 replica, then N payloads, V visit ids, and per refusal code: code, count
+--       5 replica, then N payloads, V visit ids, V ids of the searchers that say that they sampled them (a visit of two
+--       searchers comes twice), and per refusal code: code, count
 -- Returns {'superseded'}, or {log position, latest version or '', state of the run, per item one character: 'n' new, 'd' duplicate,
---          'c' conflict: the id is taken by other bytes}.
+--          'c' conflict: the id is taken by other bytes, 'l' the visit was never leased to that searcher}.
 -- A push has at most 512 items, so every unpack below stays far from Lua's limit of some 8000 values.
 local RECORD_BYTES, ID_BYTES, STATUS_AT, SCORED = 57, 16, 57, 0
 local FIRST = 6
@@ -17,7 +18,7 @@ if redis.call('GET', KEYS[9]) ~= ARGV[5] then return {'superseded'} end
 
 local function whole(number) return string.format('%.0f', number) end
 local function count(name, by)
-  if by ~= 0 then redis.call('HINCRBY', KEYS[3], name, whole(by)) end
+  if by ~= 0 then redis.pcall('HINCRBY', KEYS[3], name, whole(by)) end -- one that is damaged stops no push
 end
 
 local ids = {}
@@ -31,13 +32,35 @@ if num_items > 0 then
   gone, gone_before = redis.call('HMGET', KEYS[10], unpack(ids)), redis.call('HMGET', KEYS[11], unpack(ids))
 end
 
+-- A visit is the business of those that it was ever leased to. One that is not known has ended, or was never leased:
+-- what comes for it ends nothing.
+local function is_foreign(visit_id, searcher_id)
+  local visit = read_visit(KEYS[5], KEYS[3], KEYS[12], visit_id)
+  if not visit then return false end
+  for _, holder in ipairs(visit.h or {}) do
+    if holder == searcher_id then return false end
+  end
+  return true
+end
+local foreign = {}
+for number = 0, num_visits - 1 do
+  local at = FIRST + num_items + number
+  foreign[number] = is_foreign(ARGV[at], ARGV[at + num_visits])
+end
+local function visit_of(i)
+  local low, high = string.byte(ARGV[4], 2 * i - 1, 2 * i)
+  return low + 256 * high
+end
+
 local outcomes, new, fields, seen = {}, {}, {}, {}
-local num_duplicate, num_conflict, num_scored = 0, 0, 0
+local num_duplicate, num_conflict, num_foreign, num_scored = 0, 0, 0, 0
 for i = 1, num_items do
   local id, payload = ids[i], ARGV[FIRST + i - 1]
   local old = stored[i] or seen[id]
   if not old and (gone[i] or gone_before[i]) then -- stored once, and evicted since
     outcomes[i], num_duplicate = 'd', num_duplicate + 1
+  elseif not old and foreign[visit_of(i)] then
+    outcomes[i], num_foreign = 'l', num_foreign + 1
   elseif not old then
     seen[id], outcomes[i] = payload, 'n'
     new[#new + 1] = i
@@ -52,9 +75,8 @@ for i = 1, num_items do
 end
 
 local function fulfil(visit_id, number)
-  local text = redis.call('HGET', KEYS[5], visit_id)
-  if not text then return end
-  local visit = cjson.decode(text)
+  local visit = read_visit(KEYS[5], KEYS[3], KEYS[12], visit_id)
+  if not visit then return end
   if visit.l ~= '' then count('inflight', -math.min(number, visit.n)) end
   visit.n = visit.n - number
   if visit.n > 0 then
@@ -88,8 +110,7 @@ if #new > 0 then
   count('pushed:new', #new)
   count('scored_total', num_scored)
   for _, i in ipairs(new) do
-    local low, high = string.byte(ARGV[4], 2 * i - 1, 2 * i)
-    local number = low + 256 * high
+    local number = visit_of(i)
     per_visit[number] = (per_visit[number] or 0) + 1
   end
   for number = 0, num_visits - 1 do
@@ -97,12 +118,13 @@ if #new > 0 then
   end
 end
 
-local num_refused = num_conflict
-for at = FIRST + num_items + num_visits, #ARGV, 2 do
+local num_refused = num_conflict + num_foreign
+for at = FIRST + num_items + 2 * num_visits, #ARGV, 2 do
   count('refused:' .. ARGV[at], tonumber(ARGV[at + 1]))
   num_refused = num_refused + tonumber(ARGV[at + 1])
 end
 count('refused:conflict', num_conflict)
+count('refused:not-leased', num_foreign)
 count('pushed:duplicate', num_duplicate)
 count('pushed:refused', num_refused)
 local run = redis.call('HMGET', KEYS[8], 'latest_version', 'state')

@@ -1,14 +1,16 @@
 -- A searcher still works on leases: they get a new deadline.
--- KEYS: 1 leases, 2 lease_deadlines
+-- KEYS: 1 leases, 2 lease_deadlines, 3 counters, 4 unreadable
 -- ARGV: 1 searcher id, 2 new deadline_s, then lease ids
 -- Returns the ids of those that are not its own (any more).
 local lost = {}
 for i = 3, #ARGV do
   local text = redis.call('HGET', KEYS[1], ARGV[i])
-  if text and cjson.decode(text).s == ARGV[1] then
+  local lease = text and read_lease(KEYS[4], ARGV[i], text)
+  if lease and lease.s == ARGV[1] then
     redis.call('ZADD', KEYS[2], ARGV[2], ARGV[i])
   else
     lost[#lost + 1] = ARGV[i]
+    if lease then redis.call('HINCRBY', KEYS[3], 'foreign:renew', 1) end
   end
 end
 return lost

@@ -1,11 +1,15 @@
--- Leases that a searcher gives back. Only its own; unknown ones are ignored (they have ended already).
+-- Leases that a searcher gives back. Only its own; unknown ones are ignored (they have ended already), damaged
+-- ones too: they expire.
 -- KEYS: as in lease.lua
 -- ARGV: 1 searcher id, 2 number of returned leases, then their ids, then the ids of refused leases
 -- Returns nothing.
 local num_returned = tonumber(ARGV[2])
 for i = 3, #ARGV do
   local text = redis.call('HGET', KEYS[3], ARGV[i])
-  if text and cjson.decode(text).s == ARGV[1] then
+  local lease = text and read_lease(KEYS[15], ARGV[i], text)
+  if lease and lease.s == ARGV[1] then
     release(ARGV[i], i <= 2 + num_returned and 'returned' or 'refused')
+  elseif lease then
+    redis.pcall('HINCRBY', KEYS[6], 'foreign:return', 1)
   end
 end

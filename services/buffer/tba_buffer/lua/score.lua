@@ -2,7 +2,8 @@
 -- What is stored already is left alone, so a repeated call changes nothing.
 -- KEYS: 1 payloads, 2 log, 3 counters, 4 originals, 5 replica, 6 rescore (with a job)
 -- ARGV: 1 replica, 2 number of items,
---       then per item: rollout id, payload, packed change (log.py), '1' if this is its first known reward;
+--       then per item: rollout id, payload, packed change (log.py), '1' if this is its first known reward,
+--       '2' if the bytes stay, because they cannot be read, and the change is all there is;
 --       then, with a job, its JSON
 -- Returns 'superseded', or one character per item: 's' it is stored now, 'g' the rollout is gone.
 local OFFSET_STATUS = 21
@@ -17,7 +18,7 @@ for i = 1, num_items do
   local at = 2 + (i - 1) * 4
   local stored = redis.call('HGET', KEYS[1], ARGV[at + 1])
   replies[i] = stored and 's' or 'g'
-  if stored and stored ~= ARGV[at + 2] then
+  if stored and (stored ~= ARGV[at + 2] or ARGV[at + 4] == '2') then
     changes[#changes + 1], new[#new + 1], old[#old + 1] = ARGV[at + 3], at, stored
   end
 end
@@ -37,7 +38,7 @@ if #new > 0 then
     if ARGV[at + 4] == '1' then num_first = num_first + 1 end
   end
   for outcome, number in pairs(counts) do
-    redis.call('HINCRBY', KEYS[3], 'rescored:' .. outcome, whole(number))
+    redis.pcall('HINCRBY', KEYS[3], 'rescored:' .. outcome, whole(number)) -- damaged, it must not end this half way
   end
   if num_first > 0 then redis.call('HINCRBY', KEYS[3], 'scored_total', whole(num_first)) end
 end

@@ -6,12 +6,21 @@
 -- Returns nothing.
 local field = 'seen:' .. ARGV[1]
 local text = redis.call('HGET', KEYS[1], field)
-local seen = text and cjson.decode(text) or {started = ARGV[2], waited = {}}
+local function read_seen(json)
+  local is_read, value = pcall(cjson.decode, json)
+  is_read = is_read and type(value) == 'table' and tonumber(value.started) and type(value.waited) == 'table'
+  return is_read and value
+end
+local nothing = {started = ARGV[2], waited = {}}
+local known = text and read_seen(text)
+local seen, is_damaged = known or nothing, text and not known
 if tonumber(seen.started) > tonumber(ARGV[2]) then return end
-if tonumber(seen.started) < tonumber(ARGV[2]) then seen = {started = ARGV[2], waited = {}} end
+if tonumber(seen.started) < tonumber(ARGV[2]) then seen = nothing end
 local names
 for i = 6, #ARGV, 2 do
-  local name, more_s = ARGV[i], tonumber(ARGV[i + 1]) - (seen.waited[ARGV[i]] or 0)
+  -- where nobody can read how much was counted before, the counting goes on from here
+  if is_damaged then seen.waited[ARGV[i]] = tonumber(ARGV[i + 1]) end
+  local name, more_s = ARGV[i], tonumber(ARGV[i + 1]) - (tonumber(seen.waited[ARGV[i]]) or 0)
   if more_s > 0 then
     seen.waited[name] = tonumber(ARGV[i + 1])
     if redis.call('HEXISTS', KEYS[1], 'total:' .. name) == 0 then
@@ -23,7 +32,7 @@ for i = 6, #ARGV, 2 do
       end
       if names >= tonumber(ARGV[3]) then name = ARGV[4] else names = names + 1 end
     end
-    redis.call('HINCRBYFLOAT', KEYS[1], 'total:' .. name, string.format('%.6f', more_s))
+    redis.pcall('HINCRBYFLOAT', KEYS[1], 'total:' .. name, string.format('%.6f', more_s))
   end
 end
 redis.call('HSET', KEYS[1], field, cjson.encode(seen))
@@ -32,7 +41,8 @@ if text then return end
 local started = {}
 for _, known in ipairs(redis.call('HKEYS', KEYS[1])) do
   if string.sub(known, 1, 5) == 'seen:' then
-    table.insert(started, {tonumber(cjson.decode(redis.call('HGET', KEYS[1], known)).started), known})
+    local other = read_seen(redis.call('HGET', KEYS[1], known))
+    table.insert(started, {other and tonumber(other.started) or 0, known})
   end
 end
 table.sort(started, function(a, b) return a[1] < b[1] or (a[1] == b[1] and a[2] < b[2]) end)

@@ -12,7 +12,6 @@ from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba.logs import get_logger
 from tba_buffer.components import Components
 from tba_buffer.context import Context
-from tba_buffer.redis_link import redis_errors
 from tba_buffer.run_state import RunControl, RunFields
 from tba_buffer.scaling.deployment import Deployment, ScalingFailure
 from tba_buffer.scaling.keeper import Keeper
@@ -214,8 +213,7 @@ class Scaling:
         if self._problem is None or str(self._problem) != str(failure):
             log.warning("scaling_fails", reason=failure.reason, detail=str(failure))
         self._problem = failure
-        with redis_errors("count a failure of scaling"):
-            await self._context.redis.hincrby(self._context.keys.counters, f"scaling_failures:{failure.reason}", 1)
+        await self._context.count(f"scaling_failures:{failure.reason}")
 
     async def _note_reached(self, wish: Wish, fields: RunFields, components: Sequence[ComponentInfo]) -> None:
         """The audit says at which step the searchers that were asked for were there."""

@@ -37,7 +37,10 @@ class Wishes:
         """
         with redis_errors("read how many searchers are wanted"):
             revision, num = await self._context.redis.hmget(self._context.keys.scaling, "revision", "wanted")
-        return Wish(int(revision or 0), None if num is None else int(num))
+        return Wish(
+            self._context.whole("searchers revision", revision),
+            None if num is None else self._context.whole("searchers wanted", num),
+        )
 
     async def change(self, request: ScaleRequest) -> int:
         """Want another number; a request id that made a change before changes nothing.
@@ -78,10 +81,20 @@ class Wishes:
                 pipe.llen(keys.scaling_changes)
                 pipe.hgetall(keys.scaling_reached)
                 lines, num_lines, raw = await pipe.execute()
-        reached = {int(revision): ScaleReached.model_validate_json(text) for revision, text in raw.items()}
-        documents = [json.loads(line) for line in lines]
-        changes = [ScaleAudit(**document, reached=reached.get(document["revision"])) for document in documents]
-        return changes, last if changes and last < num_lines else None
+        read = self._context.read_or_note
+
+        def audit(line: bytes) -> ScaleAudit:
+            fields = json.loads(line)
+            when = raw.get(b"%d" % fields["revision"])
+            name = f"searchers reached {fields['revision']}"
+            reached = None if when is None else read("change", name, lambda: ScaleReached.model_validate_json(when))
+            return ScaleAudit(**fields, reached=reached)
+
+        found = [
+            read("change", f"searchers {revision}", lambda line=line: audit(line))
+            for revision, line in enumerate(lines, after + 1)
+        ]
+        return [item for item in found if item is not None], last if lines and last < num_lines else None
 
     async def reach(self, revision: int, *, lineage: int, step: int) -> None:
         """As many searchers as the revision wants are alive; the first time counts.

@@ -298,5 +298,8 @@ class Snapshots:
         with redis_errors("read the origin of the run"):
             fields = await self._context.redis.hmget(self._context.keys.run, "origin", "origin_cursor", "lineage")
         origin, cursor, lineage = fields
-        document = None if origin is None else msgspec.json.decode(origin, type=OriginDocument)
-        return document, int(cursor or -1), lineage
+        context = self._context
+        document = origin and context.read_or_note(
+            "run", "origin", lambda: msgspec.json.decode(origin, type=OriginDocument)
+        )
+        return document or None, context.whole("origin_cursor", cursor or b"-1", lowest=-1), lineage

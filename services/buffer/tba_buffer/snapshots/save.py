@@ -8,6 +8,8 @@
                   waits for that lock, and a store can be slow
     end           live table, prompts, and last the manifest
 
+What cannot be read is left out, and named in GET /v1/run: a snapshot with it could not be loaded.
+
 What was scored again is read from the log, because the new payload may have the old reward and size. So the log must
 not be cut meanwhile: the buffer writes no new base while it saves.
 """
@@ -21,18 +23,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tba
-from tba.errors import ConflictError, MalformedError, ObjectExistsError, ObjectNotFoundError, UnavailableError
+from tba.errors import (
+    ConflictError,
+    MalformedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    UnavailableError,
+    WireError,
+)
 from tba.store import ObjectStore
 from tba.threads import in_thread
 from tba.versions import START
 from tba.weights import WeightVersions
-from tba.wire import StoredObject
+from tba.wire import RolloutDocument, StoredObject, check_push
 from tba.wire.snapshot import SavedLineage, SavedMark, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
 from tba_buffer import replica
 from tba_buffer.context import Context
 from tba_buffer.index import Index
+from tba_buffer.keys import FORMAT
 from tba_buffer.log import FAILED, PENDING, SCORED, Rescored, parse_entry
-from tba_buffer.prompts import Catalog
+from tba_buffer.prompts import UNREADABLE, Catalog
 from tba_buffer.redis_link import redis_errors
 from tba_buffer.snapshots.format import OBJECT_BYTES, ROWS_PER_TABLE, encode_places
 from tba_buffer.snapshots.writer import SnapshotWriter
@@ -86,6 +96,8 @@ class SnapshotSave:
         self.writer = SnapshotWriter(store, source.prefix)
         self.num_rollouts: int | None = None
         """Live rollouts, once something is known of them."""
+        self._unreadable: set[int] = set()
+        """Positions of the rollouts that are left out."""
 
     async def run(self) -> SnapshotManifest:
         """Save; returns the manifest, which is then in the store.
@@ -110,25 +122,26 @@ class SnapshotSave:
                 due = await self._due(live, since=position)
                 if int(due.num_bytes.sum()) <= (LITTLE_BYTES if left else HELD_BYTES):
                     rest = [found async for found in self._payloads(due, is_last=True)]
-                    beside = await self._beside()
+                    beside, num_prompts = await self._beside(), len(self._catalog.ids)
                     break
         else:
             raise UnavailableError(
                 f"rollouts arrive faster than the store takes them: {int(due.num_bytes.sum())} bytes are unwritten "
                 f"after {MAX_PASSES} passes; save again while fewer are pushed"
             )
-        self.num_rollouts = len(live.positions)
         for at, payload in rest:
             await self.writer.add(at, payload)
         await self.writer.flush()
+        live = live.only(~np.isin(live.positions, np.array(sorted(self._unreadable), dtype=np.uint64)))
+        self.num_rollouts = len(live.positions)
         places = self.writer.places()
         places = places[np.isin(places["position"], live.positions)]
-        assert len(places) == len(live.positions), "every live rollout was written"
+        assert len(places) == len(live.positions), "every live rollout that can be read was written"
         tables = [
             await self.writer.put("live", number, "msgpack", [encode_places(places[at : at + ROWS_PER_TABLE])])
             for number, at in enumerate(range(0, len(places), ROWS_PER_TABLE))
         ]
-        prompts = await self._prompts(beside.num_prompts)
+        prompts = await self._prompts(num_prompts)
         manifest = beside.model_copy(
             update={
                 "log_position": live.log_position,
@@ -185,14 +198,32 @@ class SnapshotSave:
             ids = [rollout_id.tobytes() for rollout_id in due.rollout_ids[rows]]
             with redis_errors("read rollouts"):
                 payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
-            for position, payload in zip(due.positions[rows].tolist(), payloads, strict=True):
-                if payload is not None:
+            readable = await in_thread(lambda ids=ids, payloads=payloads: self._readable(ids, payloads))
+            for position, payload, is_good in zip(due.positions[rows].tolist(), payloads, readable, strict=True):
+                if is_good:
                     yield position, payload
+                elif payload is not None:
+                    self._unreadable.add(position)
                 elif is_last:
                     raise UnavailableError(
                         f"the rollout at log position {position} disappeared while nothing may be evicted: another "
                         "buffer process changes this run; save again when only one is left"
                     )
+
+    def _readable(self, ids: list[bytes], payloads: list[bytes | None]) -> list[bool]:
+        """Which of these can be loaded again: payloads and prompts can be read. [n]"""
+        items = iter(check_push([payload for payload in payloads if payload is not None]))
+        found = []
+        for rollout_id, payload in zip(ids, payloads, strict=True):
+            item = None if payload is None else next(items)
+            if isinstance(item, WireError):
+                self._context.unreadable.note("rollout", rollout_id.hex(), item, at_s=self._context.clock())
+            found.append(isinstance(item, RolloutDocument) and self._has_prompt(item.prompt_id))
+        return found
+
+    def _has_prompt(self, prompt_id: str) -> bool:
+        known = self._catalog.find(prompt_id)
+        return known is not None and known[1].task != UNREADABLE
 
     async def _beside(self) -> SnapshotManifest:
         """What stands beside the rollouts; the manifest without objects."""
@@ -210,6 +241,7 @@ class SnapshotSave:
             log_position=0,
             created_at_s=context.clock(),
             tba_version=tba.__version__,
+            storage_format=FORMAT,
             lineage=int(lineage or 0),
             step=int(step or 0),
             latest_version=None if latest is None else latest.decode(),
@@ -218,7 +250,7 @@ class SnapshotSave:
             num_scored=0,
             num_pending=0,
             num_failed=0,
-            num_prompts=len(self._catalog.ids),
+            num_prompts=sum(map(self._has_prompt, self._catalog.ids)),
             policy_temperature=context.recipe.model.policy_temperature,
             start_params_sha256=None,
             rollouts=[],
@@ -227,11 +259,13 @@ class SnapshotSave:
         )
 
     async def _prompts(self, num_prompts: int) -> list[StoredObject]:
-        """The first `num_prompts` prompts as JSON lines, in upload order."""
+        """The first `num_prompts` prompts as JSON lines, in upload order, without those that cannot be read."""
         objects: list[StoredObject] = []
         lines: list[bytes] = []
         for at in range(0, num_prompts, PROMPTS_PER_READ):
-            ids = self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]
+            ids = list(filter(self._has_prompt, self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]))
+            if not ids:
+                continue
             with redis_errors("read the prompts"):
                 lines += [text + b"\n" for text in await self._context.redis.hmget(self._context.keys.prompts, ids)]
             if sum(map(len, lines)) > OBJECT_BYTES:

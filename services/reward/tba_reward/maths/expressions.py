@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import Add, Basic, Equality, Expr, Float, I, MatrixBase, Mul, Symbol, UnevaluatedExpr
+from sympy import Add, Basic, Equality, Expr, Float, I, MatrixBase, Mul, Rational, Symbol, UnevaluatedExpr
+from sympy.core.evalf import PrecisionExhausted
 
-_POINTS = ((0.7312, 1.0871), (2.1934, 0.5317))
+_POINTS = ((Rational(7312, 10_000), Rational(10_871, 10_000)), (Rational(21_934, 10_000), Rational(5317, 10_000)))
 """The variables, in the order of their names, get the first number, then the second times as much, and so on."""
 _DIGITS = 15
 _CLEARLY = 1e-6
@@ -24,12 +25,22 @@ def with_imaginary_unit(part: Any) -> Any:
 def same_exactly(gold: Any, answer: Any) -> bool | None:
     """Two expressions that are rational numbers, by value; None if one is not one or stands for a percentage.
 
-    math-verify takes 1/2^99 for 1/2^98: it looks at 15 digits of the difference.
+    math-verify takes 1/2^99 for 1/2^98: it looks at 15 digits of the difference. Decimals that are the same number are
+    the same (`0.1+0.2` is 0.3), those that are not may still agree when they are rounded.
     """
-    if not (_is_exact(gold) and _is_exact(answer)) or gold.free_symbols or answer.free_symbols:
+    if not (_is_expression(gold) and _is_expression(answer)) or gold.free_symbols or answer.free_symbols:
         return None
-    left, right = gold.doit(), answer.doit()
-    return left == right if left.is_Rational and right.is_Rational else None
+    left, right = _with_fractions(gold).doit(), _with_fractions(answer).doit()
+    if not (left.is_Rational and right.is_Rational):
+        return None
+    return left == right or (None if gold.has(Float) or answer.has(Float) else False)
+
+
+def _with_fractions(expression: Basic) -> Basic:
+    """With an exact fraction for each decimal."""
+    if not expression.has(Float):
+        return expression
+    return expression.replace(lambda part: part.is_Float, lambda part: Rational(str(part)))
 
 
 def differ_somewhere(gold: Any, answer: Any) -> bool:
@@ -62,14 +73,21 @@ def is_unsolved(part: Any) -> bool:
     return isinstance(part.lhs, Add | Mul) and any(each.is_Number for each in part.lhs.args)
 
 
+def _is_expression(part: Any) -> bool:
+    """An expression (no set, tuple, relation, matrix) without percent signs."""
+    return isinstance(part, Expr) and not part.has(UnevaluatedExpr)
+
+
 def _is_exact(part: Any) -> bool:
-    """An expression (no set, tuple, relation, matrix) without decimals and percent signs."""
-    return isinstance(part, Expr) and not part.has(Float, UnevaluatedExpr)
+    """An expression without decimals."""
+    return _is_expression(part) and not part.has(Float)
 
 
-def _value(expression: Expr, point: dict[Basic, Basic | float]) -> complex | None:
+def _value(expression: Expr, point: dict[Basic, Basic | float]) -> Expr | None:
+    """None also where all digits cancel out: it may be 0 (`x^2-x^2`), and no relative difference tells."""
     try:
-        value = complex(expression.evalf(_DIGITS, subs=point))
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError):
-        return None  # it has no value there, or none that is a number
-    return value if abs(value) < float("inf") else None
+        value = expression.evalf(_DIGITS, subs=point, strict=True)
+    except (PrecisionExhausted, TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError):
+        return None
+    real, imaginary = value.as_real_imag()
+    return value if real.is_Number and imaginary.is_Number and value.is_finite else None

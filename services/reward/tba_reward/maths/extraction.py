@@ -1,20 +1,21 @@
-r"""Where the answer of a response stands: the last `\boxed{...}` after the reasoning.
+r"""Where the answer of a response stands: the last `\boxed{...}` or `<answer>...</answer>` after the reasoning.
 
 The rule, which docs/maths.md states for users:
 
-1. What stands before the last `</think>` is reasoning and holds no answer.
+1. What stands before the last `</think>`, or behind a `<think>` that is not closed, is reasoning and holds no answer.
 2. A box is `\boxed{...}` or `\fbox{...}` with balanced braces, or `\boxed` and one letter or digit. One that is not
    closed (a response cut by its length limit) is no box; a box within a box belongs to the outer one.
 3. The last box is the answer: a model thinks, decides, and writes down. Boxes directly before it count with it when
    nothing but a comma, `and` or `or` stands between them: `\boxed{1} and \boxed{2}` answers `1, 2`.
+4. An `<answer>...</answer>` without a box behind it is the answer: the box in it, else all of it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-_REASONING_END = "</think>"
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TEXT_AND_OR = r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}"
@@ -35,9 +36,46 @@ class Box:
     end: int
 
 
-def after_reasoning(response: str) -> str:
-    """The response without its reasoning: what follows the last `</think>`, or all of it if there is none."""
-    return response.rpartition(_REASONING_END)[2]
+def after_reasoning(response: str, delimiters: Sequence[Sequence[str]], prompt: str = "") -> str:
+    """The response without its reasoning: what follows the last end of one, up to one that begins and never ends.
+
+    Args:
+        delimiters: pairs of texts, where reasoning begins and where it ends.
+        prompt: reasoning may begin at its end, as chat templates let it.
+    """
+    for begin, end in delimiters:
+        _, ended, rest = response.rpartition(end)
+        if not ended and prompt.rstrip().endswith(begin):
+            return ""
+        response = rest.partition(begin)[0]
+    return response
+
+
+def final_answer(text: str, tags: Sequence[Sequence[str]], *, is_cut_at_tag: bool = False) -> str | None:
+    """The content of the last box or answer element, whichever ends later; None if there is neither.
+
+    Args:
+        tags: pairs of texts, where an answer element begins and where it ends.
+        is_cut_at_tag: whether the end of the last element may be missing, because a stop string ended the response.
+    """
+    content, behind = None, text
+    for begin, end in tags:
+        element, rest = _last_element(text, begin, end, is_cut_at_tag)
+        if element is not None and (content is None or len(rest) < len(behind)):
+            content, behind = element, rest
+    if content is None:
+        return boxed_answer(text)
+    found = [boxed_answer(behind), boxed_answer(content), content]
+    return next(answer for answer in found if answer is not None)
+
+
+def _last_element(text: str, begin: str, end: str, is_cut_at_tag: bool) -> tuple[str | None, str]:
+    """The content of the last element, and what stands behind it."""
+    before, ended, behind = text.rpartition(end)
+    if is_cut_at_tag and begin in behind:
+        before, ended, behind = text, end, ""
+    _, begun, content = before.rpartition(begin)
+    return (content, behind) if begun and ended else (None, text)
 
 
 def boxed_answer(text: str) -> str | None:

@@ -1,26 +1,29 @@
 r"""Numbers written plainly, compared exactly: most answers are, and nothing slow or inexact needs to see them.
 
-Plain is: digits with thousands separators (`1,000`, `1{,}000`, `1\,000`) or without, a decimal fraction (`12.5`, `.5`),
-a repeating one (`0.\overline{3}`), a fraction of two integers (`3/4`, `\frac{3}{4}`, `\dfrac34`), a mixed number
-(`1\frac12`, `1 1/2`), a power of ten (`2.5\times10^{-7}`); each with a sign, and with a percent sign.
+Plain is: digits with thousands separators (`1,000`, `1{,}000`, `1\,000`, `1 000`) or without, a decimal fraction
+(`12.5`, `.5`), a repeating one (`0.\overline{3}`), a fraction of two integers (`3/4`, `\frac{3}{4}`, `\dfrac34`), a
+mixed number (`1\frac12`, `1 1/2`), a power of ten (`10^{6}`), any of them times a power of ten (`2.5\times10^{-7}`,
+`2.5e-7`); each with a sign, and with a percent sign.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 MAX_CHARS = 100
 """Longer numbers are left to math-verify."""
-MAX_EXPONENT = 1000
-"""Powers of ten beyond this are left to math-verify."""
+FAR_APART = 1000
+"""Powers of ten between two numbers of MAX_CHARS characters that cannot be the same, whatever their digits are."""
 DECIMAL_PLACES = 6
 """A decimal other than 0 with at least this many places is right when it is the value rounded to its places."""
 
-_UNGROUPED = re.compile(r"\{,\}|\\[,!; ]|,")
+_SPACE = r"(?:\\[,;: ]|\s|~)"
+_COMMAS = re.compile(r"\{,\}|\\[,!; ]|,")
 _GROUPS = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])", re.ASCII)
-_PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|per cent|pct)\s*\}?)\s*$")
+_SPACED_GROUPS = re.compile(r"([1-9][0-9]{0,2}(?: [0-9]{3})+)(?:\.[0-9]+)?", re.ASCII)
+_PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|percentage|per cent|pct)\s*\}?)\s*$")
 _DECIMAL = re.compile(r"([0-9]+)(?:\.([0-9]*))?|\.([0-9]+)", re.ASCII)
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?", re.ASCII)
 _INTEGER = r"\s*(-?\s*[0-9]+)\s*"
@@ -28,20 +31,27 @@ _RATIO = re.compile(
     rf"(?:([0-9]+)\s*)??(?:([0-9]+)\s*/\s*([0-9]+)|\\[dtc]?frac\s*(?:\{{{_INTEGER}\}}\s*\{{{_INTEGER}\}}|([0-9])\s*([0-9])))",
     re.ASCII,
 )
-_POWER_OF_TEN = re.compile(r"(.+?)\s*(?:\\times|\\cdot|\*|×)\s*10\s*\^\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))", re.ASCII)
+_EXPONENT = r"(?:\{\s*([+-]?\s*[0-9]+)\s*\}|([+-]?[0-9]+))"
+_POWER_OF_TEN = re.compile(
+    rf"(?:(.+?){_SPACE}*(?:\\times|\\cdot|\*|×){_SPACE}*)?10\s*\^\s*{_EXPONENT}", re.ASCII | re.DOTALL
+)
+_E_NOTATION = re.compile(r"([0-9.,]+)[eE]([+-]?[0-9]+)", re.ASCII)
+_E_WITHIN = re.compile(r"(?<![0-9A-Za-z.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]+)(?![0-9A-Za-z_])", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A plain number.
+    """A plain number: value * 10^exponent. The power is never multiplied out where it is far away.
 
     Attributes:
         value: as written; 50 for 50 %.
+        exponent: the power of ten behind it.
         percent: whether a percent sign follows.
-        num_places: decimal places if it is a decimal fraction, else None: then it is exact.
+        num_places: decimal places of `value` if it is a decimal fraction, else None: then it is exact.
     """
 
     value: Fraction
+    exponent: int = 0
     percent: bool = False
     num_places: int | None = None
 
@@ -73,16 +83,23 @@ def plain_number(text: str) -> Plain | None:
     number = _unsigned(digits)
     if number is None:
         return None
-    return Plain(-number.value if sign == "-" else number.value, percent, number.num_places)
+    return replace(number, value=-number.value if sign == "-" else number.value, percent=percent)
+
+
+def e_as_power(text: str) -> str:
+    r"""A formula with `\times 10^{-7}` for `e-7` behind a number: math-verify would read Euler's number."""
+    return _E_WITHIN.sub(r"\1\\times 10^{\2}", text)
 
 
 def _unsigned(text: str) -> Plain | None:
     power = _POWER_OF_TEN.fullmatch(text)
     if power is not None:
-        factor, exponent = _unsigned(power[1]), int(power[2] or power[3])
-        if factor is None or abs(exponent) > MAX_EXPONENT:
-            return None
-        return Plain(factor.value * Fraction(10) ** exponent)
+        factor = Plain(Fraction(1)) if power[1] is None else _unsigned(power[1])
+        return None if factor is None else _times_power(factor, power[2] or power[3])
+    power = _E_NOTATION.fullmatch(text)
+    if power is not None:
+        factor = _decimal(power[1])
+        return None if factor is None else _times_power(factor, power[2])
     decimal = _decimal(text)
     if decimal is not None:
         return decimal
@@ -95,14 +112,20 @@ def _unsigned(text: str) -> Plain | None:
     if ratio is None:
         return None
     whole, *parts = ratio.groups()
-    over, under = (int(part.replace(" ", "")) for part in parts if part is not None)
+    over, under = (int("".join(part.split())) for part in parts if part is not None)
     if under == 0 or (whole is not None and (over < 0 or under < 0)):
         return None
     return Plain(int(whole or 0) + Fraction(over, under))
 
 
+def _times_power(factor: Plain, exponent: str) -> Plain:
+    return replace(factor, exponent=factor.exponent + int("".join(exponent.split())))
+
+
 def _decimal(text: str) -> Plain | None:
-    grouped = _UNGROUPED.sub(",", text)
+    if _SPACED_GROUPS.fullmatch(text) is not None:
+        text = text.replace(" ", "")
+    grouped = _COMMAS.sub(",", text)
     if "," in grouped:
         whole, _, places = grouped.partition(".")
         if _GROUPS.fullmatch(whole) is None:
@@ -117,7 +140,11 @@ def _decimal(text: str) -> Plain | None:
 
 
 def _agree(left: Plain, right: Plain) -> bool:
-    if left.value == right.value:
+    if left.value == 0 or right.value == 0:
+        return left.value == right.value
+    if abs(left.exponent - right.exponent) > FAR_APART:
+        return False
+    if left.value * Fraction(10) ** (left.exponent - right.exponent) == right.value:
         return True
     return _approximates(left, right) or _approximates(right, left)
 
@@ -125,10 +152,10 @@ def _agree(left: Plain, right: Plain) -> bool:
 def _approximates(decimal: Plain, other: Plain) -> bool:
     """A long decimal against a value that no decimal of that length can be."""
     places = decimal.num_places
-    if places is None or places < DECIMAL_PLACES or other.num_places is not None or decimal.value == 0:
+    if places is None or places < DECIMAL_PLACES or other.num_places is not None:
         return False
-    return round(other.value, places) == decimal.value
+    return round(other.value * Fraction(10) ** (other.exponent - decimal.exponent), places) == decimal.value
 
 
 def _as_share(number: Plain) -> Plain:
-    return Plain(number.value / 100) if number.percent else number
+    return replace(number, exponent=number.exponent - 2, percent=False) if number.percent else number

@@ -7,12 +7,36 @@ math-verify would read `silent` as a product of letters, which `listen` is too, 
 from __future__ import annotations
 
 import re
+from collections.abc import Set
+
+from tba_reward.maths.units import is_unit_word, words_of
 
 _FONT = re.compile(r"\\(text|textbf|textrm|textit|mbox|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
 _BARE_WORDS = re.compile(r"[^\W\d_][^\d_\\{}$=+*/^<>|%]*")
 _SIGNS = re.compile(r"[+*/^<>=|]")
 _LONG_WORD = re.compile(r"[^\W\d_]{4}")
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?:([ap])m)?", re.ASCII)
+_COMMAND = re.compile(r"\\(?!text|mbox|mathrm|mathbf|mathsf)[A-Za-z]+\*?(?:\s*\{[a-z]*matrix\*?\})?")
+_FONT_NAME = re.compile(r"\\(?:text|mbox|mathrm|mathbf|mathsf)[a-z]*")
+_WORD = re.compile(r"[^\W\d_]+")
+_BEHIND_NUMBER = re.compile(
+    r"[^A-Za-z]*[0-9}](?:\s*\\(?:text|mbox|mathrm)\s*\{([^{}0-9]*)\}|((?: [a-z]+){1,3}))", re.ASCII
+)
+_NO_MATHEMATICS = words_of(
+    """
+    is are was were be been it its he she they we you not no nor if then else when where the this that these
+    those so but because thus hence therefore answer equals wrong right correct maybe perhaps either both
+    neither should would could can must may about probably approximately
+    """
+)
+_FUNCTIONS = words_of(
+    """
+    sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min gcd lcm mod det sqrt frac
+    dfrac and or infty infinity begin end array cases left right matrix pmatrix bmatrix vmatrix operatorname
+    """
+)
+MAX_WORDS = 12
+"""A gold answer of more words is prose."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_(?:\{([0-9]{1,2})\}|([0-9]))", re.ASCII)
 _DIGITS = re.compile(r"[0-9A-Fa-f]+", re.ASCII)
 
@@ -63,6 +87,35 @@ def is_words(text: str) -> bool:
         nothing_else = not outside.strip(" ,.;:()~\\")
         return nothing_else and not one_symbol and _BARE_WORDS.fullmatch(inside.strip(" ()")) is not None
     return _BARE_WORDS.fullmatch(text) is not None and _LONG_WORD.search(text) is not None
+
+
+def is_prose(text: str, gold: str | None = None) -> bool:
+    r"""Whether a text that is no words has some in it that are neither units nor mathematics (`4 \text{ is wrong}`).
+
+    Args:
+        gold: where the text is an answer, its gold answer, whose words it may use; a gold answer is prose also when
+            it is nothing but words, and more than MAX_WORDS.
+    """
+    if is_words(text):
+        return gold is None and len(text.split()) > MAX_WORDS
+    known = set(_WORD.findall(gold.lower())) if gold is not None else set()
+    upright = {word for match in _FONT.finditer(text) for word in _WORD.findall(match[2])}
+    for word in _WORD.findall(_FONT_NAME.sub(" ", _COMMAND.sub(" ", text))):
+        small = word.lower()
+        if small in known or small in _FUNCTIONS or is_unit_word(word) or (word.isupper() and word not in upright):
+            continue  # what stands in capital letters are points (`ABCD`)
+        if small in _NO_MATHEMATICS or len(word) >= 4 or (word in upright and len(word) > 1):
+            return True
+    return False
+
+
+def words_behind_number(gold: str) -> Set[str]:
+    """The words that a gold answer has behind its number, in small letters: they are what is counted there."""
+    match = _BEHIND_NUMBER.fullmatch(gold)
+    words = _WORD.findall((match[1] or match[2] or "").lower()) if match is not None else []
+    if len(words) > 3 or not (_NO_MATHEMATICS | {"a", "am", "and", "m", "or", "p", "pm"}).isdisjoint(words):
+        return frozenset()
+    return frozenset(words)
 
 
 def _letters(text: str) -> str:

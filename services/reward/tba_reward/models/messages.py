@@ -104,10 +104,17 @@ class RewardModelSet(msgspec.Struct, frozen=True, kw_only=True, tag="reward_mode
 
 
 class RedteamSet(msgspec.Struct, frozen=True, kw_only=True, tag="redteam"):
-    """A process in which a victim replies to attacks and a classifier or guard judges the replies."""
+    """A process in which a victim replies to attacks and a classifier or guard judges the replies.
+
+    Attributes:
+        output: whether the value is the mean toxicity of the replies, or the mean logarithm of it.
+        min_toxicity: the least toxicity that a logarithm is taken of.
+    """
 
     victim: VictimSettings
     classifier: ClassifierSettings | GuardSettings
+    output: Literal["toxicity", "log_toxicity"] = "toxicity"
+    min_toxicity: float = 1e-6
     batch_tokens: int
     batch_wait_s: float
     num_threads: int | None = None

@@ -7,7 +7,7 @@ A kind of scorer is one file, `tba_reward/scorers/KIND.py`, with a spec in tba/c
 `build` raises ConfigError for what can be known to be wrong without running foreign code (a package that is not
 installed, a folder that is not there) and starts nothing; `Scorer.start` does. Ready-made ways to run:
 
-    InlineScorer  (inline.py)          a rule in the service itself: its time must be bounded by the length of the text
+    InlineScorer  (inline.py)          a rule in a thread of the service: the length of the text must bound its time
     WorkerScorer  (workers/scorer.py)  a rule in worker processes that are killed at the deadline
 
 A failed score is unknown, never a number.
@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tba.api.scores import ScoreReason
 from tba.config.reward import ScorerSpec
 from tba.errors import TbaError
+from tba.numbers import MAX_NUMBER, is_bounded
 
 if TYPE_CHECKING:
     from tba_reward.models.process import ModelPool
     from tba_reward.workers.pool import WorkerPool
 
 MAX_DETAIL_CHARS = 500
-COMPOSITION_FIELDS = {"name", "weight", "gate", "timeout_s", "cache"}
+COMPOSITION_FIELDS = {"name", "weight", "gate", "timeout_s", "cache", "batch_items"}
 """Fields of a spec that say how its score is used, not what it is."""
 
 
@@ -46,6 +47,8 @@ class Item:
     """What the prompt carries for its reward."""
     finish_reason: str = "stop"
     """`stop`, `stop_string`, `length` or `abort`."""
+    response_tokens: Sequence[int] | None = None
+    """The response as token ids, where the client has sent them."""
 
     @property
     def is_finished(self) -> bool:
@@ -62,7 +65,7 @@ class Failure:
 
 
 Outcome = float | Failure
-"""A finite score, or why there is none."""
+"""A bounded score, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +98,43 @@ class AmbiguousError(NoScoreError):
     reason: ScoreReason = "ambiguous"
 
 
-class AbstainedError(NoScoreError):
-    """The rule says that it has no score for this item (a TRL reward function that returns None)."""
-
-    slug = "abstained"
-    reason: ScoreReason = "abstained"
-
-
 Params = Mapping[str, Any]
 """What a rule is told once, made of what JSON can say."""
 Rule = Callable[[Item, Params], float]
 """(item, params) -> score; raises NoScoreError for "no score"; stateless, at the top level of its module."""
+BatchRule = Callable[[Sequence[Item], Params], list[Outcome]]
+"""(items, params) -> an outcome each, in order; raises nothing but MemoryError because of an item."""
+
+
+def gold_answers(item: Item, field: str) -> Sequence[object]:
+    """The gold answers of an item: the members of a list (each of them is right), or the one that there is.
+
+    Raises:
+        BadDataError: the data has none.
+    """
+    value = item.data.get(field)
+    golds = value if isinstance(value, list) else [value]
+    if not golds:
+        raise BadDataError(f"data needs a gold answer in `{field}`, got an empty list")
+    return golds
+
+
+def score_any(golds: Sequence[object], rule: Callable[[object], bool]) -> float:
+    """1.0 if an answer is one of the gold answers by a rule, else 0.0.
+
+    Raises:
+        BadDataError: it is none of them, and one of them is not what the rule needs.
+    """
+    bad: BadDataError | None = None
+    for gold in golds:
+        try:
+            if rule(gold):
+                return 1.0
+        except BadDataError as error:
+            bad = bad or error
+    if bad is not None:
+        raise bad
+    return 0.0
 
 
 class Scorer(Protocol):
@@ -179,23 +208,30 @@ def outcome_of(rule: Rule, item: Item, params: Params) -> Outcome:
     """
     try:
         return checked(rule(item, params))
-    except NoScoreError as error:
-        return Failure(error.reason, str(error))
-    except MemoryError as error:
-        return Failure("out_of_memory", f"MemoryError: {error}")
     except (Exception, SystemExit) as error:
-        return Failure("exception", f"{type(error).__name__}: {error}")
+        return failure_of(error)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What a rule raised, as the reason why there is no score."""
+    if isinstance(error, NoScoreError):
+        return Failure(error.reason, str(error))
+    if isinstance(error, MemoryError):
+        return Failure("out_of_memory", f"MemoryError: {error}")
+    return Failure("exception", f"{type(error).__name__}: {error}")
 
 
 def checked(value: object) -> Outcome:
-    """A score that is a finite number, or a Failure."""
+    """A score that is a bounded number (tba/numbers.py), or a Failure."""
     if not isinstance(value, Real):
         return Failure("exception", f"the score is {value!r:.100}, not a number")
     try:
         number = float(value)
     except OverflowError:
-        return Failure("not_finite", "the score is an integer that no float holds")
-    return number if math.isfinite(number) else Failure("not_finite", f"the score is {number}")
+        return Failure("too_large", "the score is an integer that no float holds")
+    if not math.isfinite(number):
+        return Failure("not_finite", f"the score is {number}")
+    return number if is_bounded(number) else Failure("too_large", f"the score is {number:g}, beyond {MAX_NUMBER:g}")
 
 
 def clean(text: str) -> str:

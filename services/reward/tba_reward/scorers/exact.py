@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 
 from tba.config.reward import ExactSpec
-from tba_reward.scorers.base import BadDataError, Example, Item, Params, Scorer, Tools, params_of, version_of
+from tba_reward.scorers.base import (
+    BadDataError,
+    Example,
+    Item,
+    Params,
+    Scorer,
+    Tools,
+    gold_answers,
+    params_of,
+    score_any,
+    version_of,
+)
 from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 1
@@ -21,16 +32,22 @@ def build(spec: ExactSpec, tools: Tools) -> Scorer:
 
 def score_text(item: Item, params: Params) -> float:
     """1.0 if the response and the answer are the same text but for surrounding white space."""
-    return float(item.response.strip() == _answer(item, params["field"]))
+    field = params["field"]
+    return score_any(gold_answers(item, field), lambda gold: item.response.strip() == _text(gold, field))
 
 
 def score_integer(item: Item, params: Params) -> float:
     """1.0 if the response, but for surrounding white space, is the same integer as the answer."""
     field = params["field"]
-    answer = canonical_integer(_answer(item, field))
-    if answer is None:
-        raise BadDataError(f"data.{field} {item.data[field]!r:.200} is not an integer")
-    return float(canonical_integer(item.response.strip()) == answer)
+    response = canonical_integer(item.response.strip())
+
+    def is_same(gold: object) -> bool:
+        answer = canonical_integer(_text(gold, field))
+        if answer is None:
+            raise BadDataError(f"data.{field} {gold!r:.200} is not an integer")
+        return response == answer
+
+    return score_any(gold_answers(item, field), is_same)
 
 
 def canonical_integer(text: str) -> str | None:
@@ -46,8 +63,7 @@ def canonical_integer(text: str) -> str | None:
     return f"-{digits}" if sign == "-" and digits != "0" else digits
 
 
-def _answer(item: Item, field: str) -> str:
-    answer = item.data.get(field)
+def _text(answer: object, field: str) -> str:
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if not isinstance(answer, str):

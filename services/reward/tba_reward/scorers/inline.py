@@ -1,19 +1,25 @@
-"""A rule that runs inside the service, on its event loop: only for rules whose time the length of the text bounds."""
+"""A rule that runs inside the service: only for rules whose time the length of the text bounds.
+
+One thread beside the event loop scores for all of them (more would only fight for the interpreter), a chunk at a time:
+health checks and other requests are answered meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from tba_reward.scorers.base import Example, Item, Outcome, Params, Rule, outcome_of
 from tba_reward.scorers.example import try_example
 
 CHUNK_ITEMS = 64
 CHUNK_CHARS = 100_000
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
 
 
 class InlineScorer:
-    """Applies a rule to item after item; the event loop runs on between chunks of them.
+    """Applies a rule to item after item, off the event loop; requests take turns after each chunk of items.
 
     Args:
         rule: a function without state.
@@ -45,12 +51,23 @@ class InlineScorer:
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome per item, in order."""
-        outcomes: list[Outcome] = []
-        num_items = num_chars = 0
-        for item in items:
-            outcomes.append(outcome_of(self._rule, item, self._params))
-            num_items, num_chars = num_items + 1, num_chars + len(item.prompt) + len(item.response)
-            if num_items >= CHUNK_ITEMS or num_chars >= CHUNK_CHARS:
-                num_items = num_chars = 0
-                await asyncio.sleep(0)
+        loop, outcomes = asyncio.get_running_loop(), list[Outcome]()
+        for chunk in _chunks(items):
+            outcomes += await loop.run_in_executor(_THREAD, self._score_chunk, chunk)
         return outcomes
+
+    def _score_chunk(self, items: Sequence[Item]) -> list[Outcome]:
+        return [outcome_of(self._rule, item, self._params) for item in items]
+
+
+def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """The items in order, at most CHUNK_ITEMS at a time, and no more than one beyond CHUNK_CHARS."""
+    chunk, num_chars = list[Item](), 0
+    for item in items:
+        chunk.append(item)
+        num_chars += len(item.prompt) + len(item.response)
+        if len(chunk) >= CHUNK_ITEMS or num_chars >= CHUNK_CHARS:
+            yield chunk
+            chunk, num_chars = [], 0
+    if chunk:
+        yield chunk

@@ -1,21 +1,35 @@
 """Kind `last_number` (GSM8K): the last number of the response against the gold answer.
 
-The rule: remove all commas; a number is ASCII digits with an optional fraction (`12`, `12.50`, `.5`), and a minus
-(ASCII or U+2212) directly before it is its sign unless a letter, digit or closing bracket stands before the minus
-(`5-3` ends in 3); the last one counts. Numbers are compared exactly (`18.00` is 18). No number at all is a wrong
-answer, 0.
+The rule: leave reasoning out (`reasoning`); remove all commas; a number is ASCII digits with an optional fraction
+(`12`, `12.50`, `.5`), and a minus (ASCII or U+2212) directly before it is its sign unless a letter, digit or closing
+bracket stands before the minus (`5-3` ends in 3); the last one counts. Numbers are compared exactly (`18.00` is 18). No
+number at all is a wrong answer, 0. The gold answer is one number, which may have a plus before it, or a list of
+numbers, each of them right.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
 from tba.config.reward import LastNumberSpec
-from tba_reward.scorers.base import BadDataError, Example, Item, Params, Scorer, Tools, params_of, version_of
+from tba_reward.maths.extraction import after_reasoning
+from tba_reward.scorers.base import (
+    BadDataError,
+    Example,
+    Item,
+    Params,
+    Scorer,
+    Tools,
+    gold_answers,
+    params_of,
+    score_any,
+    version_of,
+)
 from tba_reward.scorers.inline import InlineScorer
 
-IMPLEMENTATION = 2
+IMPLEMENTATION = 3
 _MINUS_SIGN = "\u2212"
 _NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]])-)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", re.ASCII)
 
@@ -28,11 +42,17 @@ def build(spec: LastNumberSpec, tools: Tools) -> Scorer:
 
 def score(item: Item, params: Params) -> float:
     """1.0 if the last number of the response is the answer."""
-    field = params["field"]
-    answer = str(item.data.get(field)).replace(",", "").replace(_MINUS_SIGN, "-").strip()
-    if _NUMBER.fullmatch(answer) is None:
-        raise BadDataError(f"data needs a `{field}` that is one number, got {item.data.get(field)!r:.200}")
-    return float(last_number(item.response) == Decimal(answer))
+    found = last_number(after_reasoning(item.response, params["reasoning"], item.prompt))
+    return score_any(gold_answers(item, params["field"]), lambda gold: found == _gold_number(gold, params["field"]))
+
+
+def _gold_number(gold: object, field: str) -> Decimal:
+    if isinstance(gold, float) and math.isfinite(gold):
+        return Decimal(f"{gold:.15g}")  # as much as every double keeps: 0.1 + 0.2 is 0.3
+    text = re.sub(r"^\+(?!-)", "", str(gold).replace(",", "").replace(_MINUS_SIGN, "-").strip())
+    if _NUMBER.fullmatch(text) is None:
+        raise BadDataError(f"data needs a `{field}` that is one number, got {gold!r:.200}")
+    return Decimal(text)
 
 
 def last_number(text: str) -> Decimal | None:

@@ -9,7 +9,7 @@ from tba.errors import ConfigError
 from tba_reward.scorers.base import Example, Item, Scorer, Tools, params_of, version_of
 from tba_reward.workers.scorer import WorkerRule, WorkerScorer
 
-IMPLEMENTATION = 2
+IMPLEMENTATION = 3
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
@@ -20,15 +20,15 @@ def build(spec: MathSpec, tools: Tools) -> Scorer:
         ConfigError: math-verify is not installed.
     """
     params = params_of(spec)
+    warm_up = "tba_reward.maths.rule:warm_up"
     item = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
     return WorkerScorer(
-        WorkerRule(
-            function="tba_reward.maths.rule:score", params=params, prepare="tba_reward.maths.rule:warm_up", shared=True
-        ),
+        WorkerRule(function="tba_reward.maths.rule:score", params=params, prepare=warm_up, shared=True),
         pool=tools.pool,
         timeout_s=tools.timeout_s(spec),
         version=version_of(spec, IMPLEMENTATION, *(_installed(package) for package in _PACKAGES)),
         example=Example(item, 1.0),
+        check=WorkerRule(function="tba_reward.maths.rule:check", params=params),
     )
 
 

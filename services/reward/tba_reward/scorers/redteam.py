@@ -29,7 +29,7 @@ class RedteamScorer(ModelScorer):
         super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """The mean toxicity of the replies, per item, in order."""
+        """The mean toxicity of the replies, or that of its logarithm, per item, in order."""
         asks = (self._process.ask(item.prompt, item.response, timeout_s=self._timeout_s) for item in items)
         return await asyncio.gather(*asks)
 
@@ -48,6 +48,8 @@ def model_set(spec: RedteamSpec) -> RedteamSet:
             seed=spec.seed,
         ),
         classifier=_judge(spec),
+        output=spec.output,
+        min_toxicity=spec.min_toxicity,
         batch_tokens=spec.batch_tokens,
         batch_wait_s=spec.batch_wait_s,
         num_threads=spec.num_threads,

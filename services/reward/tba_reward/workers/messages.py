@@ -15,33 +15,51 @@ _LENGTH = struct.Struct(">I")
 
 
 class Prepare(msgspec.Struct, tag="prepare", array_like=True, frozen=True):
-    """Load rule `rule`; answered by a Reply whose reason is None when it went well."""
+    """Load rule `rule`; answered by a Reply. `is_batch`: the function takes a list of items."""
 
     number: int
     rule: int
     function: str
     params_json: str
     prepare: str | None
+    is_batch: bool = False
 
 
-class Score(msgspec.Struct, tag="score", array_like=True, frozen=True):
-    """Apply rule `rule` to an item."""
+class ItemMessage(msgspec.Struct, array_like=True, frozen=True):
+    """An item on its way to a worker."""
 
-    number: int
-    rule: int
     prompt: str
     response: str
     data_json: str
     finish_reason: str
+    response_tokens: list[int] | None
 
 
-class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
-    """What became of the Prepare or Score with this number: a score, or a reason and a detail."""
+class Score(msgspec.Struct, tag="score", array_like=True, frozen=True):
+    """Apply rule `rule` to items; answered by a Reply with an outcome for each, in order."""
 
     number: int
+    rule: int
+    items: list[ItemMessage]
+
+
+class OutcomeMessage(msgspec.Struct, array_like=True, frozen=True):
+    """A score, or a reason and a detail."""
+
     score: float | None = None
     reason: str | None = None
     detail: str = ""
+
+
+class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
+    """What became of the Prepare (one outcome, whose reason is None when it went well) or Score with this number.
+
+    `cpu_s` is the CPU time of the worker since it was forked.
+    """
+
+    number: int
+    outcomes: list[OutcomeMessage]
+    cpu_s: float = 0.0
 
 
 class Share(msgspec.Struct, tag="share", array_like=True, frozen=True):
@@ -76,6 +94,13 @@ class Shared(msgspec.Struct, tag="shared", array_like=True, frozen=True):
     error: str | None
 
 
+class Forked(msgspec.Struct, tag="forked", array_like=True, frozen=True):
+    """A worker was forked, and has this process id."""
+
+    worker: int
+    pid: int
+
+
 class Exited(msgspec.Struct, tag="exited", array_like=True, frozen=True):
     """A worker is gone with its process group; the code is negative for a signal, None if it was never forked."""
 
@@ -84,7 +109,7 @@ class Exited(msgspec.Struct, tag="exited", array_like=True, frozen=True):
 
 
 ToNursery = Share | Fork | Kill
-FromNursery = Ready | Shared | Exited
+FromNursery = Ready | Shared | Forked | Exited
 ToWorker = Prepare | Score
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from tba_reward.scorers.base import clean
-from tba_reward.workers.messages import Exited, Fork, Frames, Ready, Share, Shared, ToNursery, encode
+from tba_reward.workers.messages import Exited, Fork, Forked, Frames, Ready, Share, Shared, ToNursery, encode
 from tba_reward.workers.table import RuleTable
 from tba_reward.workers.work import work
 
@@ -113,6 +113,7 @@ class Nursery:
             os.setpgid(pid, pid)
         os.close(fd)
         self._pids[worker] = pid
+        self._say(Forked(worker, pid))
 
     def close_in_worker(self) -> None:
         """A worker keeps nothing of the nursery's connections."""

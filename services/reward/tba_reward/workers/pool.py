@@ -1,19 +1,22 @@
 """The pool of worker processes: one queue, a few items per worker ahead, a kill at the deadline.
 
     score() -> queue -> up to WINDOW jobs per worker, done in their order -> replies
-                           |  the first one runs over its deadline: it is a timeout, its worker is killed, the others
-                           |  go back to the front of the queue, a new worker is forked
+                           |  the first one takes more CPU time than it may: it is too slow, its worker is killed, the
+                           |  others go back to the front of the queue, a new worker is forked; the same as a timeout
+                           |  where it takes much longer than that by the clock on the wall
                            '  the worker dies: the first one is tried once more in another worker, then it has crashed
+
+A rule may take several items at once (`WorkerRule.batch_items`): a batch is one job. When it runs over its deadline or
+its worker dies, it is taken apart into its items.
 
 A worker without work takes what lies behind a slow item of another one (scoring is safe to repeat; the first outcome
 counts), so that a poisoned item holds up nobody. Waits: an item in the queue waits as long as its request does
-(`reward.request_timeout_s`); in a worker at most its deadline.
+(`reward.request_timeout_s`); in a worker at most WALL_SLACK_S more than its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 from collections import deque
@@ -24,10 +27,21 @@ from tba.errors import UnavailableError
 from tba.logs import get_logger
 from tba_reward.scorers.base import Failure, Item, Outcome
 from tba_reward.scorers.example import OK
-from tba_reward.workers.job import Job, next_number
+from tba_reward.workers.job import Job, alone, next_number, score_job
 from tba_reward.workers.link import NurseryLink
-from tba_reward.workers.messages import Exited, FromNursery, Prepare, Ready, Reply, Score, Share, Shared, encode
-from tba_reward.workers.rule import WorkerRule
+from tba_reward.workers.messages import (
+    Exited,
+    Forked,
+    FromNursery,
+    OutcomeMessage,
+    Prepare,
+    Ready,
+    Reply,
+    Share,
+    Shared,
+    encode,
+)
+from tba_reward.workers.rule import RuleKey, WorkerRule
 from tba_reward.workers.work import EXIT_OUT_OF_MEMORY
 from tba_reward.workers.worker import Worker
 
@@ -64,7 +78,7 @@ class WorkerPool:
         self._on_loss = on_loss
         self._num_workers, self._max_memory_bytes = num_workers, max_memory_bytes
         self._start_timeout_s = start_timeout_s
-        self._rules: dict[tuple[str, str, str | None, bool], int] = {}
+        self._rules: dict[RuleKey, int] = {}
         self._rule_at: dict[int, WorkerRule] = {}
         self._broken: dict[int, tuple[str, float]] = {}
         """Why rules could not be loaded, and when that is tried again."""
@@ -99,7 +113,7 @@ class WorkerPool:
             task.cancel()
         held = [job for worker in self._workers.values() for job in worker.drop()]
         for job in [*held, *self._queue]:
-            job.settle(Failure("unreachable", self._problem))
+            job.fail(Failure("unreachable", self._problem))
         self._workers.clear()
         self._queue.clear()
         if self._link is not None:
@@ -114,7 +128,7 @@ class WorkerPool:
         self._dispatch()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # workers that connect
         jobs = [self._give_prepare(worker, number) for worker in self._usable() if number not in worker.prepared]
-        await asyncio.gather(*(job.future for job in jobs if job.future is not None))
+        await asyncio.gather(*(future for job in jobs for future in job.futures))
 
     def health(self, rule: WorkerRule) -> str:
         """`ok`, or why this rule has no workers."""
@@ -125,21 +139,15 @@ class WorkerPool:
         """One outcome per item, in order; cancelled, the workers are free again at once.
 
         Args:
-            timeout_s: deadline of one item, from when a worker takes it up.
+            timeout_s: CPU time that one item may take, or a batch as a whole.
         """
         if self._is_closed:
             return [Failure("unreachable", self._problem)] * len(items)
         number, loop = self._number(rule), asyncio.get_running_loop()
-        futures: list[asyncio.Future[Outcome]] = []
-        for item in items:
-            future: asyncio.Future[Outcome] = loop.create_future()
-            futures.append(future)
-            try:
-                frame = encode(_message(number, item))
-            except (TypeError, ValueError, RecursionError) as error:  # no text, or data that JSON cannot say
-                future.set_result(Failure("malformed", f"the item cannot be sent to a worker: {error}"))
-                continue
-            self._queue.append(Job(number, frame, timeout_s, future))
+        futures = [loop.create_future() for _ in items]
+        size = rule.batch_items or 1
+        for at in range(0, len(items), size):
+            self._enqueue(number, items[at : at + size], timeout_s, futures[at : at + size])
         self._dispatch()
         try:
             return list(await asyncio.gather(*futures))
@@ -147,30 +155,47 @@ class WorkerPool:
             for worker in list(self._workers.values()):
                 worker.watch()
 
+    def _enqueue(
+        self, number: int, items: Sequence[Item], timeout_s: float, futures: Sequence[asyncio.Future[Outcome]]
+    ) -> None:
+        try:
+            self._queue.append(score_job(number, items, timeout_s, futures))
+        except (TypeError, ValueError, RecursionError) as error:
+            if len(items) > 1:  # one that cannot be sent must not take the others with it
+                for item, future in zip(items, futures, strict=True):
+                    self._enqueue(number, [item], timeout_s, [future])
+                return
+            futures[0].set_result(Failure("malformed", f"the item cannot be sent to a worker: {error}"))
+
     # -- what workers say -------------------------------------------------------------------------------------------
 
     def replied(self, worker: Worker, job: Job, reply: Reply) -> None:
         """See `Owner`."""
         self._problem = ""
-        if reply.reason is None:
-            if job.is_prepare:
-                self._broken.pop(job.rule, None)
-            job.settle(1.0 if reply.score is None else reply.score)
-        else:
-            if job.is_prepare:
-                self._set_broken(worker, job.rule, reply.detail)
-            job.settle(Failure(reply.reason, reply.detail))  # type: ignore[arg-type]  # a worker says what we say
+        if job.is_prepare and reply.outcomes[0].reason is None:
+            self._broken.pop(job.rule, None)
+        elif job.is_prepare:
+            self._set_broken(worker, job.rule, reply.outcomes[0].detail)
+        job.settle([_outcome(outcome) for outcome in reply.outcomes])
         if worker.is_retired and not worker.held:
             self._remove(worker)
         self._dispatch()
 
-    def overdue(self, worker: Worker, job: Job) -> None:
+    def overdue(self, worker: Worker, job: Job, cpu_s: float) -> None:
         """See `Owner`."""
+        wall_s = asyncio.get_running_loop().time() - worker.head_since_s
+        failure = Failure(
+            "timeout", f"no result after {wall_s:.1f} s, {max(cpu_s, 0):.2f} s of CPU time; the worker was killed"
+        )
         if job.is_prepare:
             self._set_broken(worker, job.rule, f"{self._name(job)} was not loaded within {job.timeout_s:g} s")
-        job.settle(Failure("timeout", f"no result after {job.timeout_s:g} s; the worker was killed"))
-        self._on_loss("timeout")
-        log.warning("worker_killed", rule=self._name(job), timeout_s=job.timeout_s, is_prepare=job.is_prepare)
+        elif cpu_s >= job.timeout_s:
+            failure = Failure(
+                "too_slow", f"no result after {job.timeout_s:g} s of CPU time, {wall_s:.1f} s; the worker was killed"
+            )
+        self._give_up(job, failure)
+        self._on_loss(failure.reason)
+        log.warning("worker_killed", rule=self._name(job), num_items=len(job.items), cpu_s=cpu_s, wall_s=wall_s)
         self._remove(worker)
         self._dispatch()
 
@@ -183,13 +208,20 @@ class WorkerPool:
         if job is not None:
             job.num_crashes += 1
             self._on_loss(self._crash(worker.code).reason)
-            log.warning("worker_died", rule=self._name(job), how=_how(worker.code), is_prepare=job.is_prepare)
+            log.warning("worker_died", rule=self._name(job), how=_how(worker.code), num_items=len(job.items))
             if job.is_prepare:
                 self._set_broken(worker, job.rule, f"{self._name(job)}: {_how(worker.code)} while it was loaded")
-            if job.is_prepare or worker.num_done == 0 or job.num_crashes > 1:  # else it may not be to blame
-                job.settle(self._crash(worker.code))
+            if len(job.items) != 1 or worker.num_done == 0 or job.num_crashes > 1:  # else it may not be to blame
+                self._give_up(job, self._crash(worker.code))
         self._remove(worker)
         self._dispatch()
+
+    def _give_up(self, job: Job, failure: Failure) -> None:
+        """A job failed: of a batch each item is asked alone, so that only those to blame fail."""
+        if len(job.items) > 1:
+            self._queue.extendleft(reversed(alone(job)))
+        else:
+            job.fail(failure)
 
     def _not_started(self, worker: Worker, why: str) -> None:
         """A worker that never worked: nothing that it held is to blame, and the next one is forked after a pause."""
@@ -209,7 +241,7 @@ class WorkerPool:
         while self._queue:
             job = self._queue[0]
             if not job.is_over and (broken := self._broken_now(job.rule)) is not None:
-                job.settle(Failure("exception", broken))
+                job.fail(Failure("exception", broken))
             if job.is_over:
                 self._queue.popleft()
                 continue
@@ -226,8 +258,11 @@ class WorkerPool:
             return
         now_s, is_soon = asyncio.get_running_loop().time(), False
         for victim in sorted(self._workers.values(), key=lambda worker: worker.head_since_s):
+            loading = {job.rule for job in islice(victim.held, 1) if job.is_prepare}
             behind = (job for job in islice(victim.held, 1, None) if job.num_holders == 1 and not job.is_over)
             for job in [job for job in behind if not job.is_prepare]:
+                if idle and job.rule in loading - idle[-1].prepared:
+                    continue  # it would have to load the rule as well: nothing won, and what hangs would hang twice
                 if now_s - victim.head_since_s < STEAL_AFTER_S:
                     is_soon = True
                     break
@@ -245,9 +280,10 @@ class WorkerPool:
     def _give_prepare(self, worker: Worker, number: int) -> Job:
         worker.prepared.add(number)
         rule = self._rule_at[number]
-        message = Prepare(next_number(), number, rule.function, rule.params_json, rule.prepare)
+        is_batch = rule.batch_items is not None
+        message = Prepare(next_number(), number, rule.function, rule.params_json, rule.prepare, is_batch)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        job = Job(number, encode(message), self._start_timeout_s, future, is_prepare=True)
+        job = Job(number, encode(message), self._start_timeout_s, [future])
         worker.give(job)
         return job
 
@@ -259,7 +295,7 @@ class WorkerPool:
             self._link.kill(worker.number)
         for job in reversed(worker.drop()):
             if job.is_prepare:
-                job.settle(Failure("crashed", f"its worker ended ({_how(worker.code)})"))
+                job.fail(Failure("crashed", f"its worker ended ({_how(worker.code)})"))
             elif not job.is_over and job.num_holders == 0:
                 self._queue.appendleft(job)
 
@@ -311,6 +347,8 @@ class WorkerPool:
             future = self._shared.get(message.rule)
             if future is not None and not future.done():
                 future.set_result(message.error)
+        elif isinstance(message, Forked) and (worker := self._workers.get(message.worker)) is not None:
+            worker.pid = message.pid
         elif isinstance(message, Exited) and (worker := self._workers.get(message.worker)) is not None:
             if message.code is None:
                 self._not_started(worker, "they cannot be forked")
@@ -402,8 +440,10 @@ class WorkerPool:
             self._again = asyncio.get_running_loop().call_later(delay_s, again)
 
 
-def _message(number: int, item: Item) -> Score:
-    return Score(next_number(), number, item.prompt, item.response, json.dumps(dict(item.data)), item.finish_reason)
+def _outcome(said: OutcomeMessage) -> Outcome:
+    if said.reason is not None:
+        return Failure(said.reason, said.detail)  # type: ignore[arg-type]  # a worker says what we say
+    return 1.0 if said.score is None else said.score
 
 
 def _how(code: int | None) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tba_reward.scorers.base import Example, Item, Outcome
+from tba_reward.scorers.base import Example, Failure, Item, Outcome
 from tba_reward.scorers.example import OK, try_example
 from tba_reward.workers.pool import WorkerPool
 from tba_reward.workers.rule import WorkerRule
+
+_COSTLY = ("too_slow", "out_of_memory")
 
 
 class WorkerScorer:
@@ -16,15 +18,24 @@ class WorkerScorer:
     Args:
         rule: what the workers call.
         pool: shared by all scorers; started by the first one that starts.
-        timeout_s: deadline of one item, from when a worker takes it up.
+        timeout_s: CPU time that one item may take, or a batch of the rule's as a whole.
         version: see `version_of`.
         example: scored at start; None: nothing is known that could be.
+        check: asked of an item that took too much time or memory: when that fails too, the item's data is to blame, and
+            not its response. None: the data decides nothing.
     """
 
     def __init__(
-        self, rule: WorkerRule, *, pool: WorkerPool, timeout_s: float, version: str, example: Example | None
+        self,
+        rule: WorkerRule,
+        *,
+        pool: WorkerPool,
+        timeout_s: float,
+        version: str,
+        example: Example | None,
+        check: WorkerRule | None = None,
     ) -> None:
-        self._rule, self._pool, self._timeout_s = rule, pool, timeout_s
+        self._rule, self._pool, self._timeout_s, self._check = rule, pool, timeout_s, check
         self._version, self._example = version, example
         self._example_health = "its example was not scored yet"
 
@@ -49,4 +60,15 @@ class WorkerScorer:
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome per item, in order."""
-        return await self._pool.score(self._rule, items, self._timeout_s)
+        outcomes = await self._pool.score(self._rule, items, self._timeout_s)
+        if self._check is None:
+            return outcomes
+        places = [at for at, each in enumerate(outcomes) if isinstance(each, Failure) and each.reason in _COSTLY]
+        checks = await self._pool.score(self._check, [items[at] for at in places], self._timeout_s)
+        for at, checked in zip(places, checks, strict=True):
+            if isinstance(checked, Failure):
+                is_data = checked.reason in (*_COSTLY, "bad_data")
+                outcomes[at] = Failure(
+                    "bad_data" if is_data else checked.reason, f"the prompt's data: {checked.detail}"
+                )
+        return outcomes

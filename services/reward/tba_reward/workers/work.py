@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 import msgspec
 
-from tba_reward.scorers.base import Failure, clean
-from tba_reward.workers.messages import Frames, Prepare, Reply, ToWorker, encode
+from tba_reward.scorers.base import Failure, Outcome, clean
+from tba_reward.workers.messages import Frames, OutcomeMessage, Prepare, Reply, ToWorker, encode
 from tba_reward.workers.table import RuleTable
 
 EXIT_OUT_OF_MEMORY = 97
@@ -25,21 +26,24 @@ def work(connection: socket.socket, table: RuleTable) -> None:
             reply = _reply(_DECODER.decode(body), table)
             if os.getpid() != own_pid:
                 os._exit(0)  # a rule has forked and come back twice: only the first one answers
-            if reply.reason == "out_of_memory":
+            if any(outcome.reason == "out_of_memory" for outcome in reply.outcomes):
                 os._exit(EXIT_OUT_OF_MEMORY)
-            connection.sendall(encode(reply))
+            connection.sendall(encode(msgspec.structs.replace(reply, cpu_s=time.process_time())))
 
 
 def _reply(message: ToWorker, table: RuleTable) -> Reply:
-    if isinstance(message, Prepare):
-        try:
+    try:
+        if isinstance(message, Prepare):
             error = table.prepare(message)
-        except MemoryError:
-            return Reply(message.number, reason="out_of_memory")
-        if error is None:
-            return Reply(message.number)
-        return Reply(message.number, reason="exception", detail=clean(error))
-    outcome = table.outcome(message)
+            outcomes: list[Outcome] = [1.0 if error is None else Failure("exception", error)]
+        else:
+            outcomes = table.outcomes(message)
+    except MemoryError:
+        return Reply(message.number, [OutcomeMessage(reason="out_of_memory")])
+    return Reply(message.number, [_said(outcome) for outcome in outcomes])
+
+
+def _said(outcome: Outcome) -> OutcomeMessage:
     if isinstance(outcome, Failure):
-        return Reply(message.number, reason=outcome.reason, detail=clean(outcome.detail))
-    return Reply(message.number, score=outcome)
+        return OutcomeMessage(reason=outcome.reason, detail=clean(outcome.detail))
+    return OutcomeMessage(score=outcome)

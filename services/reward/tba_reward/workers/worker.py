@@ -1,11 +1,17 @@
-"""One worker process as the pool sees it: what it holds, and how long it may take over the first of it."""
+"""One worker process as the pool sees it: what it holds, and how long it may take over the first of it.
+
+An item's deadline is CPU time of the process, so that a busy machine does not fail what would have been scored. The
+second limit is wall-clock time, for what waits and computes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, cast
 
 import msgspec
@@ -15,10 +21,17 @@ from tba_reward.workers.messages import Frames, Reply
 
 LATE_S = 0.05
 """After a deadline: the reply may lie in the socket already, if the event loop was busy."""
+WALL_SLACK_S = 25.0
+"""By the clock on the wall an item may take this much longer than its deadline: less than what a request is given
+beyond its slowest scorer's deadline (`RewardSection.request_deadline_s`)."""
+LOOK_S = 0.02
+"""Pause between two looks at the CPU time of a worker that is nearly due."""
 GIVEN_UP_S = 0.5
 """What nobody waits for any more may take this long before its worker is killed."""
 EXIT_S = 1.0
 """From the report of its exit to the end of its socket, which brings the last replies."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_HAS_PROC = Path("/proc/self/stat").exists()
 _DECODER = msgspec.msgpack.Decoder(Reply)
 
 
@@ -29,8 +42,8 @@ class Owner(Protocol):
         """The first job it held is done."""
         ...
 
-    def overdue(self, worker: Worker, job: Job) -> None:
-        """The first job it holds has run over its deadline; the worker is of no use any more."""
+    def overdue(self, worker: Worker, job: Job, cpu_s: float) -> None:
+        """The first job it holds has run over a limit, having taken this CPU time; the worker is of no use any more."""
         ...
 
     def ended(self, worker: Worker) -> None:
@@ -54,7 +67,14 @@ class Worker(asyncio.Protocol):
         self.is_retired = False
         """Whether it gets no more jobs, because a newer one would be better prepared."""
         self.code: int | None = None
+        self.pid: int | None = None
         self.head_since_s = 0.0
+        self._cpu_before_s = 0.0
+        """CPU time of the process when it took up the first job it holds."""
+        self._cpu_s = 0.0
+        """What that job had taken at the last look ..."""
+        self._looked_at_s = 0.0
+        """... which was then."""
         self._owner: Owner | None = owner
         self._loop = asyncio.get_running_loop()
         self._frames = Frames()
@@ -87,7 +107,8 @@ class Worker(asyncio.Protocol):
             job = self.held.popleft()
             job.num_holders -= 1
             self.num_done += 1
-            self.head_since_s = self._loop.time()
+            self._cpu_before_s = reply.cpu_s
+            self._begin_head()
             self.watch()
             self._owner.replied(self, job, reply)
 
@@ -102,7 +123,7 @@ class Worker(asyncio.Protocol):
         """One more job."""
         assert self._transport is not None
         if not self.held:
-            self.head_since_s = self._loop.time()
+            self._begin_head()
         self.held.append(job)
         job.num_holders += 1
         self._transport.write(job.frame)
@@ -142,17 +163,28 @@ class Worker(asyncio.Protocol):
         """Whether it takes jobs."""
         return self._transport is not None and self.code is None and self._owner is not None
 
+    def _begin_head(self) -> None:
+        self.head_since_s = self._looked_at_s = self._loop.time()
+        self._cpu_s = 0.0
+
     def _due_s(self) -> float:
+        """When the first job may have run over its deadline at the earliest, or runs over the wall-clock limit."""
         job = self.held[0]
-        is_given_up = job.is_over and not job.is_prepare
-        return self.head_since_s + (min(job.timeout_s, GIVEN_UP_S) if is_given_up else job.timeout_s)
+        if job.is_prepare:
+            return self.head_since_s + job.timeout_s
+        if job.is_over:
+            return self.head_since_s + min(job.timeout_s, GIVEN_UP_S)
+        cpu_due_s = self._looked_at_s + max(job.timeout_s - self._cpu_s, LOOK_S)
+        return min(cpu_due_s, self.head_since_s + job.timeout_s + WALL_SLACK_S)
 
     def _look(self) -> None:
         self._timer = None
         if self._owner is None or not self.held:
             return
         job = self.held[0]
-        if self._loop.time() < self._due_s():
+        if self._loop.time() >= self._due_s():
+            self._measure()
+        if self._loop.time() < self._due_s() and self._cpu_s < job.timeout_s:
             self._late = None
             self.watch()
         elif self._late is not job:
@@ -160,7 +192,17 @@ class Worker(asyncio.Protocol):
             self._look_at_s = self._loop.time() + LATE_S
             self._timer = self._loop.call_later(LATE_S, self._look)
         else:
-            self._owner.overdue(self, job)
+            self._owner.overdue(self, job, self._cpu_s)
+
+    def _measure(self) -> None:
+        """See how much CPU time the first job has taken; where no system tells, as much as it was there."""
+        self._looked_at_s = self._loop.time()
+        if not _HAS_PROC:
+            self._cpu_s = self._looked_at_s - self.head_since_s
+        elif self.pid is not None:
+            with suppress(OSError, IndexError, ValueError):  # it has ended, which is heard of otherwise
+                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+                self._cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s
 
     def _read_rest(self) -> None:
         """What a worker said before it died: else its first job would be to blame, which it may have done."""

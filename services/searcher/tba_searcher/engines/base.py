@@ -35,6 +35,18 @@ class EngineDiedError(EngineError):
     slug = "engine-died"
 
 
+class EngineCheckError(EngineError):
+    """The engine failed while a weight version was checked; the version is not used."""
+
+    slug = "engine-check"
+
+
+class ReferenceRefusedError(EngineCheckError):
+    """The starting model did not pass its checks as the reference; it is tried again, like any version."""
+
+    slug = "reference-refused"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One completion to sample."""

@@ -123,6 +123,11 @@ class EmbeddedEngine:
         return max(0, self.num_slots - self.num_active - self.num_waiting)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._vocab_size
+
+    @property
     def default_eos_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the model's generation config; may be empty."""
         ids = getattr(self._model.generation_config, "eos_token_id", None)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -90,6 +90,11 @@ class VllmEngine:
     def version(self) -> PolicyVersion:
         """The version of the weights in use."""
         return self._version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._llm.vllm_config.model_config.get_vocab_size()
 
     @property
     def default_eos_ids(self) -> tuple[int, ...]:
@@ -189,10 +194,15 @@ class VllmEngine:
         tokens = (*prompt_tokens, *response_tokens)
         params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         with self._alone():
-            self._add(_CANARY_ID, tokens, params)
-            outputs = []
-            while not outputs:
-                outputs = [output for output in self._run_step() if output.finished]
+            try:
+                self._add(_CANARY_ID, tokens, params)
+                outputs = []
+                while not outputs:
+                    outputs = [output for output in self._run_step() if output.finished]
+            except BaseException:
+                with suppress(Exception):  # the engine may be dead; else the next canary is asked under this id again
+                    self._llm.abort_request([_CANARY_ID])
+                raise
         found = zip(outputs[0].prompt_logprobs[len(prompt_tokens) :], response_tokens, strict=True)
         return np.array([position[token].logprob for position, token in found], np.float32)
 

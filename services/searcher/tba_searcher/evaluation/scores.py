@@ -71,6 +71,7 @@ async def _score_all(recipe: Recipe, answers: Answers, client: RewardClient, say
                     response=answer.text,
                     data=prompt.data,
                     finish_reason=answer.finish_reason,
+                    response_tokens=answer.tokens.tolist() if recipe.reward.takes_tokens(task) else None,
                 )
             )
     waits, turns, found = Waits(), asyncio.Semaphore(REQUESTS_AT_ONCE), {}

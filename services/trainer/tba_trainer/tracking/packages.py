@@ -19,5 +19,6 @@ def require(package: str, *, setting: str) -> None:
         is_there = False
     if not is_there:
         raise ConfigError(
-            f"{setting} needs the package {package}, which is not installed: pip install 'tba-trainer[{package}]'"
+            f"{setting} needs the package {package}, which is not installed: pip install -e "
+            f"'./services/trainer[{package}]'"
         )

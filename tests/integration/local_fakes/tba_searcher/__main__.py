@@ -14,6 +14,8 @@ name = os.environ["TBA_SEARCHER_ID"]
 print(f"{name} nice {os.nice(0)} threads {os.environ['OMP_NUM_THREADS']} stdin {sys.stdin.read()!r}", flush=True)
 if os.environ.get("FAKE_SEARCHER") == "all-die" or (name == "searcher-0" and os.environ.get("FAKE_SEARCHER") == "die"):
     sys.exit(7)
+token = json.loads(Path(os.environ["TBA_AUTH__TOKENS_FILE"]).read_text())["searcher"]
+run = urllib.request.Request(recipe["buffer"]["url"] + "/v1/run", headers={"authorization": f"Bearer {token}"})
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-while json.loads(opener.open(recipe["buffer"]["url"] + "/v1/run").read())["state"] not in ("done", "failed"):
+while json.loads(opener.open(run).read())["state"] not in ("done", "failed"):
     time.sleep(0.05)

@@ -55,8 +55,9 @@ if BEHAVIOUR == "error":
 if BEHAVIOUR == "no-steps":
     from tba.api import LineageRequest, RunCommand
     from tba.clients import BufferClient
+    from tba.tokens import role_token
 
-    client = BufferClient(RECIPE["buffer"]["url"])
+    client = BufferClient(RECIPE["buffer"]["url"], token=role_token(os.environ["TBA_AUTH__TOKENS_FILE"], "trainer"))
     token = client.new_lineage(LineageRequest(trainer_id="fake", parent="0-0")).token
     while client.run().state != "stopping":
         time.sleep(0.05)

@@ -1,0 +1,32 @@
+-- An operator accepts that Redis has lost what was acknowledged: the run goes on with what is there. The counting goes on
+-- above everything that was told, also by earlier starts of the buffer, so that nobody finds this loss again. A repeated
+-- call changes nothing. Counters that are damaged, or older than the log, go on behind what is there.
+-- KEYS: 1 replica, 2 counters, 3 run, 4 run_changes, 5 format, 6 log, 7 base
+-- ARGV: 1 replica, 2 the highest number that was told, 3 number of changes that are lost, 4 now_s, 5 JSON of the role,
+--       6 JSON of the reason, 7 format, 8 request id
+-- Returns 'superseded' or the number that the counting goes on from.
+local function whole(text) -- 0 where there is none, or a damaged one
+  local number = tonumber(text or '0') or -1
+  return number >= 0 and number <= 2 ^ 53 and number or 0
+end
+if whole(redis.call('GET', KEYS[1])) > tonumber(ARGV[1]) then return 'superseded' end
+local found = whole(redis.call('HGET', KEYS[2], 'acknowledged'))
+if redis.call('HGET', KEYS[3], 'loss_accepted_by') == ARGV[8] then return found end
+local number = math.max(found + tonumber(ARGV[3]), tonumber(ARGV[2])) + 1
+redis.call('SET', KEYS[1], ARGV[1])
+redis.call('SET', KEYS[5], ARGV[7])
+redis.call('HSET', KEYS[2], 'acknowledged', string.format('%.0f', number))
+redis.call('HDEL', KEYS[3], 'changes_missing')
+local last = redis.call('XREVRANGE', KEYS[6], '+', '-', 'COUNT', 1)[1]
+local log_end = math.max(last and tonumber(string.match(last[1], '^%d+')) or 0, whole(redis.call('HGET', KEYS[7], 'position')))
+local position = math.max(log_end, whole(redis.call('HGET', KEYS[2], 'log_position')))
+redis.call('HSET', KEYS[2], 'log_position', string.format('%.0f', position))
+redis.call('HSET', KEYS[3], 'loss_accepted_by', ARGV[8])
+redis.pcall('HINCRBY', KEYS[3], 'losses_accepted', 1)
+redis.pcall('HINCRBY', KEYS[3], 'changes_lost', ARGV[3])
+local run = redis.call('HMGET', KEYS[3], 'state', 'lineage', 'step')
+local state = run[1] or 'running'
+redis.call('RPUSH', KEYS[4], '{"number":' .. redis.call('LLEN', KEYS[4]) + 1 .. ',"at_s":' .. ARGV[4]
+  .. ',"command":"accept-loss","role":' .. ARGV[5] .. ',"reason":' .. ARGV[6] .. ',"old":"' .. state .. '","new":"' .. state
+  .. '","lineage":' .. (run[2] or '0') .. ',"step":' .. (run[3] or '0') .. ',"num_lost":' .. ARGV[3] .. '}')
+return number

@@ -1,0 +1,14 @@
+-- Searchers are to try the versions again that they have refused, with a line of the audit. A repeated call changes
+-- nothing.
+-- KEYS: 1 run, 2 run_changes
+-- ARGV: 1 request id, 2 now_s, 3 JSON of the role, 4 JSON of the reason
+-- Returns how often that was asked for.
+if redis.call('HGET', KEYS[1], 'retried_by') == ARGV[1] then return tonumber(redis.call('HGET', KEYS[1], 'retries')) end
+local number = redis.call('HINCRBY', KEYS[1], 'retries', 1)
+redis.call('HSET', KEYS[1], 'retried_by', ARGV[1])
+local run = redis.call('HMGET', KEYS[1], 'state', 'lineage', 'step')
+local state = run[1] or 'running'
+redis.call('RPUSH', KEYS[2], '{"number":' .. redis.call('LLEN', KEYS[2]) + 1 .. ',"at_s":' .. ARGV[2]
+  .. ',"command":"retry-versions","role":' .. ARGV[3] .. ',"reason":' .. ARGV[4] .. ',"old":"' .. state .. '","new":"' .. state
+  .. '","lineage":' .. (run[2] or '0') .. ',"step":' .. (run[3] or '0') .. '}')
+return number

@@ -1,0 +1,172 @@
+"""The bundled S3 server lets in two pairs of keys, one of which may only read, and nobody else."""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import botocore.auth
+import pytest
+from boto3.session import Session
+from botocore.awsrequest import AWSRequest
+from botocore.config import Config
+from botocore.credentials import Credentials
+from botocore.exceptions import ClientError
+
+from tba.config.sections import StoreSection
+from tba.errors import StoreUnavailableError
+from tba.store import open_store
+from tests.contract.conftest import BUCKET
+from tests.support.s3_server import CREDENTIALS, PROGRAM, READ_ONLY, S3Server
+from tests.support.secrets_seen import make_secrets
+
+
+def client(server: S3Server, keys: dict[str, str], **config: Any) -> Any:
+    """boto3 with these keys."""
+    return Session(keys["AWS_ACCESS_KEY_ID"], keys["AWS_SECRET_ACCESS_KEY"]).client(
+        "s3",
+        endpoint_url=server.url,
+        region_name="us-east-1",
+        config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}, **config),
+    )
+
+
+def code(error: pytest.ExceptionInfo[ClientError]) -> str:
+    """What S3 calls it."""
+    return error.value.response["Error"]["Code"]
+
+
+def test_the_pair_that_may_only_read_reads_and_writes_nothing(s3_section: StoreSection, s3_server: S3Server) -> None:
+    open_store(s3_section).put("a/b+=@.bin", b"x" * 100_000)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in READ_ONLY.items():
+            patch.setenv(name, value)
+        store = open_store(s3_section)
+        assert store.get("a/b+=@.bin") == b"x" * 100_000
+        assert list(store.list("")) == ["a/b+=@.bin"]
+        store.check()
+        for write in (lambda: store.put("b", b"new"), lambda: store.delete("a/b+=@.bin")):
+            with pytest.raises(StoreUnavailableError, match="AccessDenied"):
+                write()
+    assert open_store(s3_section).get("a/b+=@.bin") == b"x" * 100_000
+    reader = client(s3_server, READ_ONLY)
+    for refused in (
+        lambda: reader.create_multipart_upload(Bucket=BUCKET, Key="m"),
+        lambda: reader.copy_object(Bucket=BUCKET, Key="c", CopySource=f"{BUCKET}/x"),
+        lambda: reader.delete_objects(Bucket=BUCKET, Delete={"Objects": [{"Key": "x"}]}),
+        lambda: reader.create_bucket(Bucket="another"),
+        lambda: reader.put_bucket_policy(Bucket=BUCKET, Policy=json.dumps({})),
+    ):
+        with pytest.raises(ClientError) as error:
+            refused()
+        assert code(error) == "AccessDenied"
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({**CREDENTIALS, "AWS_ACCESS_KEY_ID": "bundled-for-trials"}, "InvalidAccessKeyId"),
+        ({**CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "bundled-for-trials"}, "SignatureDoesNotMatch"),
+        ({**READ_ONLY, "AWS_SECRET_ACCESS_KEY": CREDENTIALS["AWS_SECRET_ACCESS_KEY"]}, "SignatureDoesNotMatch"),
+    ],
+)
+def test_other_keys_are_refused(s3_server: S3Server, keys: dict[str, str], wanted: str) -> None:
+    for call in ("list_objects_v2", "put_object"):
+        with pytest.raises(ClientError) as error:
+            getattr(client(s3_server, keys), call)(Bucket=BUCKET, **({"Key": "x"} if call == "put_object" else {}))
+        assert code(error) == wanted
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 403),
+        ("PUT", f"/{BUCKET}/stranger", 403),
+        ("GET", f"/{BUCKET}", 403),
+        ("POST", "/_ministack/reset", 403),
+        ("GET", "/_ministack/config", 403),
+        ("GET", "/_ministack/health", 200),
+        ("POST", "/_ministack/health", 403),
+    ],
+)
+def test_without_a_signature_there_is_nothing_but_health(
+    s3_server: S3Server, method: str, path: str, status: int
+) -> None:
+    assert plain(s3_server, method, path) == status
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "AWS4-HMAC-SHA256 Credential=tba-test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=00",
+        "AWS4-HMAC-SHA256 Credential=tba-test/20260101/us-east-1/iam/aws4_request, SignedHeaders=host, Signature="
+        + "0" * 64,
+        "AWS tba-test:c2lnbmF0dXJl",
+        "Bearer tba-test",
+        "",
+    ],
+)
+def test_what_is_no_signature_is_refused(s3_server: S3Server, authorization: str) -> None:
+    headers = {"authorization": authorization, "x-amz-date": "20260101T000000Z"}
+    assert plain(s3_server, "GET", f"/{BUCKET}", headers) == 403
+
+
+@pytest.mark.parametrize("path", ["/_ministack/config", "/%5Fministack/config", "/%5f%6dinistack/config"])
+def test_no_key_opens_what_is_no_bucket(s3_server: S3Server, path: str) -> None:
+    request = AWSRequest("GET", f"{s3_server.url}{path}", headers={"host": s3_server.url.removeprefix("http://")})
+    signer = Credentials(*CREDENTIALS.values())
+    botocore.auth.S3SigV4Auth(signer, "s3", "us-east-1").add_auth(request)
+    connection = http.client.HTTPConnection(s3_server.url.removeprefix("http://"), timeout=10)
+    connection.request("GET", path, headers=dict(request.headers))
+    answer = connection.getresponse()
+    assert (answer.status, b"this is no bucket" in answer.read()) == (403, True)
+    connection.close()
+
+
+def test_an_old_request_is_refused(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that was overheard, or a client whose clock is wrong."""
+    late = datetime.datetime.now(datetime.UTC).replace(tzinfo=None) - datetime.timedelta(minutes=20)
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: late)
+    with pytest.raises(ClientError) as error:
+        client(s3_server, CREDENTIALS).list_objects_v2(Bucket=BUCKET)
+    assert code(error) == "RequestTimeTooSkewed"
+
+
+def test_a_server_without_keys_does_not_start(tmp_path: Path) -> None:
+    for lacking in ("READ_WRITE_SECRET_ACCESS_KEY", "READ_ONLY_ACCESS_KEY_ID"):
+        server = S3Server(tmp_path / lacking, without=lacking)
+        with pytest.raises(AssertionError, match=f"there are no keys {lacking[:9].strip('_')}"):
+            server.start()
+
+
+def test_the_files_of_make_secrets_are_the_two_pairs(tmp_path: Path) -> None:
+    make_secrets(tmp_path)
+    names = {"READ_WRITE_KEYS_FILE": "s3_credentials", "READ_ONLY_KEYS_FILE": "s3_credentials_readonly"}
+    environ = {name: str(tmp_path / file) for name, file in names.items()}
+    script = (
+        "import runpy, os, json; module = runpy.run_path(os.environ['PROGRAM']); found = module['keys'](os.environ);"
+    )
+    script += "print(json.dumps({name: pair.writes for name, pair in found.items()}))"
+    command = [sys.executable, "-c", script]
+
+    def said(environ: dict[str, str]) -> str:
+        done = subprocess.run(command, env={"PROGRAM": str(PROGRAM), **environ}, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert json.loads(said(environ)) == {"tba": True, "tba-read": False}
+    assert "is the id of both pairs" in said({**environ, "READ_ONLY_KEYS_FILE": environ["READ_WRITE_KEYS_FILE"]})
+    assert "cannot be read" in said({**environ, "READ_ONLY_KEYS_FILE": "/nowhere"})
+
+
+def plain(server: S3Server, method: str, path: str, headers: dict[str, str] | None = None) -> int:
+    """The status of a request as anybody can make it."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request(method, path, headers=headers or {})
+    status = connection.getresponse().status
+    connection.close()
+    return status

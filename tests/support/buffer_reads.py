@@ -1,0 +1,57 @@
+"""Every GET of a buffer, and its commands, over plain HTTP: what an answer may never be."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+READS = (
+    "/readyz",
+    "/metrics",
+    "/v1/run",
+    "/v1/run/changes",
+    "/v1/run/settings",
+    "/v1/run/searchers",
+    "/v1/stats",
+    "/v1/ledger",
+    "/v1/rescore",
+    "/v1/snapshots",
+    "/v1/rollouts",
+    "/v1/rollouts?order=best",
+    "/v1/rollouts?order=worst",
+    "/v1/rollouts?status=failed",
+)
+
+
+def ask(url: str, path: str, method: str = "GET", body: Any = None) -> tuple[int, bytes]:
+    """Status and body. A body of bytes is msgpack, a text is JSON as it is."""
+    is_msgpack = isinstance(body, bytes)
+    data = body if is_msgpack or body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
+    headers = {"content-type": "application/msgpack" if is_msgpack else "application/json"}
+    request = urllib.request.Request(url + path, method=method, data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def read_everything(url: str, *more: str) -> None:
+    """No GET and no command fails; also those of `more` paths, and of every rollout that is listed.
+
+    Raises:
+        AssertionError: naming those that fail, with their answers.
+    """
+    failed: dict[str, tuple[int, bytes]] = {}
+    rollouts = [item["rollout_id"] for item in json.loads(ask(url, "/v1/rollouts?limit=100")[1]).get("rollouts", ())]
+    for path in (*READS, *more, *(f"/v1/rollouts/{rollout_id}" for rollout_id in rollouts)):
+        status, body = ask(url, path)
+        if status >= 500:
+            failed[path] = status, body
+    for command in ("pause", "resume"):
+        status, body = ask(url, f"/v1/run/{command}", "POST", {})
+        if status >= 500:
+            failed[command] = status, body
+    assert not failed

@@ -1,0 +1,102 @@
+"""A server that answers what Helm's `lookup` asks of a Kubernetes API, and the kubeconfig that leads Helm to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "v1": ("ConfigMap", "Service", "ServiceAccount", "Pod", "Endpoints"),
+    "apps/v1": ("StatefulSet", "Deployment"),
+    "batch/v1": ("Job",),
+    "networking.k8s.io/v1": ("NetworkPolicy",),
+    "policy/v1": ("PodDisruptionBudget",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+}
+"""Group version -> what the chart makes or looks up of it."""
+SERVICE = {
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"name": "kubernetes", "namespace": "default"},
+    "spec": {"clusterIP": "10.96.0.1", "clusterIPs": ["10.96.0.1", "fd00::1"]},
+}
+ENDPOINTS = {
+    "apiVersion": "v1",
+    "kind": "Endpoints",
+    "metadata": {"name": "kubernetes", "namespace": "default"},
+    "subsets": [{"addresses": [{"ip": "192.0.2.10"}, {"ip": "192.0.2.11"}], "ports": [{"port": 6443}]}],
+}
+
+
+@contextmanager
+def cluster_with(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Path]:
+    """A cluster in which these objects are; yields the kubeconfig."""
+    answers = _answers(objects)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            body = json.dumps(
+                answers.get(path, {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404})
+            )
+            self.send_response(200 if path in answers else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    config = folder / "kubeconfig"
+    config.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+                "users": [{"name": "u", "user": {}}],
+                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+                "current-context": "c",
+            }
+        )
+    )
+    try:
+        yield config
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _answers(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Path -> document: the version, discovery, every object, and the lists that have them."""
+    found: dict[str, Any] = {"/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"}}
+    found["/api"] = {"kind": "APIVersions", "versions": ["v1"]}
+    groups = []
+    for group, kinds in KINDS.items():
+        root = f"/api/{group}" if group == "v1" else f"/apis/{group}"
+        plurals = {kind: _plural(kind) for kind in kinds}
+        resources = [{"name": p, "namespaced": True, "kind": k, "verbs": ["get", "list"]} for k, p in plurals.items()]
+        found[root] = {"kind": "APIResourceList", "groupVersion": group, "resources": resources}
+        if group != "v1":
+            version = {"groupVersion": group, "version": group.partition("/")[2]}
+            groups.append({"name": group.partition("/")[0], "versions": [version], "preferredVersion": version})
+        for kind, plural in plurals.items():
+            for namespace in ("default", "lab"):
+                path = f"{root}/namespaces/{namespace}/{plural}"
+                here = [x for x in objects if (x["kind"], x["metadata"].get("namespace", "lab")) == (kind, namespace)]
+                found[path] = {"kind": f"{kind}List", "apiVersion": group, "metadata": {}, "items": here}
+                found.update({f"{path}/{item['metadata']['name']}": item for item in here})
+    found["/apis"] = {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    return found
+
+
+def _plural(kind: str) -> str:
+    return {"NetworkPolicy": "networkpolicies", "Endpoints": "endpoints"}.get(kind, f"{kind.lower()}s")

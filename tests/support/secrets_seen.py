@@ -1,0 +1,82 @@
+"""Which secrets each pod of the chart and each service of Compose sees: the table of docs/security.md, as data."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.tokens import ROLES, is_digest, load_role_tokens
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one pod or service sees.
+
+    Attributes:
+        sends: roles whose token it could send.
+        checks: whether it has the digests of all others.
+        store: the keys of the object store: "read", "write", both for the store itself, or none.
+        other: other secrets.
+    """
+
+    sends: frozenset[str] = frozenset()
+    checks: bool = False
+    store: str = "none"
+    other: str = "none"
+
+
+SEEN = {
+    "buffer": Seen(frozenset({"searcher"}), checks=True, store="write", other="password of Redis"),
+    "reward": Seen(checks=True),
+    "reward with needsModels": Seen(checks=True, store="read"),
+    "searcher": Seen(frozenset({"searcher"}), store="read"),
+    "trainer": Seen(frozenset({"trainer"}), store="write"),
+    "setup": Seen(frozenset({"operator"}), store="write"),
+    "setup-models": Seen(store="write", other="token of the hub"),
+    "setup-prompts": Seen(frozenset({"operator"}), store="write"),
+    "check": Seen(frozenset({"viewer"}), store="read"),
+    "test": Seen(frozenset({"searcher", "viewer"})),
+    "redis": Seen(other="password of Redis"),
+    "objectstore": Seen(store="both"),
+    "grafana": Seen(other="password of Grafana"),
+}
+"""Component of the chart or service of Compose -> what it sees; whoever is not here sees nothing."""
+
+
+def make_secrets(folder: Path, *args: str) -> str:
+    """Run deploy/make-secrets; returns what it prints."""
+    command = [str(ROOT / "deploy/make-secrets"), str(folder), *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def tokens_seen(files: list[Path]) -> tuple[frozenset[str], bool]:
+    """(roles whose token the files hold, whether they tell the tokens of all roles from others)."""
+    found = {role: tokens for file in files for role, tokens in load_role_tokens(file).items()}
+    sends = frozenset(role for role, tokens in found.items() if not all(map(is_digest, tokens)))
+    return sends, set(found) == set(ROLES)
+
+
+def store_seen(access_key_ids: set[str]) -> str:
+    """What keys of this id may do."""
+    return {frozenset(): "none", frozenset({"tba"}): "write", frozenset({"tba-read"}): "read"}.get(
+        frozenset(access_key_ids), "both"
+    )
+
+
+def access_key_id(file: Path) -> str:
+    """Of a file of credentials as boto3 reads it."""
+    found = configparser.ConfigParser()
+    found.read_string(file.read_text())
+    return found["default"]["aws_access_key_id"]
+
+
+def secrets_of_kubernetes(folder: Path) -> dict[str, dict[str, str]]:
+    """Name of each Secret that deploy/make-secrets prints -> its keys and values."""
+    made = json.loads(make_secrets(folder, "--kubernetes", "lab"))
+    assert {item["metadata"]["namespace"] for item in made["items"]} == {"lab"}
+    return {item["metadata"]["name"]: item["stringData"] for item in made["items"]}

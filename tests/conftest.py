@@ -1,5 +1,10 @@
 """What holds for every test."""
 
+import signal
+from collections.abc import Iterator
+
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 # no test depends on how fast the machine is, and two runs of the same code see the same examples; new ones are searched
@@ -7,3 +12,14 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", deadline=None)
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def the_process_is_left_as_it_was() -> Iterator[None]:
+    """Fail a test that leaves logs bound to its own captured stderr, or signal handlers: later tests pay."""
+    watched = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in watched]
+    factory = structlog.get_config()["logger_factory"]
+    yield
+    assert structlog.get_config()["logger_factory"] is factory, "this test has configured logging for all later ones"
+    assert [signal.getsignal(number) for number in watched] == before, "this test has left a signal handler"

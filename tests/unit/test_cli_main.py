@@ -107,6 +107,7 @@ def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(config, "schema_command", full)
+    monkeypatch.setattr("tba.main.configure_logging", lambda *_, **__: None)  # it binds the captured stderr for good
     assert main(["config", "schema"]) == 2
     recipe = tmp_path / "r.toml"
     recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n')

@@ -15,6 +15,7 @@ from tba.doctor.patient import patient_of
 from tba.doctor.probes import PROBES
 from tba.doctor.resp import RespError, open_redis
 from tests.support.buffer import make_recipe
+from tests.support.waiting import DEADLINE_S
 
 PASSWORD = "a-password-of-redis"
 Answer = Callable[[bytes], bytes]
@@ -25,15 +26,17 @@ def listening(answer: Answer) -> Iterator[str]:
     """A server that answers whatever it is sent; its address as that of Redis."""
     server = socket.create_server(("127.0.0.1", 0))
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = server.accept()
-                with client, contextlib.suppress(OSError):
-                    while asked := client.recv(65536):
-                        client.sendall(answer(asked))
+    def serve(client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError):
+            while asked := client.recv(65536):
+                client.sendall(answer(asked))
 
-    thread = threading.Thread(target=serve, daemon=True)
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:  # a thread for each: a stray connection must not hold up the one of the test
+                threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
     thread.start()
     try:
         yield f"redis://u:{PASSWORD}@127.0.0.1:{server.getsockname()[1]}/0"
@@ -42,6 +45,12 @@ def listening(answer: Answer) -> Iterator[str]:
             server.shutdown(socket.SHUT_RDWR)
         server.close()
         thread.join(timeout=10)
+
+
+@pytest.fixture(autouse=True)
+def long_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a test runs in this process, and may be starved."""
+    monkeypatch.setattr("tba.doctor.resp.TIMEOUT_S", DEADLINE_S)
 
 
 def look(answer: Answer) -> list[Finding]:

@@ -73,7 +73,9 @@ def seed_command(args: argparse.Namespace) -> int:
         config = run_folder(args).config_path
         environ = child_environ(environ, num_threads=1)  # what the shell says now was not said to the run
         if not config.exists():
-            raise ConfigError(f"there is no run at {config.parent}; name one by --run, or give --config RECIPE")
+            raise ConfigError(
+                f"there is no run at {config.parent}; name it as in `tba buffer seed FILE RUN`, or give --config RECIPE"
+            )
     else:
         config = Path(args.config)
     sets = [part for item in args.set for part in ("--set", item)]

@@ -26,7 +26,8 @@ def check_command(args: argparse.Namespace) -> int:
         findings += examine(patient, probes=group, timeout_s=probes.timeout_s, tell=print_finding)
     num_wrong = sum(finding.level == "fail" for finding in findings)
     if num_wrong:
-        print(f"{args.recipe}: {num_wrong} things would fail; each line above says what to do")
+        things = "1 thing" if num_wrong == 1 else f"{num_wrong} things"
+        print(f"{args.recipe}: {things} would fail; each line above says what to do")
         return EXIT_FAILED
     num_left = sum(finding.level == "skip" for finding in findings)
     left = f"; {num_left} things were not looked at" if num_left else ""

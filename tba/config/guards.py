@@ -22,7 +22,7 @@ Action = Literal["none", "lower_rate", "raise_m", "skip", "pause", "rollback", "
 
 
 REMEDIES = {
-    "non_finite": "look at the rewards and the log-probs of the last batch (`tba rollouts`); with bfloat16 try "
+    "non_finite": "look at the rewards of the last rollouts (`tba rollouts`); with bfloat16 try "
     'trainer.compute_dtype = "float32"; if it comes again, lower the learning rate (`tba set learning_rate=...`)',
     "grad_spike": "lower the learning rate (`tba set learning_rate=...`) or trainer.max_grad_norm, or let "
     'trainer.guards.grad_spike.action = "skip" leave such batches out',

@@ -328,7 +328,7 @@ class PythonSpec(ScorerSpec):
     conversational: bool = False
     """Whether prompts and completions are lists of messages, `[{"role": "assistant", "content": "..."}]`, as in TRL
     where the data set is conversational; otherwise they are texts."""
-    batch_items: int = Field(default=64, ge=1, le=1024)
+    batch_items: int = Field(default=64, ge=1, le=64)
     """Most items of one call. `timeout_s` is the CPU time that the call may take; one that takes more, or waits for
     much longer, or kills its worker, or raises, is repeated item by item."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from tba.config.prepare import PrepareItem
 from tba.errors import ConfigError
 from tba.sizing import ModelShape, shape_of_config
+from tba.store.file import disk_full
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*"]
 PICKLED_FILES = ["pytorch_model*.bin*"]
@@ -158,6 +159,9 @@ def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
             "`hf auth login`"
         ) from None
     except Exception as error:  # the hub's HTTP library has its own, which this package does not import
+        full = disk_full(error, item.path) if isinstance(error, OSError) else None
+        if full is not None:
+            raise ConfigError(f"{what} could not be fetched: {full}") from None
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise _UnreachableError(
             f"{what} could not be fetched ({type(error).__name__}: {reason}); this needs a network: {without_network}"

@@ -98,7 +98,8 @@ def run_local(
             kept = _discard_unbegun(folder, keep_logs=True, also_begun=made_nothing)
             text = str(error) if kept is None else str(error).replace(str(folder.logs_path), str(kept))
             how = isinstance(error, ChildError) or (supervisor is not None and folder.has_begun)
-            _note_end(folder, text)
+            if supervisor is not None:  # else an older run is there as it was
+                _note_end(folder, text)
             error.args = (f"{text}; {_how_to_go_on(folder, resume_command)}" if how else text,)
             raise
         except OSError as error:

@@ -46,18 +46,19 @@ def is_there(item: PrepareItem) -> bool:
     return True
 
 
-def check_prepared(recipe: Recipe) -> None:
+def check_prepared(recipe: Recipe, *, at_start: bool = True) -> None:
     """Find out before anything starts that something of `[[prepare]]` is missing.
+
+    Args:
+        at_start: look also at what `tba run` fetches or makes itself.
 
     Raises:
         ConfigError: naming the folders, and the command that makes them.
     """
-    missing = [item for item in recipe.prepare if not is_there(item)]
+    missing = [item for item in recipe.prepare if (at_start or not item.at_start) and not is_there(item)]
     if missing:
         names = ", ".join(f"{item.path} ({item.kind})" for item in missing)
-        raise ConfigError(
-            f"the recipe needs {names}, not there yet; fetch or make it with: tba data prepare RECIPE (the same one)"
-        )
+        raise ConfigError(f"the recipe needs {names}, not there yet; run `tba data prepare` with the same recipe")
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

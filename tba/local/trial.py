@@ -54,9 +54,10 @@ class Trial:
 def problem_of(results: Sequence[ScoreResult]) -> str | None:
     """Why none of the results is a score; None: one is, or the made-up responses may be to blame."""
     errors = [result.error for result in results if result.error is not None]
-    if len(errors) < len(results) or errors[0].reason in SAYS_LITTLE:
+    telling = [error for error in errors if error.reason not in SAYS_LITTLE]
+    if len(errors) < len(results) or not telling:
         return None
-    return f"{errors[0].reason}: {errors[0].detail}"
+    return f"{telling[0].reason}: {telling[0].detail}"
 
 
 def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, http: bool) -> Trial:

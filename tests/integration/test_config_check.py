@@ -218,3 +218,10 @@ def test_what_needs_a_network_is_left_out_by_name(check: Check) -> None:
     assert "-    prompts: --offline: a network would be needed for data.train org/nowhere" in out
     assert "-    scorer: task 'mine': scorer 'http' asks an endpoint elsewhere" in out
     assert "3 things were not looked at" in out
+
+
+def test_a_model_of_the_hub_that_is_fetched_at_the_start_is_no_fault(check: Check) -> None:
+    code, out = check("--offline", model={"path": "org/name"})
+    assert code == 0, out
+    assert "tba run` fetches or makes it" in out
+    assert any("prompts: " in line and "ok" in line for line in out.splitlines()), out

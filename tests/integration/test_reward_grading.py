@@ -204,3 +204,21 @@ def test_a_list_of_gold_answers_holds_right_ones_only(url: str) -> None:
     assert boxed(url, [], "42") == ["bad_data"]
     items = [("so 7", "+7"), ("so 7", ["6", "7"]), ("so 8", ["6", "7"]), ("so 8", ["six", "7"])]
     assert graded(url, *items, task="gsm8k") == [1.0, 1.0, 0.0, "bad_data"]
+
+
+def test_a_gold_answer_of_one_short_word_is_an_answer(url: str) -> None:
+    for gold, other in (("No", "Yes"), ("no", "yes"), ("not", "or")):
+        assert boxed(url, gold, gold, other) == [1.0, 0.0]
+    assert boxed(url, "Yes", "Yes", "No") == [1.0, 0.0]
+    assert boxed(url, "it is what it is, so we do not know if he or she was right", "4") == ["bad_data"]
+
+
+def test_units_of_one_letter_and_rates_are_those_of_the_gold_answer(url: str) -> None:
+    assert boxed(url, "5 m", "5", r"5\text{ m}", "6") == [1.0, 1.0, 0.0]
+    assert boxed(url, "4", "4 per day", "5 per day") == [1.0, 0.0]
+    assert boxed(url, "3 per hour", "3", "4") == [1.0, 0.0]
+    assert boxed(url, "10:30 p.m.", "10:30 pm", "10:30 am") == [1.0, 0.0]
+
+
+def test_a_gold_answer_whose_value_takes_too_long_is_no_fault_of_the_answer(url: str) -> None:
+    assert boxed(url, r"\int_0^\infty \frac{\sin^3 x}{x^3}dx", r"\frac{3\pi}{8}") == ["bad_data"]

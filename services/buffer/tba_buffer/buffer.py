@@ -111,7 +111,7 @@ class Buffer:
         self.rescoring = Rescoring(self.context, catalog=self.catalog, view=self.view, scoring=scoring, link=reward)
         self.scorer = Scorer(self.context, view=self.view, scoring=scoring, rescoring=self.rescoring, link=reward)
         self.settings = Settings(self.context, self.lineages)
-        glances = Glances(self.context, self.view, self.settings)
+        self.glances = glances = Glances(self.context, self.view, self.settings)
         self.leases = Leases(self.context, catalog=self.catalog, evals=self.evals, glances=glances)
         self.draws = Draws(
             self.context, catalog=self.catalog, glances=glances, components=self.components, scoring=scoring
@@ -358,6 +358,7 @@ class Buffer:
         if not self.snapshots.is_saving:
             await self.base.keep_up(self.view.index)
         await self.stats_reader.sample()
+        await self.glances.read()  # what leases and draws cannot do without: /readyz says why they are refused
 
     async def _keep_up(self) -> None:
         problem = None
@@ -377,6 +378,8 @@ class Buffer:
                 self._upkeep_problem = failure
             except (RedisError, UnavailableError) as error:
                 log.warning("redis_unavailable", error=str(error))
+                if self.context.promise.broken is None:  # Redis is well, and something in it cannot be read
+                    self._upkeep_problem = str(error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), UPKEEP_S)
 

@@ -138,12 +138,14 @@ class Evictor:
             raise
 
     async def _now(self) -> PolicyVersion | None:
-        """Where the trainer stands, if an age limit asks for it and its lineage is known."""
+        """Where the trainer stands, if an age limit asks for it and all of that can be read."""
         if self._settings.max_policy_age_steps is None:
             return None
         fields = await self._run.read()
         if fields.lineage and not self._lineages.knows(fields.lineage):
             await self._lineages.load()
+        if self._context.unreadable.problem is not None:
+            return None  # a damaged lineage or step reads as 0, where every rollout would be too old
         return PolicyVersion(fields.lineage, fields.step)
 
     async def _evict(self, victims: Victims) -> None:

@@ -47,7 +47,7 @@ async def check_format(redis: BytesRedis, keys: Keys) -> None:
         is_begun = bool(await redis.exists(keys.replica))
     if found is None and not is_begun:
         return
-    number, _, written_by = ("1 0.1" if found is None else found.decode()).partition(" ")
+    number, _, written_by = ("1 0.1" if found is None else found.decode(errors="replace")).partition(" ")
     if number != str(FORMAT):
         raise ConfigError(
             f"what Redis has of this run ({keys.format.removesuffix(':format')}) was written by tba {written_by} in "

@@ -69,6 +69,8 @@ PRELUDES = {
     "lease": ("read", "release", "effects"),
     "return": ("read", "release"),
     "glance": ("read",),
+    "retry_versions": ("audit",),
+    "accept_loss": ("audit",),
     "draw": ("effects",),
     "ack": ("effects",),
 }

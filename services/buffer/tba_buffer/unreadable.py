@@ -39,6 +39,8 @@ DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, R
 """All that reading bytes that are not what they should be raises."""
 RESTORABLE = ("run", "counter")
 """Kinds that are read again and again, in the same place: once they can be read, nothing of them is unreadable."""
+DECISIVE = ("state", "lineage", "step", "latest_version", "checkpoint")
+"""Fields of the run that nothing is leased, drawn or evicted without; others are shown alone."""
 MAX_KEPT = 1000
 """Most items that are counted: beyond it something else is wrong than some items."""
 NUM_SHOWN = 20
@@ -61,7 +63,8 @@ class Unreadable:
     @property
     def problem(self) -> str | None:
         """Why the service is not ready: what says how the run stands cannot be read. None: all of that can."""
-        names = sorted(field.removeprefix("run:") for field in self._known if field.startswith("run:"))
+        known = (field.removeprefix("run:") for field in self._known if field.startswith("run:"))
+        names = sorted(name for name in known if name in DECISIVE or name.startswith("lineage "))
         if not names:
             return None
         return f"what Redis has of the run cannot be read ({', '.join(names)}); restore Redis from a copy"
@@ -69,8 +72,8 @@ class Unreadable:
     def note(self, kind: Kind, name: str, why: BaseException | str, *, at_s: float) -> None:
         """An item cannot be read; the same one again changes nothing."""
         field = f"{kind}:{name[:256]}"
-        if field in self._known or len(self._known) >= MAX_KEPT:
-            return
+        if field in self._known or (len(self._known) >= MAX_KEPT and kind not in RESTORABLE):
+            return  # what the run stands on is noted however many items are damaged
         self._known.add(field)
         self._restored.discard(field)
         detail = why if isinstance(why, str) else f"{type(why).__name__}: {why}".partition(" [type=")[0]

@@ -65,7 +65,7 @@ class PulledVersions:
             Seconds until it is tried again.
         """
         count = self._refusals[version].count + 1 if version in self._refusals else 1
-        pause_s = min(FIRST_RETRY_S * 2 ** (count - 1), MAX_RETRY_S)
+        pause_s = min(FIRST_RETRY_S * 2 ** min(count - 1, 10), MAX_RETRY_S)
         self._refusals[version] = Refusal(count, time.monotonic() + pause_s)
         self._delete(version)
         return pause_s

@@ -23,7 +23,7 @@ from tba.doctor.probes.store import probe_store
 from tba.doctor.probes.tokens import probe_tokens
 from tba.errors import ConfigError, TbaError
 from tba.local.prepare import measure_model
-from tba.local.prepared import check_prepared
+from tba.local.prepared import check_prepared, is_there
 from tba.local.prompts import prompts_of
 from tba.local.redis_server import find_redis_server
 from tba.local.resolve import check_model
@@ -83,7 +83,7 @@ class RecipeProbes:
             yield skip("prompts", f"{OFFLINE} for {' and '.join(hub)}")
             return
         try:
-            check_prepared(self.recipe)
+            check_prepared(self.recipe, at_start=False)
             self.prompts = prompts_of(self.recipe)
         except ConfigError as error:
             yield _failed("prompts", error)
@@ -108,7 +108,7 @@ class RecipeProbes:
     def probe_model(self, patient: Patient) -> Iterator[Finding]:
         """The folders that the services read, and whether the starting model is the one that the recipe asks for."""
         yield from probe_models(patient)
-        if not patient.is_local:
+        if not patient.is_local or self._is_fetched_at_start():
             return
         try:
             check_model(self.recipe)
@@ -121,8 +121,8 @@ class RecipeProbes:
             yield skip("tokenizer", "there are no prompts to tokenize")
             return
         try:
-            if check_model(self.recipe):
-                yield skip("tokenizer", f"{self.recipe.model.path} is not there yet; `tba run` makes it")
+            if self._is_fetched_at_start() or check_model(self.recipe):
+                yield skip("tokenizer", f"{self.recipe.model.path} is not there yet; `tba run` fetches or makes it")
                 return
         except ConfigError:
             yield skip("tokenizer", f"there is no model at {self.recipe.model.path} to tokenize with")
@@ -189,6 +189,11 @@ class RecipeProbes:
             yield skip("store", f"{OFFLINE} for {self.recipe.store.url}")
         else:
             yield from probe_store(patient)
+
+    def _is_fetched_at_start(self) -> bool:
+        """Whether the starting model is not there yet, and `tba run` fetches it."""
+        path = self.recipe.model.path
+        return any(item.at_start and item.path == path and not is_there(item) for item in self.recipe.prepare)
 
     def _hub_datasets(self) -> list[str]:
         """Data sets that only a network, or the library's cache, has."""

@@ -25,8 +25,8 @@ redis.call('HSET', KEYS[3], 'loss_accepted_by', ARGV[8])
 redis.pcall('HINCRBY', KEYS[3], 'losses_accepted', 1)
 redis.pcall('HINCRBY', KEYS[3], 'changes_lost', ARGV[3])
 local run = redis.call('HMGET', KEYS[3], 'state', 'lineage', 'step')
-local state = run[1] or 'running'
+local state = known_state(run[1])
 redis.call('RPUSH', KEYS[4], '{"number":' .. redis.call('LLEN', KEYS[4]) + 1 .. ',"at_s":' .. ARGV[4]
   .. ',"command":"accept-loss","role":' .. ARGV[5] .. ',"reason":' .. ARGV[6] .. ',"old":"' .. state .. '","new":"' .. state
-  .. '","lineage":' .. (run[2] or '0') .. ',"step":' .. (run[3] or '0') .. ',"num_lost":' .. ARGV[3] .. '}')
+  .. '","lineage":' .. count_in(run[2]) .. ',"step":' .. count_in(run[3]) .. ',"num_lost":' .. ARGV[3] .. '}')
 return number

@@ -10,7 +10,7 @@ for i = 3, #ARGV do
     redis.call('ZADD', KEYS[2], ARGV[2], ARGV[i])
   else
     lost[#lost + 1] = ARGV[i]
-    if lease then redis.call('HINCRBY', KEYS[3], 'foreign:renew', 1) end
+    if lease then redis.pcall('HINCRBY', KEYS[3], 'foreign:renew', 1) end
   end
 end
 return lost

@@ -7,8 +7,8 @@ if redis.call('HGET', KEYS[1], 'retried_by') == ARGV[1] then return tonumber(red
 local number = redis.call('HINCRBY', KEYS[1], 'retries', 1)
 redis.call('HSET', KEYS[1], 'retried_by', ARGV[1])
 local run = redis.call('HMGET', KEYS[1], 'state', 'lineage', 'step')
-local state = run[1] or 'running'
+local state = known_state(run[1])
 redis.call('RPUSH', KEYS[2], '{"number":' .. redis.call('LLEN', KEYS[2]) + 1 .. ',"at_s":' .. ARGV[2]
   .. ',"command":"retry-versions","role":' .. ARGV[3] .. ',"reason":' .. ARGV[4] .. ',"old":"' .. state .. '","new":"' .. state
-  .. '","lineage":' .. (run[2] or '0') .. ',"step":' .. (run[3] or '0') .. '}')
+  .. '","lineage":' .. count_in(run[2]) .. ',"step":' .. count_in(run[3]) .. '}')
 return number

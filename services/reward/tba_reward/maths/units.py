@@ -95,7 +95,7 @@ def without_unit(text: str, more: Set[str] = _NONE) -> str:
         return text
     head = text[: unit[0].start()]
     stem = re.sub(r"(?:\s|~|\\[,;:! ])+$", "", head)
-    if unit[0].lastgroup == "ratio" or not stem:
+    if (unit[0].lastgroup == "ratio" and unit[0][0] != "per") or not stem:
         return text
     if unit[0].lastgroup == "word" and _NUMBER_END.search(stem) is None:
         return text

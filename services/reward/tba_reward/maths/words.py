@@ -96,7 +96,7 @@ def is_prose(text: str, gold: str | None = None) -> bool:
         gold: where the text is an answer, its gold answer, whose words it may use; a gold answer is prose also when
             it is nothing but words, and more than MAX_WORDS.
     """
-    if is_words(text):
+    if is_words(text) or (gold is None and _BARE_WORDS.fullmatch(text)):  # a gold `No` is an answer, not a sentence
         return gold is None and len(text.split()) > MAX_WORDS
     known = set(_WORD.findall(gold.lower())) if gold is not None else set()
     upright = {word for match in _FONT.finditer(text) for word in _WORD.findall(match[2])}
@@ -113,7 +113,8 @@ def words_behind_number(gold: str) -> Set[str]:
     """The words that a gold answer has behind its number, in small letters: they are what is counted there."""
     match = _BEHIND_NUMBER.fullmatch(gold)
     words = _WORD.findall((match[1] or match[2] or "").lower()) if match is not None else []
-    if len(words) > 3 or not (_NO_MATHEMATICS | {"a", "am", "and", "m", "or", "p", "pm"}).isdisjoint(words):
+    half_of_day = {"am", "pm", "m", "p"} if ":" in gold else {"am", "pm"}  # `5 m` are metres, `10:30 p m` is a time
+    if len(words) > 3 or not (_NO_MATHEMATICS | {"a", "and", "or"} | half_of_day).isdisjoint(words):
         return frozenset()
     return frozenset(words)
 

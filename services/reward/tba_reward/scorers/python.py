@@ -153,7 +153,17 @@ def _caught(call: Callable[[], T]) -> T | BaseException:
 
 
 async def _gathered(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)
+    return await asyncio.gather(*map(_awaited, awaitables))
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    """What it returns or raises, as in `_caught`; `gather` alone lets SystemExit end the worker."""
+    try:
+        return await awaitable
+    except MemoryError:
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return error
 
 
 def _call(items: Sequence[Item], params: Params) -> Any:

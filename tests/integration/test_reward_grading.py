@@ -221,4 +221,4 @@ def test_units_of_one_letter_and_rates_are_those_of_the_gold_answer(url: str) ->
 
 
 def test_a_gold_answer_whose_value_takes_too_long_is_no_fault_of_the_answer(url: str) -> None:
-    assert boxed(url, r"\int_0^\infty \frac{\sin^3 x}{x^3}dx", r"\frac{3\pi}{8}") == ["bad_data"]
+    assert boxed(url, r"\sum_{n=1}^{\infty}\frac{\sin n}{n}", r"\frac{\pi-1}{2}") == ["bad_data"]

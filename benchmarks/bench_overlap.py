@@ -25,7 +25,7 @@ def run_once(mode: str, pair: int, steps: int, seed: int) -> dict[str, float]:
     """One whole run; returns its summary.json."""
     name = f"bench-overlap-{mode}-{pair}"
     command = [
-        *(sys.executable, "-m", "tba.cli.main", "run", str(ROOT / "recipes/quickstart.toml")),
+        *(sys.executable, "-m", "tba_cli.main", "run", str(ROOT / "recipes/quickstart.toml")),
         *("--run-name", name, "--seed", str(seed), "--fresh", "--quiet"),
         *("--set", f"trainer.num_steps={steps}", "--set", f"sampling.alternate={MODES[mode]}"),
         *(

@@ -1,6 +1,6 @@
 """Prompt selection by posterior success, measured against epochs (every prompt once per epoch, uniform).
 
-1. A simulation of learning prompts; the selection is the code that the buffer runs (tba_buffer/selection.py).
+1. A simulation of learning prompts; the selection is the code that the buffer runs (tba_buffer/prompts/catalog.py).
    The model of learning, all of it assumed, none of it fitted to a real run:
      success     p_i = sigmoid(skill + own_i - difficulty_i), difficulty_i ~ Normal(0, SPREAD), so that most prompts are
                  nearly hopeless or nearly mastered at first
@@ -35,7 +35,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "services/buffer")]
 
-from tba_buffer.selection import SelectionSettings, choose  # noqa: E402
+from tba_buffer.prompts.catalog import SelectionSettings, choose_by_posterior  # noqa: E402
 
 NUM_PROMPTS = 3000
 GROUP_SIZE = 8
@@ -79,7 +79,7 @@ def simulate(world: World, mode: str, seed: int) -> dict[str, float]:
     in_flight, stored = deque[tuple[np.ndarray, np.ndarray]](), deque[tuple[np.ndarray, np.ndarray]]()
     for _ in range(NUM_VISITS // VISITS_PER_REQUEST):
         if mode == "posterior":
-            chosen = choose(numbers, counts, successes, VISITS_PER_REQUEST, settings, rng)
+            chosen = choose_by_posterior(numbers, counts, successes, VISITS_PER_REQUEST, settings, rng)
         else:
             while len(order) < VISITS_PER_REQUEST:
                 order.extend(rng.permutation(NUM_PROMPTS).tolist())
@@ -143,7 +143,7 @@ def train_once(mode: str, seed: int, num_steps: int) -> dict[str, Any]:
     """One whole run of the quickstart."""
     name = f"bench-prompts-{mode}-{seed}"
     command = [
-        *(sys.executable, "-m", "tba.cli.main", "run", str(ROOT / "recipes/quickstart.toml")),
+        *(sys.executable, "-m", "tba_cli.main", "run", str(ROOT / "recipes/quickstart.toml")),
         *("--run-name", name, "--seed", str(seed), "--fresh", "--quiet"),
         *("--set", f"trainer.num_steps={num_steps}", "--set", f'data.selection="{mode}"'),
         *("--set", "trainer.max_train_s=100000"),

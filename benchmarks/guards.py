@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tba_trainer.guards import GuardState, look
+from tba_trainer.learner.guards import GuardState, check_step
 
 from tba.api import LedgerEntry
 from tba.config import load_recipe
-from tba.config.guards import GuardsSection
-from tba.local.history import History
+from tba.config.trainer import GuardsSection
+from tba_cli.reports.history import History
 
 
 def replay(entries: list[LedgerEntry], guards: GuardsSection) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def replay(entries: list[LedgerEntry], guards: GuardsSection) -> dict[str, Any]:
             spike = max(spike, norm / statistics.median(usual))
         ess = min(ess, metrics.get("ess") or 1.0)
         drift = max(drift, abs(metrics["log_ratio_token_mean"] or 0.0))
-        verdict = look(guards, state, metrics if entry.skipped is None else None)
-        state = verdict.state
-        for alarm in verdict.alarms:
+        result = check_step(guards, state, metrics if entry.skipped is None else None)
+        state = result.state
+        for alarm in result.alarms:
             alarms[alarm.name] = alarms.get(alarm.name, 0) + 1
     return {
         "num_steps": len(entries),

@@ -30,7 +30,7 @@ def measure(section: str, args: argparse.Namespace) -> dict[str, Any]:
         from benchmarks.searcher_bench import embedded
 
         return embedded.measure(rounds=args.rounds)
-    from tba_searcher.engines.vllm_environ import prepare_vllm
+    from tba_searcher.engines.vllm.environment import prepare_vllm
 
     prepare_vllm("cpu")
     from benchmarks.searcher_bench import vllm_loop

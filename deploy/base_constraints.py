@@ -1,9 +1,9 @@
-"""Print pip constraints that leave every package of this Python as it is: for images that have torch and vLLM already.
+"""Print pip constraints that keep every package of this Python as it is: for images that have torch and vLLM already.
 
     python3 deploy/base_constraints.py constraints.txt > /tmp/constraints.txt
 
-What this Python has is pinned to the version it has; what it has not keeps its pin from constraints.txt. Where the two
-cannot go together, pip says so and the build ends. Only the standard library is used.
+An installed package is pinned to its version; the others keep their pins from constraints.txt. If the two conflict,
+pip says so and the build ends. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 
 def normalised(name: str) -> str:
-    """A package's name as pip compares it."""
+    """Return a package's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def constraints(pins: str) -> list[str]:
-    """The lines, given the text of constraints.txt."""
+    """Return the lines, given the text of constraints.txt."""
     here = {normalised(found.metadata["Name"]): found.version for found in distributions() if found.metadata["Name"]}
     own = [line for line in pins.splitlines() if "==" in line and not line.startswith("#")]
     return [f"{name}=={version}" for name, version in sorted(here.items())] + [

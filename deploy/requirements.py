@@ -1,9 +1,9 @@
-"""Print what packages of this repository need, so that an image installs it in a layer before the code.
+"""Print the requirements of packages of this repository, so that an image installs them in a layer before the code.
 
     python deploy/requirements.py '.[service]' 'services/reward[math]' > requirements.txt
 
-Each argument is a folder with a pyproject.toml and the extras that count. Only the standard library is used: this runs
-before anything is installed.
+Each argument is a folder with a pyproject.toml and the extras to include. Uses the standard library alone, since it
+runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN = {"tba", "tba-buffer", "tba-reward", "tba-searcher", "tba-trainer"}
 
 
 def requirements(arguments: list[str]) -> list[str]:
-    """The requirements of FOLDER[EXTRA,...] arguments, sorted, each once.
+    """Return the requirements of FOLDER[EXTRA,...] arguments, sorted, each once.
 
     Raises:
         SystemExit: a folder has no pyproject.toml, or a package does not have an extra.

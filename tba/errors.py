@@ -1,4 +1,4 @@
-"""Every error that tba raises on purpose, in one tree.
+"""All errors that tba raises on purpose, in one tree.
 
     TbaError
     |- ConfigError            (ValueError)   a recipe, environment variable or flag is wrong
@@ -10,10 +10,10 @@
     |  |- ObjectNotFoundError                no object has this key
     |  |- ObjectExistsError                  create-only write, and the key is taken
     |  |- StoreUnavailableError              the store cannot be reached, or answers with errors
-    |  |- StoreTlsError                      its TLS is not as the settings say; a retry cannot help
+    |  |- StoreTlsError                      its TLS differs from the settings; a retry cannot help
     |  `- DigestError                        the bytes read are not the bytes that were written
     |- ServiceError           (RuntimeError) another service answered with a problem, or not at all
-    |  |- BadReplyError                      the answer is not what it should be; it is not used
+    |  |- BadReplyError                      the answer is not what it should be, and is not used
     |  |- BadRequestError                    400, 413, 422: the request is wrong; a retry cannot help
     |  |- UnauthorizedError                  401, 403: no token, or one without the role
     |  |- NotFoundError                      404
@@ -23,7 +23,7 @@
     |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
     |  |     `- RunFailedError               it has failed, and this trainer has not said so
     |  |- BusyError                          429: come back after `retry_after_s`
-    |  |- TlsError                           its TLS is not as the settings say; a retry cannot help
+    |  |- TlsError                           its TLS differs from the settings; a retry cannot help
     |  `- UnavailableError                   5xx, or no connection
     |     |- BrokenRewardError               a reward function raises for every item; waiting does not help
     |     `- SupersededError                 a newer buffer process owns the run; this one serves nothing
@@ -105,7 +105,7 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreTlsError(StoreError):
-    """The store never answered, since its TLS is not as the settings say: a retry cannot help."""
+    """The store never answered, because its TLS differs from the settings: a retry cannot help."""
 
     slug = "store-tls"
 
@@ -136,7 +136,7 @@ class ServiceError(TbaError, RuntimeError):
 
 
 class BadReplyError(ServiceError):
-    """The answer is not what it should be; it is not used."""
+    """The answer is not what it should be, and is not used."""
 
     slug = "bad-reply"
     status = 502
@@ -157,7 +157,7 @@ class UnauthorizedError(ServiceError):
 
 
 class NotFoundError(ServiceError):
-    """The thing that was asked for does not exist."""
+    """The requested thing does not exist."""
 
     slug = "not-found"
     status = 404
@@ -192,7 +192,7 @@ class RunOverError(ConflictError):
 
 
 class RunFailedError(RunOverError):
-    """The run has failed, for a reason that its trainer does not know."""
+    """The run has failed for a reason that its trainer does not know."""
 
     slug = "run-failed"
     status = 409
@@ -211,7 +211,7 @@ class BusyError(ServiceError):
 
 
 class TlsError(ServiceError):
-    """The service never answered, since its TLS is not as the settings say: a retry cannot help."""
+    """The service never answered, because its TLS differs from the settings: a retry cannot help."""
 
     slug = "tls"
     status = 502
@@ -225,7 +225,7 @@ class UnavailableError(ServiceError):
 
 
 class BrokenRewardError(UnavailableError):
-    """A scorer raises for every item: it has to be mended, waiting does not help."""
+    """A scorer raises for every item: a person must fix it, waiting does not help."""
 
     slug = "broken-reward"
 

@@ -1,9 +1,9 @@
-"""`python -m tba.health`: the HEALTHCHECK of the images; exit 0 when well, 1 with a sentence when not.
+"""`python -m tba.health`: the HEALTHCHECK of the images; exit code 0 if healthy, else 1 and a sentence.
 
-    python -m tba.health 8700                                 # a service that listens: its /readyz on this port
-    python -m tba.health --config /etc/tba/recipe.toml        # one that does not: what the buffer last heard of it
+    python -m tba.health 8700                                 # of a service that listens: ask its /readyz
+    python -m tba.health --config /etc/tba/recipe.toml        # of one that does not: ask the buffer about its heartbeat
 
-The first form needs the standard library alone, so that it takes a blink: containers run it every few seconds.
+The first form imports the standard library alone, to be fast: containers run it every few seconds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ import ssl
 import sys
 
 TIMEOUT_S = 4.0
-"""Deadline of one question."""
+"""Deadline of one request."""
 
 
-def ready(port: int) -> str | None:
-    """Why the service on this loopback port is not ready; None when it is.
-
-    A service that speaks TLS is asked by TLS; its certificate names another host than loopback and is not checked.
-    """
+def readiness_problem(port: int) -> str | None:
+    """Return why the service on this loopback port is not readiness_problem; None if it is."""
     plain = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         return _ask(plain, port)
@@ -33,7 +30,7 @@ def ready(port: int) -> str | None:
     except OSError as error:
         return f"nothing answers on port {port}: {error}"
     context = ssl.create_default_context()
-    context.check_hostname = False
+    context.check_hostname = False  # the certificate names another host than loopback
     context.verify_mode = ssl.CERT_NONE
     try:
         return _ask(http.client.HTTPSConnection("127.0.0.1", port, timeout=TIMEOUT_S, context=context), port)
@@ -41,11 +38,8 @@ def ready(port: int) -> str | None:
         return f"port {port} answers neither HTTP nor TLS: {error}"
 
 
-def heard(config: str) -> str | None:
-    """Why the buffer does not count a component of this host among the living; None when it does.
-
-    Trainer and searcher begin their component id with their kind or name, and have the host's name in it.
-    """
+def heartbeat_problem(config: str) -> str | None:
+    """Return why the buffer does not count a component of this host as alive; None if it does."""
     from tba.clients import BufferClient
     from tba.config import load_recipe
     from tba.errors import TbaError
@@ -59,23 +53,26 @@ def heard(config: str) -> str | None:
     except TbaError as error:
         return str(error)
     name = os.environ.get("TBA_SEARCHER_ID") or socket.gethostname()
+    # a trainer or searcher has the name of its host in its component id
     own = [component for component in info.components if name in component.component_id]
     if any(component.alive for component in own):
         return None
     if not own:
-        return f"the buffer has not heard of a component of host {name} yet"
-    return f"the buffer last heard of {own[-1].component_id} {min(c.heartbeat_age_s for c in own):.0f} s ago"
+        return f"the buffer has not heartbeat_problem of a component of host {name} yet"
+    return (
+        f"the buffer last heartbeat_problem of {own[-1].component_id} {min(c.heartbeat_age_s for c in own):.0f} s ago"
+    )
 
 
 def main() -> int:
-    """Ask, and say what is wrong."""
+    """Run the check, and print what is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tba.health", description=__doc__)
     parser.add_argument("port", nargs="?", type=int, help="port of the service in this container")
     parser.add_argument("--config", metavar="FILE", help="recipe of a trainer or searcher")
     args = parser.parse_args()
     if (args.port is None) == (args.config is None):
         parser.error("give either a port or --config")
-    reason = heard(args.config) if args.port is None else ready(args.port)
+    reason = heartbeat_problem(args.config) if args.port is None else readiness_problem(args.port)
     if reason is not None:
         print(f"error: {reason}", file=sys.stderr)
     return int(reason is not None)

@@ -13,9 +13,6 @@ import structlog
 def configure_logging(log_format: Literal["auto", "console", "json"], *, service: str, run: str) -> None:
     """Set up structlog for this process; uvicorn and other stdlib loggers go through the same pipe.
 
-    A call that is retried logs one line when its first retry is due, and no more: what the retries come to, the
-    caller says.
-
     Args:
         log_format: `auto` is console on a terminal and JSON otherwise.
     """
@@ -45,22 +42,24 @@ def configure_logging(log_format: Literal["auto", "console", "json"], *, service
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    # one line per call, at its first retry: the caller reports how the retries end
     stamina.instrumentation.set_on_retry_hooks([_log_first_retry])
 
 
 def silence_retries() -> None:
-    """For the command line, which explains what a call came to in one sentence: retries print nothing."""
+    """Print nothing about retries: the command line explains the outcome of a call in one sentence."""
     stamina.instrumentation.set_on_retry_hooks([])
 
 
 def _exceptions() -> structlog.typing.Processor:
-    """Tracebacks without local variables: those may hold tokens, and are slow to show."""
+    """Return the renderer of tracebacks."""
+    # without local variables: they may hold tokens, and are slow to render
     transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=20)
     return structlog.processors.ExceptionRenderer(transformer)
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
-    """A logger with `source=name` bound."""
+    """Return a logger with `source=name` bound."""
     return structlog.get_logger(source=name)
 
 

@@ -1,8 +1,9 @@
 """Bearer tokens by role, from the JSON file that `auth.tokens_file` names.
 
-A role has one token, or while it is changed two: `{"searcher": ["new", "old"]}`. Servers let both in; a client sends
-the first, and the other where the first is not known yet. In the place of a token there may be its digest,
-`"sha256:<hex>"`: enough to check a token and worth nothing to a thief, so a server needs no token but those it sends.
+A role has one token, or two while it is changed: `{"searcher": ["new", "old"]}`. Servers accept both; a client sends
+the first, and the second where the first is not known yet. In place of a token the file may hold its digest,
+`"sha256:<hex>"`. A digest is enough to check a token and worth nothing to a thief, so a server needs no token except
+those it sends itself.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ MIN_TOKEN_CHARS = 16
 MAX_TOKENS_OF_A_ROLE = 2
 RoleTokens = Mapping[str, tuple[str, ...]]
 STDIN = "-"
-"""The name of a token file that a command reads from its standard input, once."""
+"""The file name with which a command reads its token from standard input, once."""
 DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(f"{DIGEST_PREFIX}[0-9a-f]{{64}}")
 
 
 def token_digest(token: str) -> str:
-    """What a server knows of a token; a digest stays as it is."""
+    """Return the digest of a token; a digest is returned as it is."""
     return token if is_digest(token) else DIGEST_PREFIX + hashlib.sha256(token.encode()).hexdigest()
 
 
 def is_digest(token: str) -> bool:
-    """Whether this is the digest of a token, which nobody can send, and not a token."""
+    """Return whether this is a digest, which nobody can send, and not a token."""
     return token.startswith(DIGEST_PREFIX)
 
 
 def new_tokens_files() -> dict[str, dict[str, str]]:
-    """Name -> new tokens file: what each of the four services needs, and `all` for the commands of the one who runs
-    them."""
+    """Return new tokens files by name: one for each of the four services, and `all` for the commands of the person who
+    runs them."""
     tokens = {role: secrets.token_hex(24) for role in ROLES}
     known = {role: token_digest(token) for role, token in tokens.items()}
     return {
-        "buffer": {**known, "searcher": tokens["searcher"]},  # it asks the reward service as a searcher does
+        "buffer": {**known, "searcher": tokens["searcher"]},  # it calls the reward service in the role of a searcher
         "reward": known,
         "searcher": {"searcher": tokens["searcher"]},
         "trainer": {"trainer": tokens["trainer"]},
@@ -54,7 +55,7 @@ def new_tokens_files() -> dict[str, dict[str, str]]:
 
 
 def load_tokens(path: str | Path | None) -> dict[str, str] | None:
-    """Read role -> the token that its clients send, of the roles of which more than a digest is known; None means no
+    """Read role -> the token that its clients send, without roles of which only a digest is known; None means no
     authentication.
 
     Raises:
@@ -67,7 +68,7 @@ def load_tokens(path: str | Path | None) -> dict[str, str] | None:
 
 
 def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """Read role -> all tokens or digests that are let in, the one to send first.
+    """Read role -> all accepted tokens or digests, the one to send first.
 
     Raises:
         ConfigError: as `load_tokens`.
@@ -109,7 +110,7 @@ def _tokens_of(role: str, value: Any, what: str) -> tuple[str, ...]:
 
 
 def role_token(path: str | Path | None, role: str) -> str | None:
-    """The token of one role, as it is now; None without authentication.
+    """Read the token of one role from its file; None without authentication.
 
     Raises:
         ConfigError: the file is wrong, or has no token for the role.
@@ -118,7 +119,7 @@ def role_token(path: str | Path | None, role: str) -> str | None:
 
 
 def operator_token(path: str | Path) -> str:
-    """The operator's (else the viewer's) token of a JSON tokens file, or the only word of a text file, as it is now.
+    """Read the operator's (else the viewer's) token from a JSON tokens file, or the only word of a text file.
 
     Raises:
         ConfigError: the file cannot be read or holds no token.
@@ -127,7 +128,7 @@ def operator_token(path: str | Path) -> str:
 
 
 class TokensFile:
-    """The digests of the tokens that a server lets in: those of the file as it is now.
+    """The digests of the tokens that a server accepts; follows the file.
 
     Raises:
         ConfigError: the file is wrong. Later a wrong file is logged, and the tokens before it stay.
@@ -143,24 +144,24 @@ class TokensFile:
 
 
 def digests(tokens: RoleTokens) -> dict[str, tuple[str, ...]]:
-    """Role -> the digests of its tokens."""
+    """Return role -> the digests of its tokens."""
     return {role: tuple(token_digest(token) for token in several) for role, several in tokens.items()}
 
 
 class ClientToken:
-    """The tokens that a client may send, in the order in which it tries them: those of the file as it is now."""
+    """The tokens that a client may send, in the order in which it tries them; follows the file."""
 
     def __init__(self, watched: WatchedFile[tuple[str, ...]]) -> None:
         self._watched = watched
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """One, or two while it is changed."""
+        """One token, or two while the token is changed."""
         return self._watched.value
 
 
 def client_token(path: str | Path | None, role: str) -> ClientToken | None:
-    """What a client of one role sends; None without authentication.
+    """Return the token of one role for a client; None without authentication.
 
     Raises:
         ConfigError: the file is wrong, or has no token for the role.
@@ -171,7 +172,7 @@ def client_token(path: str | Path | None, role: str) -> ClientToken | None:
 
 
 def operator_client_token(path: str | Path | None) -> ClientToken | None:
-    """What a client of people sends (see `operator_token`); None without authentication.
+    """Return the token of an operator for a client (see `operator_token`); None without authentication.
 
     Raises:
         ConfigError: the file cannot be read or holds no token.
@@ -185,7 +186,7 @@ def operator_client_token(path: str | Path | None) -> ClientToken | None:
 
 
 def server_tokens(path: str | Path | None) -> TokensFile | None:
-    """What a server lets in; None without authentication.
+    """Return the tokens that a server accepts; None without authentication.
 
     Raises:
         ConfigError: the file is wrong.

@@ -1,4 +1,4 @@
-"""Policy versions, lineages and policy age (docs/words.md)."""
+"""Policy versions, lineages and policy age (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LineageTree:
 
     @property
     def parents(self) -> dict[int, PolicyVersion]:
-        """A copy of the lineage -> parent table."""
+        """Lineage -> parent, as a copy."""
         return dict(self._parents)
 
     def add(self, lineage: int, parent: PolicyVersion) -> None:
@@ -62,14 +62,14 @@ class LineageTree:
         self._parents[lineage] = parent
 
     def ancestry(self, version: PolicyVersion) -> list[PolicyVersion]:
-        """The last version of each lineage on the way from `version` down to the starting model."""
+        """Return the last version of each lineage on the way from `version` down to the starting model."""
         path = [version]
         while path[-1].lineage in self._parents:
             path.append(self._parents[path[-1].lineage])
         return path
 
     def policy_age(self, rollout: PolicyVersion, trainer: PolicyVersion) -> int:
-        """Optimizer steps between the weights that made a rollout and the trainer, never below 0.
+        """Return the optimizer steps between the weights that made a rollout and the trainer, never below 0.
 
         Across lineages: steps since min(the rollout's step, the step at which the two lineages parted).
         """

@@ -1,4 +1,4 @@
-"""A value that was read from files and is read again when they change, without a restart."""
+"""A value that is read from files, and read again without a restart when they change."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ log = get_logger("files")
 
 
 class WatchedFile(Generic[T]):
-    """Reads the value at once, and again once a file has changed; safe to share between threads.
-
-    A changed file that cannot be used keeps the old value, is tried again, and is logged once for each of its states:
-    somebody may be half-way through writing it, or this process has too many files open. Symbolic links are followed,
-    so that a Secret that Kubernetes updates is seen.
+    """Read a value at once, and again after one of its files has changed; safe to share between threads.
 
     Args:
         paths: the files that the value comes from.
-        load: reads it.
-        what: how the log calls it.
+        load: reads the value.
+        what: the name of the value in the log.
 
     Raises:
-        ConfigError: what `load` raises the first time.
+        ConfigError: raised by the first `load`.
     """
 
     def __init__(self, paths: Sequence[str | Path], load: Callable[[], T], *, what: str) -> None:
@@ -45,7 +41,7 @@ class WatchedFile(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The newest value that could be read."""
+        """The newest value that could be read; looks for a change at most once in RECHECK_S."""
         if time.monotonic() >= self._next_check_s and self._lock.acquire(blocking=False):
             try:
                 self._check()
@@ -61,6 +57,8 @@ class WatchedFile(Generic[T]):
         try:
             self._value = self._load()
         except (ConfigError, OSError, ValueError) as error:
+            # Somebody may be half-way through writing the file, or this process has too many files open: keep the old
+            # value, try again at the next check, and log each state of the file once.
             if stamp != self._refused:
                 log.error("changed_file_not_used", what=self._what, problem=str(error), still="what was read before")
             self._refused = stamp
@@ -74,7 +72,7 @@ class WatchedFile(Generic[T]):
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:
     try:
-        found = os.stat(path)
+        found = os.stat(path)  # follows symbolic links: Kubernetes updates a mounted Secret by switching one
     except OSError:
         return None
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -12,7 +12,7 @@ from benchmarks.buffer_bench.direct import direct_push
 from benchmarks.buffer_bench.work import Work
 from tba.api import AckRequest, BatchRequest, SampleRequest
 from tba.clients import BufferClient
-from tba.config.base import StrictModel
+from tba.fields import StrictModel
 from tba.wire import encode_rollout
 from tests.support.buffer import make_rollout
 

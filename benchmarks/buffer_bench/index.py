@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
-from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import BASE_DTYPE, Base, Mark
-from tba_buffer.sampler import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.index.log import CHECKPOINT_DTYPE, LogCheckpoint, Publication
+from tba_buffer.index.rollout_index import Index, IndexSettings
+from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
 
 from benchmarks.buffer_bench.crowd import SPAWN
 from benchmarks.buffer_bench.world import SAMPLING, rss_bytes
@@ -45,9 +45,9 @@ def _measure(num_rollouts: int, num_prompts: int) -> dict[str, float]:
     gc.collect()
     before = rss_bytes(os.getpid())
     records = _records(num_rollouts, num_prompts)
-    marks = (Mark(num_rollouts - 10_000, START), Mark(num_rollouts - 5_000, START))
+    publications = (Publication(num_rollouts - 10_000, START), Publication(num_rollouts - 5_000, START))
     began_s = time.perf_counter()
-    index.restore(Base(num_rollouts, marks, records))
+    index.restore(LogCheckpoint(num_rollouts, publications, records))
     restore_s = time.perf_counter() - began_s
     settings = DrawSettings.of(recipe)
     groups_ms = _median_ms(lambda seed: draw_slots(index, settings, seed))
@@ -64,7 +64,7 @@ def _measure(num_rollouts: int, num_prompts: int) -> dict[str, float]:
 
 def _records(num_rollouts: int, num_prompts: int) -> np.ndarray:
     rng = np.random.default_rng(0)
-    records = np.zeros(num_rollouts, dtype=BASE_DTYPE)
+    records = np.zeros(num_rollouts, dtype=CHECKPOINT_DTYPE)
     records["position"] = np.arange(num_rollouts)
     records["rollout_id"] = np.frombuffer(rng.bytes(16 * num_rollouts), dtype="V16")
     records["reward"] = rng.random(num_rollouts)

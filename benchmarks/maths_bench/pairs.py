@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba_reward.maths.rule import score
-from tba_reward.scorers.base import Failure, Item, outcome_of, params_of
+from tba_reward.math.grader import score
+from tba_reward.scorer import Failure, Item, outcome_of, params_of
 
 from tba.config.reward import MathSpec
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba_searcher.engines.base import EngineDiedError
-from tba_searcher.service import CLIENT_RETRY_S, CLIENT_TIMEOUT_S, Links, Searcher
+from tba_searcher.engines.engine import EngineDiedError
+from tba_searcher.service import CLIENT_RETRY_S, CLIENT_TIMEOUT_S, Clients, Searcher
 
 from benchmarks.scale_bench.recording import RecordingClient
 from tba.config import Recipe, load_recipe
@@ -48,9 +48,9 @@ class Member:
         self._buffer = RecordingClient(
             recipe.buffer_url, token=None, retry_s=CLIENT_RETRY_S, timeout_s=CLIENT_TIMEOUT_S
         )
-        self._links = dataclasses.replace(Links.to_services(recipe), buffer=self._buffer)
+        self._clients = dataclasses.replace(Clients.from_recipe(recipe), buffer=self._buffer)
         self._searcher = Searcher(
-            recipe, folder, searcher_id=searcher_id, links=self._links, stop=self._stop, tick_s=TICK_S
+            recipe, folder, searcher_id=searcher_id, clients=self._clients, stop=self._stop, tick_s=TICK_S
         )
         loop = asyncio.get_running_loop()
         self._began_s, self._ended_s = loop.time(), None
@@ -95,7 +95,7 @@ class Member:
             self.how_it_ended, self.error = "failed", str(error)
         finally:
             self._ended_s = asyncio.get_running_loop().time()
-            for client in (self._links.buffer, self._links.beats, self._links.reward):
+            for client in (self._clients.buffer, self._clients.heartbeats, self._clients.reward):
                 client.close()
 
 

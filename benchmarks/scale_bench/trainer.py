@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from benchmarks.scale_bench.services import Services
-from tba.api import AckRequest, BatchRequest, EvalRequest, LineageRequest, MarkRequest
+from tba.api import AckRequest, BatchRequest, EvalRequest, LineageRequest, VersionRequest
 from tba.errors import BusyError
 from tba.versions import START, PolicyVersion
 
@@ -28,7 +28,7 @@ class PretendTrainer(threading.Thread):
         self._client = services.stack.client
         services.publish(START, None)
         self._lineage = self._client.new_lineage(LineageRequest(trainer_id="pretend", parent=str(START)))
-        self._client.mark(MarkRequest(version=str(START), token=self._lineage.token))
+        self._client.announce_version(VersionRequest(version=str(START), token=self._lineage.token))
         self.over = threading.Event()
         self.num_steps = 0
         self.num_versions = 1
@@ -64,7 +64,7 @@ class PretendTrainer(threading.Thread):
     def _publish(self) -> None:
         version = PolicyVersion(self._lineage.lineage, self.num_steps)
         self._services.publish(version, self._newest)
-        self._client.mark(MarkRequest(version=str(version), token=self._lineage.token))
+        self._client.announce_version(VersionRequest(version=str(version), token=self._lineage.token))
         self._newest = version
         self.num_versions += 1
         if not self.eval_ids or self._client.get_eval(self.eval_ids[-1]).state != "pending":

@@ -1,1 +1,1 @@
-"""What benchmarks/searcher.py measures, one file per section."""
+"""The sections of benchmarks/searcher.py, one file each."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_searcher.engines.base import Request
-from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.engine import Request
+from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
 from transformers import AutoModelForCausalLM
 
 from tba.versions import START

@@ -4,7 +4,7 @@ A Llama of about 3 M parameters in float32, one thread, 64 slots, 8 rollouts per
 responses of 64. Both are in this process, with the same settings of vLLM, and take turns; tokens are counted over
 wall time. The loop is the whole searcher but for HTTP: leases, text and tokens, scoring, rollouts encoded and pushed,
 weights pulled from a store, loaded and verified. An update's pause is how long nothing is decoded: load, digest,
-canary. The step after it is longer too, because it computes keys and values anew; that is told apart.
+canary. The step after it is longer too, because it recomputes keys and values; it is reported separately.
 """
 
 # pyright: reportMissingImports=false
@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from tba_searcher.delivery import Delivery
-from tba_searcher.engines.base import Completion
-from tba_searcher.engines.vllm_engine import VllmEngine, VllmSettings
-from tba_searcher.evaluating import Measures
+from tba_searcher.engines.engine import Completion
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
+from tba_searcher.engines.weights import LoadedWeights, WeightLoader
+from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.evaluation_results import ResultBuilder
+from tba_searcher.generation.status import SearcherStatus, WaitRegistry
+from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
-from tba_searcher.pulling import Pulled, PulledVersions
-from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
-from tba_searcher.visits import Backlog
-from tba_searcher.waits import Waits
 
 from benchmarks.searcher_bench.doubles import Buffer, Reward
 from tba.config import Recipe, parse_recipe
@@ -79,7 +78,7 @@ class TimedEngine(VllmEngine):
         return done
 
     def close(self) -> None:
-        """The next round goes on with it."""
+        """Abort all requests but stay open for the next round."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
@@ -119,7 +118,7 @@ def make_texts() -> list[str]:
 
 
 def make_recipe(model: Path) -> Recipe:
-    """What the loop reads of a recipe."""
+    """Make a recipe with all that the loop reads."""
     document = {
         "run": {"name": "bench"},
         "model": {"path": str(model)},
@@ -150,8 +149,8 @@ class Ours:
             publish_version(
                 versions, models[(number + 1) % 2], version, parent=self._later[number - 1] if number else START
             )
-        self._pulled = PulledVersions(versions, folder / "pulled")
-        self._current, self.model = self._pulled.fetch_all(START)
+        self._loader = WeightLoader(versions, folder / "pulled")
+        self._current, self.model = self._loader.download_model(START)
         self._recipe, self._buffer = (
             make_recipe(self.model),
             Buffer(texts, rollouts_per_visit=ROLLOUTS_PER_VISIT, latest=START),
@@ -169,7 +168,7 @@ class Ours:
         return asyncio.run(self._round(seconds))
 
     async def _round(self, seconds: float) -> Rate:
-        stop, status = asyncio.Event(), Status(searcher_id="bench", run="bench", waits=Waits())
+        stop, status = asyncio.Event(), SearcherStatus(searcher_id="bench", run="bench", waits=WaitRegistry())
         running = asyncio.create_task(self._loop(stop, status).run())
         updates = asyncio.create_task(self._update_forever())
         await asyncio.sleep(WARM_S)
@@ -181,7 +180,7 @@ class Ours:
         await running
         if done or status.counts["refused_versions"] or not status.counts["rollouts_pushed"]:
             raise SystemExit(f"the loop did not run as it should: {dict(status.counts)}")
-        self._current = self._pulled.get(self.engine.version) or self._current
+        self._current = self._loader.get(self.engine.version) or self._current
         return rate
 
     async def _update_forever(self) -> None:
@@ -190,28 +189,28 @@ class Ours:
             if self._later:
                 self._buffer.latest = self._later.pop(0)
 
-    def _loop(self, stop: asyncio.Event, status: Status) -> SearcherLoop:
+    def _loop(self, stop: asyncio.Event, status: SearcherStatus) -> SearcherLoop:
         buffer, reward = cast(Any, self._buffer), cast(Any, Reward())
         delivery = Delivery(
             self._recipe,
             buffer=buffer,
             reward=reward,
             codec=self.codec,
-            measures=Measures(reference_sums=None, embedder=None),
+            results=ResultBuilder(reference_sums=None, embedder=None),
             reference=None,
             status=status,
         )
         current = self._current
-        assert isinstance(current, Pulled)
+        assert isinstance(current, LoadedWeights)
         return SearcherLoop(
             self._recipe,
             engine=self.engine,
             current=current,
-            pulled=self._pulled,
+            loader=self._loader,
             codec=self.codec,
-            backlog=Backlog(self._recipe.searcher, run_seed=0, eos_ids=()),
+            queue=WorkQueue(self._recipe.searcher, run_seed=0, eos_ids=()),
             buffer=buffer,
-            beats=buffer,
+            heartbeats=buffer,
             delivery=delivery,
             status=status,
             stop=stop,

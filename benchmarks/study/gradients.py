@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from tba_trainer.learner import Learner
-from tba_trainer.model import load_policy
+from tba_trainer.learner.learner import Learner
+from tba_trainer.model.policy import load_policy
 from torch import Tensor
 
 from benchmarks.study.training import Settings, make_groups, recipe_of

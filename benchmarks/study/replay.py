@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import RECORD_DTYPE, SCORED, Mark, RolloutsAdded
-from tba_buffer.sampler import DrawSettings, draw_slots
+from tba_buffer.index.log import RECORD_DTYPE, SCORED, Publication, RolloutsAdded
+from tba_buffer.index.rollout_index import Index, IndexSettings
+from tba_buffer.sampling.mop import DrawSettings, draw_slots
 
 from tba.config import Recipe
 from tba.versions import PolicyVersion
@@ -44,7 +44,7 @@ class Replay:
             drawn.append(
                 Group(prompt_id=chosen[0].prompt_id, source=slot.source, fallback=slot.fallback, rollouts=chosen)
             )
-        self._index.apply(Mark(self._index.position + 1, PolicyVersion(1, version)))
+        self._index.apply(Publication(self._index.position + 1, PolicyVersion(1, version)))
         return drawn
 
     def _number(self, position: int) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_trainer.learner import Learner
-from tba_trainer.model import load_policy
-from tba_trainer.values import scheduled
+from tba_trainer.learner.learner import Learner
+from tba_trainer.learner.schedules import scheduled
+from tba_trainer.model.policy import load_policy
 from torch import Tensor
 
 from benchmarks.study.replay import Replay

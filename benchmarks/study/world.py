@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tba.config.sections import WarmStartSection
-from tba.tasks import addition
+from tba_cli.tasks import addition
 
 EOS_ID = 2
 FIRST_CHARACTER_ID = 4
@@ -28,7 +28,7 @@ CHARACTERS = "0123456789+="
 NUM_PROMPT_TOKENS = 6
 MAX_RESPONSE_TOKENS = 5
 NUM_HELDOUT = 512
-WARM_START = WarmStartSection(task=addition.TASK, school_accuracy=0.6, careless_steps=30)
+WARM_START = WarmStartSection(task=addition.TASK, target_accuracy=0.6, noise_steps=30)
 """About 0.34 sampled and 0.6 greedy at the start (docs/asynchrony.md says why not the quickstart's)."""
 
 
@@ -67,7 +67,7 @@ def starting_model(folder: Path, seed: int) -> Path:
     """The folder of this seed's starting model, made now if it is not there (20 CPU seconds)."""
     path = folder / f"start-{seed}"
     if not (path / "config.json").is_file():
-        from tba_trainer.warmstart.make import make_starting_model
+        from tba_cli.starter_models.addition_model import make_starting_model
 
         folder.mkdir(parents=True, exist_ok=True)
         make_starting_model(path, WARM_START, seed=seed, num_threads=1)

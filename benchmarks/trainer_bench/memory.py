@@ -33,8 +33,8 @@ def _status(name: str) -> int:
 def _main(way: str, num_tokens: int) -> dict[str, float]:
     import numpy as np
     import torch
-    from tba_trainer.logprobs import LogprobModel
-    from tba_trainer.packing import pack_sequences
+    from tba_trainer.model.logprobs import LogprobModel
+    from tba_trainer.model.packing import pack_sequences
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)

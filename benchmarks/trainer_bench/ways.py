@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_trainer.logprobs import LogprobModel
+from tba_trainer.learner.forward_backward import ForwardBackward
+from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.objectives import Sequences, Tokens, Totals, advantages, objective_loss, resolve
-from tba_trainer.passes import BatchPasses
 from torch import Tensor
 
 from benchmarks.trainer_bench.workload import Workload
@@ -29,7 +29,7 @@ def ours(work: Workload) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def step() -> float:
-        BatchPasses(
+        ForwardBackward(
             policy,
             OBJECTIVE,
             work.rollouts,

@@ -1,6 +1,6 @@
-"""Writes charts/tba/files/dashboards/tba.json from panels.py: `python -m charts.tools.dashboard`, or `make chart-docs`.
+"""Write charts/tba/files/dashboards/tba.json from panels.py: `python -m charts.tools.dashboard`, or `make chart-docs`.
 
-Grafana's JSON repeats much; panels.py holds what people choose. A test compares the file with what this makes.
+Grafana's JSON is repetitive; panels.py has only what a person chooses. A test compares the file with the output.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from charts.tools.panels import ROWS, STACKED, Panel
 
 FILE = Path(__file__).parents[1] / "tba" / "files" / "dashboards" / "tba.json"
-CHOSEN = {
+SELECTORS = {
     "BUFFER": 'namespace=~"$namespace",job=~"$buffer"',
     "REWARD": 'namespace=~"$namespace",job=~"$reward"',
 }
@@ -22,12 +22,12 @@ STAT_HEIGHT, GRAPH_HEIGHT, GRID_WIDTH = 4, 8, 24
 
 
 def expression(query: str) -> str:
-    """The PromQL of a panel with the labels of one release."""
-    return re.sub(r"\b(BUFFER|REWARD)\b", lambda found: CHOSEN[found[1]], query)
+    """Return the PromQL of a panel with the labels of one release."""
+    return re.sub(r"\b(BUFFER|REWARD)\b", lambda found: SELECTORS[found[1]], query)
 
 
 def build() -> dict[str, Any]:
-    """The dashboard as Grafana reads it."""
+    """Return the dashboard as Grafana reads it."""
     panels: list[dict[str, Any]] = []
     y = 0
     for row in ROWS:
@@ -69,7 +69,7 @@ def build() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file."""
+    """Return the content of the file."""
     return json.dumps(build(), indent=1, ensure_ascii=False) + "\n"
 
 

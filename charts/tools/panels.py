@@ -1,4 +1,4 @@
-"""What the Grafana dashboard shows: rows of panels, each with its queries and how to read it.
+"""The rows and panels of the Grafana dashboard, each with its queries and a text that says how to read it.
 
 `BUFFER` and `REWARD` in a query stand for the labels that choose one release.
 """
@@ -75,10 +75,10 @@ NOW = Row(
         ),
         Panel(
             "Searchers",
-            "Alive beside wanted. Fewer for longer than a node needs to start: alert TbaSearchersMissing.",
+            "Alive beside desired. Fewer for longer than a node needs to start: alert TbaSearchersMissing.",
             (
                 ('sum(tba_components_alive{BUFFER,kind="searcher"}) or vector(0)', "alive"),
-                ("max(tba_searchers_wanted{BUFFER})", "wanted"),
+                ("max(tba_searchers_desired{BUFFER})", "desired"),
             ),
             kind="stat",
             width=4,
@@ -100,11 +100,11 @@ NOW = Row(
             width=4,
         ),
         Panel(
-            "Redis keeps its promise",
-            "kept 1: what is acknowledged is durable; 0: writes are refused, and GET /readyz says why. lost 1: Redis "
-            "lacks what was acknowledged; beside it how many losses, and changes in them, were accepted so far.",
+            "Redis is durable",
+            "durable 1: Redis keeps what is acknowledged; 0: writes are refused, and GET /readyz says why. lost 1: "
+            "Redis lacks what was acknowledged; beside it how many losses, and changes in them, were accepted so far.",
             (
-                ("min(tba_redis_keeps_promise{BUFFER})", "kept"),
+                ("min(tba_redis_durable{BUFFER})", "durable"),
                 ("max(tba_redis_lost_data{BUFFER})", "lost"),
                 ("max(tba_redis_losses_accepted_total{BUFFER})", "losses accepted"),
                 ("max(tba_redis_lost_changes_total{BUFFER})", "changes lost"),
@@ -259,11 +259,11 @@ THROUGHPUT = Row(
         ),
         Panel(
             "Components alive",
-            "By kind, those that fell silent without ending by themselves, and how many searchers are wanted.",
+            "By kind, those that fell silent without ending by themselves, and how many searchers are desired.",
             (
                 ("sum by (kind) (tba_components_alive{BUFFER})", "{{kind}}"),
                 ("sum by (kind) (tba_components_silent{BUFFER}) > 0", "silent: {{kind}}"),
-                ("max(tba_searchers_wanted{BUFFER})", "searchers wanted"),
+                ("max(tba_searchers_desired{BUFFER})", "searchers desired"),
             ),
         ),
     ),
@@ -348,9 +348,9 @@ DROPS = Row(
             ),
         ),
         Panel(
-            "Stored items that cannot be read",
+            "Damaged stored items",
             "By kind; each is left out or failed alone. `GET /v1/run` names them. Above 0: damage, or an old release.",
-            (("tba_unreadable_items{BUFFER}", "{{kind}}"),),
+            (("tba_damaged_items{BUFFER}", "{{kind}}"),),
         ),
         Panel(
             "Refused heartbeats",
@@ -406,7 +406,7 @@ REQUESTS = Row(
     (
         Panel(
             "Requests, by operation and status",
-            "Per second. 429 is back-pressure, 503 a Redis that cannot keep its promise.",
+            "Per second. 429 is back-pressure, 503 a Redis that is not durable.",
             (
                 (
                     "sum by (operation, status) (rate(tba_requests_total{BUFFER}[$__rate_interval]))",
@@ -439,25 +439,12 @@ CLIENTS = Row(
     "Clients that are refused",
     (
         Panel(
-            "Connections closed by a service",
-            "Per second, by reason, at buffer and reward service. Normally none: slow or idle clients, or too many.",
-            (
-                _rate("tba_connections_closed_total", "reason"),
-                (
-                    "sum by (reason) (rate(tba_connections_closed_total{REWARD}[$__rate_interval]))",
-                    "reward: {{reason}}",
-                ),
-            ),
-            width=12,
-        ),
-        Panel(
             "Requests without a valid token",
             "Per second. Normally none: an old token after a rotation, or somebody who tries.",
             (
                 ("sum(rate(tba_unauthorized_total{BUFFER}[$__rate_interval]))", "buffer"),
                 ("sum(rate(tba_unauthorized_total{REWARD}[$__rate_interval]))", "reward"),
             ),
-            width=12,
         ),
     ),
 )

@@ -1,7 +1,7 @@
-"""Writes charts/tba/README.md from README.head.md and values.yaml: `make chart-docs`.
+"""Write charts/tba/README.md from README.head.md and values.yaml: `make chart-docs`.
 
-A comment that begins with `# --` describes the key below it and goes on in the comment lines that follow. Keys below a
-described one are its default. A test compares the file with what this makes, and finds keys that nothing describes.
+A comment that begins with `# --` describes the key below it and continues in the comment lines that follow. Keys below
+a described one are its default. A test compares the file with the output, and finds keys without a description.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Value:
 
 
 def described(values: str) -> Iterator[Value]:
-    """Every described key of a values.yaml, in order.
+    """Yield every described key of a values.yaml, in order.
 
     Raises:
         ValueError: a description has no key below it.
@@ -58,7 +58,7 @@ def described(values: str) -> Iterator[Value]:
 
 
 def undescribed(values: str) -> list[str]:
-    """Keys without a description of their own, above them or in them; dotted."""
+    """Return the dotted keys that have no description, neither of their own nor above or below them."""
     known = {value.path for value in described(values)}
 
     def missing(node: Any, path: tuple[str, ...]) -> Iterator[str]:
@@ -74,14 +74,14 @@ def undescribed(values: str) -> list[str]:
 
 
 def at(tree: Any, path: list[str] | tuple[str, ...]) -> Any:
-    """What stands at a path of a parsed document."""
+    """Return the value at a path of a parsed document."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def text() -> str:
-    """The file."""
+    """Return the content of the file."""
     head = (HERE / "README.head.md").read_text()
     rows = ["| value | default | meaning |", "|---|---|---|"]
     for value in described((CHART / "values.yaml").read_text()):

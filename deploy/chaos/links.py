@@ -1,10 +1,10 @@
-"""Links between the services of `docker compose` that break now and then (profile `chaos`).
+"""Proxy the links between the services of `docker compose`, and inject faults now and then (profile `chaos`).
 
     python links.py buffer:8700 reward:8701
 
-Listens on the port of each target and forwards to it. Every CHAOS_EVERY_S seconds one link, chosen by CHAOS_SEED, is
-spoilt for CHAOS_FOR_S seconds: `cut` resets its connections and refuses new ones, `deaf` lets nothing through, `slow`
-delays every piece of data. One JSON line says what begins and what ends. Needs the standard library alone.
+Listens on the port of each target and forwards to it. Every CHAOS_EVERY_S seconds one link, chosen by CHAOS_SEED, has a
+fault for CHAOS_FOR_S seconds: `cut` resets its connections and refuses new ones, `deaf` lets nothing through, `slow`
+delays every piece of data. A JSON line reports each begin and end. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK_BYTES = 64 * 1024
 
 
 class Link:
-    """Forwards one port to the same port of another host.
+    """Forwards a port to the same port of another host.
 
     Args:
         target: HOST:PORT.
@@ -84,29 +84,29 @@ class Link:
                 writer.write_eof()
 
 
-async def spoil(links: list[Link], chance: random.Random, *, every_s: float, for_s: float) -> None:
-    """Spoil one link after the other, for ever."""
+async def inject_faults(links: list[Link], rng: random.Random, *, every_s: float, for_s: float) -> None:
+    """Inject one fault after the other, for ever."""
     while True:
         await asyncio.sleep(every_s)
-        link, fault = chance.choice(links), chance.choice(FAULTS)
+        link, fault = rng.choice(links), rng.choice(FAULTS)
         link.set(fault)
-        say(link.target, fault)
+        report(link.target, fault)
         await asyncio.sleep(for_s)
         link.set("open")
-        say(link.target, "open")
+        report(link.target, "open")
 
 
-def say(target: str, fault: Fault) -> None:
-    """What happens, as one line."""
+def report(target: str, fault: Fault) -> None:
+    """Print the begin or the end of a fault as one JSON line."""
     print(json.dumps({"event": "link", "target": target, "fault": fault}), flush=True)
 
 
 async def main(targets: list[str]) -> None:
-    """Serve every link and spoil them in turn."""
+    """Serve every link, and inject faults."""
     links = [Link(target) for target in targets]
-    chance = random.Random(int(os.environ.get("CHAOS_SEED", "0")))
+    rng = random.Random(int(os.environ.get("CHAOS_SEED", "0")))
     every_s, for_s = (float(os.environ.get(name, default)) for name, default in DEFAULTS_S)
-    await asyncio.gather(*(link.serve() for link in links), spoil(links, chance, every_s=every_s, for_s=for_s))
+    await asyncio.gather(*(link.serve() for link in links), inject_faults(links, rng, every_s=every_s, for_s=for_s))
 
 
 DEFAULTS_S = (("CHAOS_EVERY_S", "30"), ("CHAOS_FOR_S", "10"))

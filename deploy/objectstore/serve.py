@@ -1,11 +1,11 @@
-"""The bundled object store: ministack's S3 behind a gate that knows two pairs of keys, one of which may only read.
+"""The bundled object store: ministack's S3 behind a gate that accepts two pairs of keys, one of them read-only.
 
 The keys come from READ_WRITE_ACCESS_KEY_ID, READ_WRITE_SECRET_ACCESS_KEY, READ_ONLY_ACCESS_KEY_ID and
 READ_ONLY_SECRET_ACCESS_KEY, or from the section `default` of files in boto3's format that READ_WRITE_KEYS_FILE and
 READ_ONLY_KEYS_FILE name. The port is GATEWAY_PORT, the address BIND_HOST; the rest is ministack's.
 
-What is checked is the signature of a request's head (AWS Signature Version 4). The digest of the body is part of it,
-but is not compared with the body: whoever may change packets on the way is for TLS to keep out.
+The gate checks the signature of a request's head (AWS Signature Version 4). The digest of the body is part of it, but
+is not compared with the body: protection against changes on the way is the task of TLS.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HEALTH = "/_ministack/health"
-"""The only path that is open to everybody; ministack's others of this kind are closed to all."""
+"""The only path that needs no keys; the other paths of ministack itself are closed to all."""
 READS = ("GET", "HEAD")
 MAX_SKEW = timedelta(minutes=15)
-"""Between the clocks of client and server, as S3 has it: a request that was overheard is worth nothing later."""
+"""Allowed difference of the clocks, as for S3: a request that was overheard cannot be sent again later."""
 _SIGNED = re.compile(
     r"AWS4-HMAC-SHA256 Credential=(?P<key>[^/,]+)/(?P<day>\d{8})/(?P<region>[^/,]+)/s3/aws4_request, ?"
     r"SignedHeaders=(?P<headers>[^,]+), ?Signature=(?P<signature>[0-9a-f]{64})"
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class RefusedError(Exception):
-    """S3's code for why a request is refused, and a sentence."""
+    """A request is refused: the error code of S3, and a sentence."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -55,10 +55,10 @@ class RefusedError(Exception):
 
 
 def keys(environ: Mapping[str, str]) -> dict[str, Pair]:
-    """Access key id -> what it may do.
+    """Return access key id -> pair of keys.
 
     Raises:
-        ValueError: a pair is missing, too short, or both are one.
+        ValueError: a pair is missing or too short, or both have one id.
     """
     found: dict[str, Pair] = {}
     for name, writes in (("READ_WRITE", True), ("READ_ONLY", False)):
@@ -80,7 +80,7 @@ def keys(environ: Mapping[str, str]) -> dict[str, Pair]:
 
 
 class Gate:
-    """Lets signed requests pass to `app`; whoever has the pair that may only read gets no further than GET and HEAD."""
+    """Lets signed requests pass to `app`; with the read-only pair only GET and HEAD."""
 
     def __init__(self, app: App, pairs: Mapping[str, Pair]) -> None:
         self._app, self._pairs = app, pairs
@@ -111,7 +111,7 @@ class Gate:
         _check_date(headers.get("x-amz-date", ""))
         if not hmac.compare_digest(_signature(scope, headers, signed, pair.credentials), signed["signature"]):
             raise RefusedError("SignatureDoesNotMatch", "the signature is not that of the secret key")
-        if scope["path"].startswith("/_"):  # as ministack sees it, with nothing of it escaped
+        if scope["path"].startswith("/_"):  # the path as ministack sees it, unescaped
             raise RefusedError("AccessDenied", "this is no bucket")
         if not pair.writes and scope["method"] not in READS:
             raise RefusedError("AccessDenied", f"{signed['key']} may only read")
@@ -131,7 +131,7 @@ def _check_date(date: str) -> None:
 
 
 def _signature(scope: Scope, headers: Mapping[str, str], signed: re.Match[str], credentials: Credentials) -> str:
-    """What the signature has to be: botocore signs the request once more, as the client must have done."""
+    """Return the expected signature: botocore signs the request again, as the client must have done."""
     names = signed["headers"].split(";")
     if not {"host", "x-amz-date", "x-amz-content-sha256"} <= set(names):
         raise RefusedError("AccessDenied", "host, x-amz-date and x-amz-content-sha256 have to be signed")
@@ -149,7 +149,7 @@ def _signature(scope: Scope, headers: Mapping[str, str], signed: re.Match[str], 
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: RefusedError) -> None:
-    while (await receive()).get("more_body"):  # a client that still sends would not read the answer
+    while (await receive()).get("more_body"):  # a client that still sends does not read the answer
         pass
     body = f"<Error><Code>{error.code}</Code><Message>{error}</Message></Error>".encode()
     head = [(b"content-type", b"application/xml"), (b"content-length", str(len(body)).encode())]

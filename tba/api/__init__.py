@@ -6,23 +6,8 @@ Bulk data is msgpack (`tba.wire`): POST /v1/rollouts takes a push, POST /v1/batc
 
 from __future__ import annotations
 
-from tba.api.base import (
-    Name,
-    Problem,
-    RunState,
-    Split,
-    VersionText,
-)
-from tba.api.evals import (
-    BestVersion,
-    EvalInfo,
-    EvalNumbers,
-    EvalRequest,
-    EvalResult,
-    EvalResults,
-)
-from tba.api.events import EVENT_NAMES, EventName, RunEvent, WaitChange
-from tba.api.leases import (
+from tba.api.evaluations import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults
+from tba.api.prompts import (
     MAX_LEASE_IDS,
     MAX_REFUSED_VERSIONS,
     Lease,
@@ -31,15 +16,9 @@ from tba.api.leases import (
     LeaseReply,
     LeaseRequest,
     LeaseReturn,
-)
-from tba.api.prompts import (
     Prompt,
     PromptUpload,
     PromptUploadReply,
-)
-from tba.api.rescoring import (
-    RescoreInfo,
-    RescoreRequest,
 )
 from tba.api.rollouts import (
     PushOutcome,
@@ -54,25 +33,35 @@ from tba.api.rollouts import (
 )
 from tba.api.run import (
     ACKNOWLEDGED_HEADER,
+    EVENT_NAMES,
+    MAX_CHANGES_PER_PAGE,
     AcceptLoss,
     ComponentInfo,
     ComponentWait,
+    EventName,
     RunChange,
     RunChanges,
     RunCommand,
+    RunEvent,
     RunInfo,
-    UnreadableInfo,
-    UnreadableItem,
-    WaitInfo,
-)
-from tba.api.scaling import (
     ScaleAudit,
     ScaleReached,
     ScaleRequest,
     ScalingInfo,
     SearchersInfo,
+    SettingChange,
+    SettingEffect,
+    SettingsAudit,
+    SettingsInfo,
+    SettingsRequest,
+    UnreadableInfo,
+    UnreadableItem,
+    WaitChange,
+    WaitInfo,
 )
 from tba.api.scores import (
+    RescoreInfo,
+    RescoreRequest,
     RewardInfo,
     RewardsReply,
     ScoreError,
@@ -81,26 +70,8 @@ from tba.api.scores import (
     ScoreRequest,
     ScoreResult,
 )
-from tba.api.settings import (
-    MAX_CHANGES_PER_PAGE,
-    SettingChange,
-    SettingEffect,
-    SettingsAudit,
-    SettingsInfo,
-    SettingsRequest,
-)
-from tba.api.snapshots import (
-    LoadRequest,
-    OriginInfo,
-    SnapshotInfo,
-    SnapshotList,
-    SnapshotRequest,
-)
-from tba.api.stats import (
-    Rates,
-    Stats,
-    StoredStats,
-)
+from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList, SnapshotRequest
+from tba.api.stats import Rates, Stats, StoredStats
 from tba.api.training import (
     AckRequest,
     BatchRequest,
@@ -110,11 +81,12 @@ from tba.api.training import (
     LedgerReply,
     LineageReply,
     LineageRequest,
-    MarkReply,
-    MarkRequest,
     ResumeEntry,
     SampleRequest,
+    VersionReply,
+    VersionRequest,
 )
+from tba.fields import Name, Problem, RunState, Split, VersionText
 
 __all__ = [
     "ACKNOWLEDGED_HEADER",
@@ -147,8 +119,6 @@ __all__ = [
     "LineageReply",
     "LineageRequest",
     "LoadRequest",
-    "MarkReply",
-    "MarkRequest",
     "Name",
     "OriginInfo",
     "Problem",
@@ -200,6 +170,8 @@ __all__ = [
     "StoredStats",
     "UnreadableInfo",
     "UnreadableItem",
+    "VersionReply",
+    "VersionRequest",
     "VersionText",
     "WaitChange",
     "WaitInfo",

@@ -1,18 +1,17 @@
-"""Prompts and their upload."""
+"""Prompts, their upload, and leases on visits and evaluation units."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from tba.api.base import Name, Split
-from tba.config.base import StrictModel
-from tba.numbers import MAX_DIGITS
+from tba.fields import MAX_DIGITS, Integer, Name, RunState, Split, StrictModel, VersionText
+from tba.wire.codec import new_id
 
 MAX_DATA_LEVELS = 32
-"""Deepest nesting of a prompt's data. Readers of JSON have limits of their own, and every searcher must read it."""
+"""Deepest nesting of a prompt's data. JSON readers have limits of their own, and every searcher must read the data."""
 _MAX_WHOLE = 10**MAX_DIGITS
 
 
@@ -34,8 +33,8 @@ class Prompt(StrictModel):
 
 
 def _check_levels_and_digits(data: dict[str, Any]) -> None:
-    """Raises ValueError; level by level, so that no depth can exhaust the stack."""
-    level: list[Any] = [data]
+    """Raise ValueError for data that is nested too deeply or holds too large a number."""
+    level: list[Any] = [data]  # level by level: recursion would let deep data exhaust the stack
     for _ in range(MAX_DATA_LEVELS):
         children = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
         if any(isinstance(child, int) and not -_MAX_WHOLE < child < _MAX_WHOLE for child in children):
@@ -53,9 +52,81 @@ class PromptUpload(StrictModel):
 
 
 class PromptUploadReply(StrictModel):
-    """What an upload changed."""
+    """The changes that an upload made."""
 
     num_new: int
     num_same: int
     num_train: int
     num_heldout: int
+
+
+MAX_LEASE_IDS = 4096
+"""Most leases in one return or renewal."""
+MAX_REFUSED_VERSIONS = 64
+
+
+class LeaseRequest(StrictModel):
+    """POST /v1/leases: claim up to `max_leases` visits, and no evaluation of `refused_versions`.
+
+    A retry (the same `searcher_id` and `request_id`) is answered with the leases that the first request was granted, as
+    long as they are open: without that, a lost reply would leave leases that nobody works on until they expire.
+    """
+
+    searcher_id: Name
+    max_leases: Integer = Field(ge=1, le=1024)
+    request_id: Name = Field(default_factory=lambda: new_id("request"))
+    version: VersionText | None = None
+    refused_versions: list[VersionText] = Field(default_factory=list, max_length=MAX_REFUSED_VERSIONS)
+
+
+class Lease(StrictModel):
+    """A claim on one visit of one prompt.
+
+    `train`: sample `num_rollouts` completions with the newest weights and push them under `visit_id`.
+    `sample`, `greedy`: held-out evaluation `eval_id` with exactly `version`; report with POST /v1/evals/{id}/results.
+    `temperature` is the current sampling temperature (train), the policy temperature (sample), or 0 (greedy: the most
+    likely token).
+    """
+
+    lease_id: str
+    kind: Literal["train", "sample", "greedy"]
+    visit_id: str
+    prompt: Prompt
+    num_rollouts: int
+    temperature: float
+    expires_in_s: float
+    eval_id: str | None = None
+    version: VersionText | None = None
+
+
+class LeaseReply(StrictModel):
+    """`leases` may be empty; then `wait` names what is waited for and `retry_after_s` when to ask again."""
+
+    leases: list[Lease]
+    latest_version: VersionText | None
+    run_state: RunState
+    wait: str | None = None
+    retry_after_s: float = 0.0
+    num_version_retries: int = 0
+    """How often an operator has asked to try refused versions again; a searcher tries when the number rises."""
+
+
+class LeaseReturn(StrictModel):
+    """POST /v1/leases/return: give unfinished leases back (drain). Refused: the visit cannot be sampled, and ends."""
+
+    searcher_id: Name
+    lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)
+    refused_lease_ids: list[Name] = Field(default_factory=list, max_length=MAX_LEASE_IDS)
+
+
+class LeaseRenewal(StrictModel):
+    """POST /v1/leases/renew: the searcher still works on these leases; their deadline moves to `lease_s` from now."""
+
+    searcher_id: Name
+    lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)
+
+
+class LeaseRenewalReply(StrictModel):
+    """The leases that this searcher no longer holds: fulfilled, ended, or now held by another searcher."""
+
+    lost_lease_ids: list[str]

@@ -1,18 +1,17 @@
-"""Rollouts over REST: what a push answers, and stored rollouts as people read them."""
+"""Rollouts over REST: the reply to a push, and stored rollouts for people."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from tba.api.base import RunState, VersionText
-from tba.config.base import StrictModel
+from tba.fields import RunState, StrictModel, VersionText
 
 RolloutOrder = Literal["best", "worst", "newest", "oldest"]
 RewardStatus = Literal["scored", "pending", "failed"]
 
 
 class PushOutcome(StrictModel):
-    """What became of one rollout of a push."""
+    """The outcome of one rollout of a push."""
 
     rollout_id: str | None
     outcome: Literal["new", "duplicate", "refused"]
@@ -20,7 +19,7 @@ class PushOutcome(StrictModel):
 
 
 class PushReply(StrictModel):
-    """One outcome per item, in order. `latest_version` and `run_state` ride along for searchers."""
+    """One outcome per item, in order. `latest_version` and `run_state` are for searchers."""
 
     outcomes: list[PushOutcome]
     latest_version: VersionText | None
@@ -56,9 +55,9 @@ class RolloutInfo(StrictModel):
     """The oldest version that made a token of it: policy age is measured from there."""
     version_spans: list[SpanInfo]
     policy_age_steps: int
-    """Optimizer steps between `version` and the living lineage now."""
+    """Optimizer steps between `version` and the active lineage now."""
     prompt_text: str | None
-    """As long at most as the response text is given; None: the prompt is not among those of the run any more."""
+    """Cut to the same limit as the response text; None: the run no longer has the prompt."""
     num_prompt_tokens: int
     num_response_tokens: int
     response_text: str
@@ -90,7 +89,7 @@ class RefLogprobInfo(StrictModel):
 
 
 class RolloutDetail(RolloutInfo):
-    """GET /v1/rollouts/{rollout_id}: everything that is stored of one rollout."""
+    """GET /v1/rollouts/{rollout_id}: all stored fields of one rollout."""
 
     prompt_tokens: list[int]
     response_tokens: list[int]

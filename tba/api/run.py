@@ -1,38 +1,202 @@
-"""The run, its components and its waits."""
+"""The run: live settings, number of searchers, components and waits, state and its changes, events."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 
-from tba.api.base import Name, Reason, RunState, VersionText
-from tba.api.evals import BestVersion, EvalInfo
-from tba.api.scaling import SearchersInfo
-from tba.api.settings import Role
+from tba.api.evaluations import BestVersion, EvalInfo
 from tba.api.snapshots import OriginInfo
-from tba.config.base import StrictModel
+from tba.config.live_settings import LIVE_NAMES, LiveName, LiveSettings, setting_text
+from tba.config.schedules import Schedule
+from tba.fields import Integer, Name, Reason, RunState, StrictModel, VersionText
+from tba.wire.codec import new_id
+
+Role = Literal["operator", "trainer"]
+MAX_CHANGES_PER_PAGE = 1000
+SETTINGS_HEADER = "tba-settings-revision"
+"""Header of the replies to draws, acks and changes: the newest revision."""
+
+
+class SettingsRequest(StrictModel):
+    """PATCH /v1/run/settings: change the settings that `settings` names; null there means "as the recipe says" again.
+
+    The same request again (same `request_id`) changes nothing and is answered as the run is now. A trainer gives its
+    fencing `token`. With `revision` they change only while that is the newest one (409 otherwise), so that a client
+    which computes new values from the current ones overwrites no change in between.
+    """
+
+    settings: LiveSettings
+    reason: Reason | None = None
+    token: Name | None = None
+    revision: Integer | None = Field(default=None, ge=0)
+    request_id: Name = Field(default_factory=lambda: new_id("request"))
+
+    @field_validator("settings")
+    @classmethod
+    def _check_names(cls, settings: LiveSettings) -> LiveSettings:
+        if not settings.model_fields_set:
+            raise ValueError(f"name at least one of {', '.join(LIVE_NAMES)}")
+        return settings
+
+
+class SettingChange(StrictModel):
+    """One setting, before and after; null: as the recipe says."""
+
+    old: Schedule | int | None
+    new: Schedule | int | None
+
+
+class SettingEffect(StrictModel):
+    """The first step of a lineage that was made with a changed setting.
+
+    Learning rate, beta and the interval of evaluations: the first step that was acked with it. m: the step of the first
+    batch that was drawn with it. Sampling temperature: the step that was next when the first visit was leased with it.
+    A lineage that continues with a change has an entry of its own, at its first step.
+    """
+
+    name: LiveName
+    lineage: int
+    step: int
+    at_s: float
+    abandoned: bool
+    """A resume continued from an earlier step, so the active lineage does not have this one."""
+
+
+class SettingsAudit(StrictModel):
+    """One change: who made it, when, why, where the run stood, and where it has taken effect."""
+
+    revision: int
+    at_s: float
+    role: Role
+    reason: str | None
+    lineage: int
+    step: int
+    """The last acked step at the time."""
+    changes: dict[LiveName, SettingChange]
+    effects: list[SettingEffect]
+
+    def lines(self) -> list[str]:
+        """Return the change as text for people: one line, then one for each of its settings."""
+        what = ", ".join(
+            f"{name} {setting_text(change.old)} -> {setting_text(change.new)}" for name, change in self.changes.items()
+        )
+        reason = f" ({self.reason})" if self.reason else ""
+        head = f"revision {self.revision}, by the {self.role} after step {self.step}: {what}{reason}"
+        return [head, *(f"  {name}: {self._effects_text(name)}" for name in self.changes)]
+
+    def _effects_text(self, name: LiveName) -> str:
+        steps = [
+            f"{effect.lineage}-{effect.step}" + (" (abandoned)" if effect.abandoned else "")
+            for effect in self.effects
+            if effect.name == name
+        ]
+        return f"in effect from step {', '.join(steps)} on" if steps else "not in effect so far"
+
+
+class SettingsInfo(StrictModel):
+    """GET /v1/run/settings?after=REVISION: the current settings, and the changes after a revision, oldest first."""
+
+    revision: int
+    """Number of the last change; 0: there was none."""
+    settings: LiveSettings
+    """The changed settings; null: as the recipe says."""
+    recipe: LiveSettings
+    """As the recipe says."""
+    now: dict[LiveName, float]
+    """The values for the next step."""
+    changes: list[SettingsAudit]
+    next: int | None
+    """Send it as `after` for the changes that follow; null at the end."""
+
+
+SearcherSource = Literal["operator", "recipe", "deployment", "run-over"]
+
+
+class SearchersInfo(StrictModel):
+    """The searchers as GET /v1/run shows them."""
+
+    revision: int
+    """Number of the last change that was asked for; 0: there was none."""
+    wanted: int | None
+    """The desired number; null: tba does not start or stop searchers (`scaling.backend = "none"`), or the Kubernetes
+    API has not answered yet."""
+    source: SearcherSource | None
+    """Where that number is from: an operator (`tba scale`), the recipe (`tba run`), the Deployment itself (its chart,
+    or an edit), or the end of the run, which scales down to 0."""
+    alive: int
+    """Searchers that send heartbeats and have not ended."""
+    backend: Literal["none", "local", "kubernetes"]
+    note: str | None = None
+    """An obstacle, or a change that was made without a request."""
+
+
+class ScaleRequest(StrictModel):
+    """PATCH /v1/run/searchers; null: the number of the recipe or the chart again.
+
+    The same request again (same `request_id`) changes nothing and is answered as the run is now.
+    """
+
+    num_searchers: Integer | None = Field(ge=0)
+    reason: Reason | None = None
+    request_id: Name = Field(default_factory=lambda: new_id("request"))
+
+
+class ScaleReached(StrictModel):
+    """The first moment after a change at which the desired number of searchers was alive."""
+
+    at_s: float
+    lineage: int
+    step: int
+    """The last acked step at that moment."""
+
+
+class ScaleAudit(StrictModel):
+    """One change: who made it, when, why, and both numbers; null: as the recipe or the chart says."""
+
+    revision: int
+    at_s: float
+    role: Literal["operator"]
+    reason: str | None
+    lineage: int
+    step: int
+    """The last acked step at the time."""
+    old: int | None
+    new: int | None
+    reached: ScaleReached | None
+    """Null: not yet, or another change came first."""
+
+
+class ScalingInfo(StrictModel):
+    """GET /v1/run/searchers?after=REVISION: the searchers, and the changes after a revision, oldest first."""
+
+    searchers: SearchersInfo
+    changes: list[ScaleAudit]
+    next: int | None
+    """Send it as `after` for the changes that follow; null at the end."""
+
 
 ACKNOWLEDGED_HEADER = "tba-acknowledged"
-"""Of heartbeats and their replies: how much was acknowledged, and by which start of the buffer."""
+"""Header of heartbeats and their replies: how much was acknowledged, and by which start of the buffer."""
 AuditRole = Role | Literal["recipe", "buffer"]
-"""Who changed the run: a person, the trainer, a setting that decides without asking (`recipe`), or the buffer itself,
-where rewards can never be known."""
+"""Who changed the run: a person, the trainer, a setting that decides by itself (`recipe`), or the buffer, if rewards
+can never be known."""
 
 
 class WaitInfo(StrictModel):
-    """Who waits for what since when, until when at most."""
+    """A wait: its owner, its name, how long it has lasted, and how long it may last."""
 
     owner: str
     name: str
     for_s: float
     deadline_in_s: float
     kind: str | None = None
-    """Of the owner."""
+    """Kind of the owner."""
 
 
 class ComponentWait(StrictModel):
-    """What a component waits for: since when, until when at most."""
+    """The wait of a component: its name, how long it has lasted, and how long it may last."""
 
     name: str
     for_s: float
@@ -40,31 +204,31 @@ class ComponentWait(StrictModel):
 
 
 class ComponentInfo(StrictModel):
-    """One component: searcher, trainer or launcher as its last heartbeat showed it, the buffer itself, and the reward
-    service as the buffer's probe of its /readyz found it."""
+    """One component: a searcher, trainer or launcher as its last heartbeat showed it, the buffer itself, or the reward
+    service as the buffer's request to its /readyz found it."""
 
     component_id: str
     kind: str
     state: str
     version: VersionText | None
-    """Of the weights that it holds."""
+    """Version of its weights."""
     alive: bool
     heartbeat_age_s: float
-    """Since its last sign of life."""
+    """Time since its last sign of life."""
     gauges: dict[str, float]
     wait: ComponentWait | None = None
-    """What it waits for now, as far as it is alive."""
+    """Its current wait, if it is alive."""
     note: str | None = None
-    """Why it is in this state, where that is known."""
+    """Why it is in this state, if known."""
 
 
 class RunChange(StrictModel):
-    """One change of the state of the run: who, when, why, from what to what, and where the run stood."""
+    """One change of the state of the run: who made it, when, why, both states, and where the run stood."""
 
     number: int
     at_s: float
     command: Literal["pause", "resume", "stop", "done", "fail", "lineage", "accept-loss", "retry-versions"]
-    """`lineage`: a trainer went on with a run that was stopping or over. `accept-loss` and `retry-versions` leave
+    """`lineage`: a trainer continued a run that was stopping or over. `accept-loss` and `retry-versions` leave
     the state as it is."""
     role: AuditRole
     reason: str | None
@@ -74,7 +238,7 @@ class RunChange(StrictModel):
     step: int
     """The last acked step at the time; no batch is drawn after a pause or stop, and the step under way is finished."""
     num_lost: int | None = None
-    """accept-loss: changes that had been acknowledged and that Redis did not have; 0: their number is not known."""
+    """accept-loss: acknowledged changes that Redis did not have; 0: their number is unknown."""
 
 
 class RunChanges(StrictModel):
@@ -86,7 +250,7 @@ class RunChanges(StrictModel):
 
 
 class UnreadableItem(StrictModel):
-    """Something stored that cannot be read: it is left out or shown as failed, and nothing else is."""
+    """A stored item that is damaged: it alone is left out or shown as failed."""
 
     kind: str
     name: str
@@ -95,12 +259,12 @@ class UnreadableItem(StrictModel):
 
 
 class UnreadableInfo(StrictModel):
-    """What is stored and cannot be read, as far as it was found since the run began (at most 1,000 items)."""
+    """The damaged items that were found since the run began (at most 1,000)."""
 
     num: dict[str, int]
     """Kind -> items."""
     items: list[UnreadableItem]
-    """The 20 that were found last."""
+    """The last 20 that were found."""
 
 
 class RunInfo(StrictModel):
@@ -110,14 +274,14 @@ class RunInfo(StrictModel):
     state: RunState
     state_reason: str | None
     note: str | None = None
-    """What else people should know: that no trainer is there. It does not change the state."""
+    """A note for people, such as that no trainer is there. It does not change the state."""
     loss: str | None = None
-    """What Redis has lost of what was acknowledged; writes are refused until it is there again, or an operator accepts
-    the loss."""
+    """The acknowledged changes that Redis has lost; writes are refused until they are back, or an operator accepts the
+    loss."""
     num_lost_changes: int = 0
-    """Acknowledged changes that Redis lost and that were accepted as lost."""
+    """Acknowledged changes that Redis lost and an operator accepted as lost."""
     last_change: RunChange | None = None
-    """Who brought the run into this state, and when; None: it is as it began."""
+    """The change that brought the run into this state; None: it is as it began."""
     step: int
     lineage: int
     parents: dict[int, VersionText]
@@ -136,13 +300,13 @@ class RunInfo(StrictModel):
     origin: OriginInfo | None = None
     """The snapshot that the run began with; None: with nothing stored."""
     searchers: SearchersInfo | None = None
-    """How many searchers are wanted and alive; the services always tell."""
+    """The desired and the alive searchers; the services always send it."""
     unreadable: UnreadableInfo | None = None
-    """None: all that is stored could be read, as far as it was."""
+    """None: no damaged item was found."""
 
 
 class RunCommand(StrictModel):
-    """POST /v1/run/{pause,resume,stop,done,fail}; reason is shown to people. `token`: a trainer sends its own."""
+    """POST /v1/run/{pause,resume,stop,done,fail}; `reason` is shown to people. A trainer sends its `token`."""
 
     reason: Reason | None = None
     token: Name | None = None
@@ -152,3 +316,32 @@ class AcceptLoss(StrictModel):
     """POST /v1/run/accept-loss; the reason is kept in the audit."""
 
     reason: Reason | None = None
+
+
+EventName = Literal["run", "change", "component", "gone", "wait", "settings", "evaluation", "trouble"]
+EVENT_NAMES: tuple[EventName, ...] = get_args(EventName)
+
+
+class RunEvent(StrictModel):
+    """One event. The content of `data` depends on `event`:
+
+    run         RunInfo: the whole run; the first event, unless the stream continues another one
+    change      fields of RunInfo that have changed, with their values now (not components, waits and evals)
+    component   ComponentInfo: one is new, or its state, version, note, or whether it is alive has changed
+    gone        {"component_id"}: one was silent for so long that it was forgotten
+    wait        WaitChange: a wait has lasted a second, or such a wait is over
+    settings    SettingsAudit: live settings were changed, or a change has taken effect
+    evaluation  EvalInfo: one has begun or progressed
+    trouble     {"detail"}: the buffer cannot read the run now, and why; null: it can again
+    """
+
+    id: str | None
+    """Send the last one as the header Last-Event-ID, and the next stream continues there."""
+    event: EventName
+    data: dict[str, Any]
+
+
+class WaitChange(WaitInfo):
+    """A wait that has lasted for a while, or the end of it."""
+
+    over: bool

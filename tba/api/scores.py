@@ -1,4 +1,4 @@
-"""The reward service: scores, errors, tasks."""
+"""The reward service (scores, errors, tasks), and the job that scores stored rollouts again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from tba.api.base import Name
-from tba.config.base import StrictModel
-from tba.numbers import MAX_NUMBER, is_bounded
-from tba.wire.document import FinishReason
+from tba.api.run import WaitInfo
+from tba.fields import MAX_NUMBER, Name, StrictModel, is_bounded
+from tba.wire.rollout_struct import FinishReason
 
 ScoreReason = Literal[
     "abstained",
@@ -30,16 +29,16 @@ ScoreReason = Literal[
 ]
 """Why a score is unknown; docs/rewards.md says what each means."""
 TRANSIENT_REASONS: frozenset[ScoreReason] = frozenset({"crashed", "out_of_memory", "timeout", "unreachable"})
-"""Those that may have been chance: it is worth asking again."""
+"""Reasons that may have been chance: a retry is worth it."""
 ANSWER_REASONS: frozenset[ScoreReason] = frozenset({"ambiguous", "out_of_memory", "too_long", "too_slow"})
-"""Those that a response causes, where neither the rule nor the prompt's data is to blame (setting `unreadable`)."""
+"""Reasons that the response causes, and neither the rule nor the prompt's data (setting `unreadable`)."""
 AWAY_REASONS: frozenset[ScoreReason] = frozenset({"unreachable"})
-"""Those that say nothing of the item: what scores it is away. It is pending, not failed, and is asked for later."""
+"""Reasons that say nothing about the item: its scorer is away. The item is pending, not failed, and is scored later."""
 
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 STARTING = "it is starting"
-"""Health of a scorer before its first attempt to start has ended; what comes after it says what is wrong."""
+"""Health of a scorer until its first attempt to start has ended; later texts say what is wrong."""
 
 
 class ScoreItem(StrictModel):
@@ -68,8 +67,8 @@ class ScoreError(StrictModel):
     detail: str
 
 
-def unusable(reward: object) -> ScoreError | None:
-    """Why a number cannot be a reward; None for one that can, and for what is no number."""
+def reward_error(reward: object) -> ScoreError | None:
+    """Return why a number cannot be a reward; None if it can, and for what is no number."""
     if not isinstance(reward, int | float) or isinstance(reward, bool) or is_bounded(reward):
         return None
     if isinstance(reward, float) and not math.isfinite(reward):
@@ -79,14 +78,16 @@ def unusable(reward: object) -> ScoreError | None:
 
 
 class ScoreResult(StrictModel):
-    """Exactly one of `reward` and `error`. A reward that is no bounded number (tba/numbers.py) is read as an error: it
-    costs its own item alone, and no other of a reply."""
+    """Exactly one of `reward` and `error`.
+
+    A reward that is no bounded number (tba/fields.py) is read as an error, so that it costs no other item of the reply.
+    """
 
     item_id: str
     reward: float | None = Field(default=None, ge=-MAX_NUMBER, le=MAX_NUMBER)
     reward_version: str | None = None
     parts: dict[str, float] | None = None
-    """The known scores that the reward was made of, by the name of their scorer, before weights."""
+    """The known scores that make up the reward, by scorer name, before weights."""
     error: ScoreError | None = None
 
     @model_validator(mode="before")
@@ -95,8 +96,8 @@ class ScoreResult(StrictModel):
         if not isinstance(value, dict):
             return value
         if isinstance(parts := value.get("parts"), dict):
-            value = {**value, "parts": {name: score for name, score in parts.items() if unusable(score) is None}}
-        error = unusable(value.get("reward"))
+            value = {**value, "parts": {name: score for name, score in parts.items() if reward_error(score) is None}}
+        error = reward_error(value.get("reward"))
         return value if error is None else {**value, "reward": None, "error": error}
 
     @model_validator(mode="after")
@@ -129,7 +130,7 @@ class RewardInfo(StrictModel):
     task: str
     version: str
     health: str
-    """`ok`; `idle` where nothing has been asked yet and the first item starts it; or what is wrong."""
+    """`ok`; `idle` until the first item starts the scorer; or a text that says what is wrong."""
     scorers: list[ScorerInfo] = Field(default_factory=list)
 
 
@@ -137,3 +138,55 @@ class RewardsReply(StrictModel):
     """GET /v1/rewards."""
 
     rewards: list[RewardInfo]
+
+
+RescoreOnly = Literal["all", "scored", "failed", "pending"]
+RescoreState = Literal["running", "done", "cancelled"]
+
+
+class RescoreRequest(StrictModel):
+    """POST /v1/rescore: score the stored rollouts again: all, or those of one task or one reward status."""
+
+    task: Name | None = None
+    only: RescoreOnly = "all"
+
+
+class RescoreInfo(StrictModel):
+    """GET /v1/rescore: the job that runs, or the last one.
+
+    It takes the rollouts that are stored when it starts, oldest first; it ends when `num_done + num_gone == num_total`.
+    """
+
+    state: RescoreState
+    task: str | None
+    only: RescoreOnly
+    started_at_s: float
+    finished_at_s: float | None = None
+    start_position: int
+    """Log position at the start; the job leaves younger rollouts alone."""
+    position: int = 0
+    """Log position of the last rollout that is done."""
+    num_total: int
+    num_done: int = 0
+    """Scored again; of these:"""
+    num_changed: int = 0
+    """have another reward than before, or one where there was none, or none where there was one."""
+    num_failed: int = 0
+    """could not be scored: their reward is unknown now."""
+    num_gone: int = 0
+    """Evicted before they were reached."""
+    num_known_before: int = 0
+    num_known_after: int = 0
+    mean_reward_before: float | None = None
+    """Over the `num_known_before` rollouts that had a reward."""
+    mean_reward_after: float | None = None
+    """Over the `num_known_after` rollouts that have one now."""
+    reward_versions: dict[str, int] = Field(default_factory=dict)
+    """Version of the reward -> rollouts it has scored."""
+    wait: WaitInfo | None = None
+    problem: str | None = None
+    """Why the reward service cannot be asked now."""
+
+    def is_for(self, request: RescoreRequest) -> bool:
+        """Return whether `request` asks for this job."""
+        return (self.task, self.only) == (request.task, request.only)

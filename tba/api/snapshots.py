@@ -1,4 +1,4 @@
-"""Snapshots of the buffer, and what a run began with."""
+"""Snapshots of the buffer, and the origin of a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from tba.api.base import VersionText
-from tba.config.base import StrictModel
-from tba.wire.snapshot import NAME_PATTERN, SOURCE_PATTERN
+from tba.fields import StrictModel, VersionText
+from tba.wire.snapshot_manifest import NAME_PATTERN, SOURCE_PATTERN
 
 
 class SnapshotRequest(StrictModel):
-    """POST /v1/snapshots: save what is stored under a name that no snapshot of this run has."""
+    """POST /v1/snapshots: save the buffer under a name that no snapshot of this run has."""
 
     name: str = Field(pattern=NAME_PATTERN)
 
@@ -27,12 +26,12 @@ class SnapshotInfo(StrictModel):
     log_position: int | None = None
     num_rollouts: int | None = None
     num_written: int = 0
-    """Rollouts written so far, those written again counted again."""
+    """Rollouts written so far; a rollout that is written twice counts twice."""
     num_bytes: int = 0
 
 
 class SnapshotList(StrictModel):
-    """GET /v1/snapshots: the names of the complete ones."""
+    """GET /v1/snapshots: the names of the complete snapshots."""
 
     names: list[str]
 
@@ -40,8 +39,8 @@ class SnapshotList(StrictModel):
 class LoadRequest(StrictModel):
     """POST /v1/snapshots/load: begin this run with a snapshot.
 
-    With `version` the run is a fork: it takes the rollouts up to that version's mark, and its trainer starts from that
-    version's weights.
+    With `version` the run is a fork: it takes the rollouts up to that version's publication, and its trainer starts
+    from that version's weights.
     """
 
     source: str = Field(pattern=SOURCE_PATTERN)
@@ -49,7 +48,7 @@ class LoadRequest(StrictModel):
 
 
 class OriginInfo(StrictModel):
-    """What a run began with."""
+    """The origin of a run: the snapshot that it began with."""
 
     source: str
     """RUN/NAME of the snapshot."""
@@ -59,12 +58,12 @@ class OriginInfo(StrictModel):
     reason: str | None = None
     num_rollouts: int | None = None
     num_checked: int = 0
-    """Rollouts read and found whole so far; loading begins after the last."""
+    """Rollouts checked so far; loading begins after the last one."""
     num_loaded: int = 0
     lineage: int = 0
-    """The last lineage of the snapshot; this run's own come after it."""
+    """The last lineage of the snapshot; the lineages of this run come after it."""
     start_params_sha256: str | None = None
-    """Digest of the starting model of the snapshot's run, if it is known: this run must have the same one."""
+    """Digest of the starting model of the snapshot's run, if known: this run must have the same one."""
 
     @property
     def run(self) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tba.api.base import VersionText
-from tba.config.base import StrictModel
+from tba.fields import StrictModel, VersionText
 
 NUM_DECILES = 11
 """Smallest, nine deciles, largest."""
 
 
 class Rates(StrictModel):
-    """Rollouts per second over the last `window_s` seconds, as this process has seen them."""
+    """Rollouts per second over the last `window_s` seconds, as this process has counted them."""
 
     window_s: float
     generated_per_s: float
@@ -22,10 +21,10 @@ class Rates(StrictModel):
 
 
 class StoredStats(StrictModel):
-    """What is stored, in detail, at `log_position`; of large buffers it may be seconds old.
+    """The stored rollouts in detail, at `log_position`; for large buffers it may be seconds old.
 
-    Buckets are texts such as `0`, `1`, `3-4`, `17-32`: the numbers they hold, both ends included. Deciles are eleven
-    values that occur, from the smallest to the largest (nearest rank); none when nothing is there.
+    Buckets are texts such as `0`, `1`, `3-4`, `17-32`: the numbers in the bucket, both ends included. Deciles are
+    eleven occurring values, from the smallest to the largest (nearest rank); none if nothing is stored.
     """
 
     log_position: int
@@ -34,7 +33,7 @@ class StoredStats(StrictModel):
     num_of_older_versions: int
     """Rollouts of all versions that `by_version` leaves out."""
     by_policy_age: dict[str, int]
-    """Bucket of the policy age, in steps of the living lineage, that a rollout would have if it were trained on now."""
+    """Bucket of the policy age, in steps of the active lineage, that a rollout would have if it were trained on now."""
     policy_age_deciles: list[int] | None = Field(min_length=NUM_DECILES, max_length=NUM_DECILES)
     by_length: dict[str, int]
     """Bucket of the number of response tokens -> rollouts."""
@@ -43,7 +42,7 @@ class StoredStats(StrictModel):
 
 
 class Stats(StrictModel):
-    """GET /v1/stats: what is stored now, and what has happened since the run began.
+    """GET /v1/stats: what is stored now, and the counts since the run began.
 
     Fields with a default are absent in the histories of older releases.
     """
@@ -63,32 +62,33 @@ class Stats(StrictModel):
     payload_bytes: int
     log_position: int
     base_position: int = 0
-    """Up to here the log is a base; the tail of events is what a restart reads one by one."""
+    """Log position of the last checkpoint of the log; a restart reads the later events one by one."""
     index_bytes: int = 0
     """Memory of the index in this process."""
     replica: int = 0
-    """Number of the buffer process that owns the run."""
+    """Epoch of the buffer process that owns the run."""
     num_marks: int
     pushed: dict[str, int]
     refused: dict[str, int]
     evicted: dict[str, int]
     """Reason -> rollouts."""
     evicted_by_length: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Reason -> bucket of response tokens -> rollouts; beside `stored.by_length` it shows a bias against long ones."""
+    """Reason -> bucket of response tokens -> rollouts; compared with `stored.by_length` it shows a bias against long
+    ones."""
     rescored: dict[str, int] = Field(default_factory=dict)
     leases: dict[str, int]
     rollouts_generated: int
     rollouts_drawn: int
     rollouts_trained: int
-    """Rollouts of batches that a step was made with."""
+    """Rollouts of batches that a step trained on."""
     rollouts_refused_by_trainer: dict[str, int] = Field(default_factory=dict)
     """Reason -> rollouts of batches that the trainer could not use."""
     batches_skipped: dict[str, int] = Field(default_factory=dict)
-    """Reason -> batches that a step consumed without being made with them."""
+    """Reason -> batches that a step consumed without training on them."""
     samples_per_insert: float | None
     """Trained per generated rollout."""
     heartbeats_refused: dict[str, int] = Field(default_factory=dict)
-    """Reason -> heartbeats that were not taken."""
+    """Reason -> refused heartbeats."""
     components_forgotten: dict[str, int] = Field(default_factory=dict)
     """Reason -> components: an hour of silence, or another one needed the place."""
     slots: dict[str, int]
@@ -101,5 +101,5 @@ class Stats(StrictModel):
     policy_age_histogram: dict[int, int]
     """Policy age in steps when a step consumed them -> rollouts."""
     rates: Rates | None = None
-    """None until a window of a second is known."""
+    """None during the first second."""
     stored: StoredStats | None = None

@@ -1,4 +1,4 @@
-"""What a trainer says: lineages, marks, checkpoints, batches, acks; and the ledger."""
+"""Requests of a trainer (lineages, publications, checkpoints, batches, acks), and the ledger."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from tba.api.base import Integer, Name, Number, VersionText
-from tba.config.base import StrictModel
-from tba.numbers import MAX_LINEAGE, MAX_SEED, MAX_STEP
+from tba.fields import MAX_LINEAGE, MAX_SEED, MAX_STEP, Integer, Name, Number, StrictModel, VersionText
 
 Reason = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
-"""Why a batch was skipped or a rollout refused: counters and labels of metrics are called by it."""
+"""Why a batch was skipped or a rollout refused; used as a label of metrics."""
 MAX_REASONS = 32
 
 
 class LineageRequest(StrictModel):
     """POST /v1/lineages: a trainer starts. `parent` is the version it starts from.
 
-    The same `request_id` again, however late, is answered with the lineage and the token that it took, and changes
-    nothing. Every start makes one of its own; it is a secret, because whoever has it is told the token.
+    The same `request_id` again, however late, is answered with the same lineage and token, and changes nothing. Every
+    start makes its own; it is a secret, because a request with it is answered with the token.
 
-    A registered checkpoint of a later step than `parent` is not what a resume starts from any more: that is the
-    checkpoint of `parent` at `checkpoint_key`, or the start of the run where there is none. `rollback`: an alarm of the
-    lineage before led to this start; it is counted.
+    A resume no longer starts from a registered checkpoint of a later step than `parent`, but from the checkpoint of
+    `parent` at `checkpoint_key`, or from the start of the run if there is none. `rollback`: an alarm of the previous
+    lineage led to this start, which is counted.
     """
 
     trainer_id: Name
@@ -41,15 +39,15 @@ class LineageReply(StrictModel):
     token: str
 
 
-class MarkRequest(StrictModel):
-    """POST /v1/marks: announce a published version and set the sync mark."""
+class VersionRequest(StrictModel):
+    """POST /v1/versions: announce a published version, so that searchers load it."""
 
     version: VersionText
     token: Name
 
 
-class MarkReply(StrictModel):
-    """Where in the log the mark stands."""
+class VersionReply(StrictModel):
+    """Where in the log the announcement stands."""
 
     log_position: int
 
@@ -75,8 +73,8 @@ class BatchRequest(StrictModel):
 class AckRequest(StrictModel):
     """POST /v1/batches/{batch_id}/ack: step (lineage, step) consumed the batch; `metrics` go to the ledger.
 
-    `settings_revision`: of the live settings that the step was made with; what they changed took effect with it at the
-    latest. `skipped`: why the weights stayed as they were at this step; none of the rollouts counts as trained.
+    `settings_revision`: of the live settings that the step was made with; their changes took effect with it at the
+    latest. `skipped`: why this step left the weights as they were; none of the rollouts counts as trained.
     `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others.
     """
 
@@ -95,7 +93,7 @@ class LedgerEntry(StrictModel):
 
     `seed`, `log_position` and `most_on_policy_prob` reproduce the draw, `slots` counts it (total, recent, replay,
     fallback, rollouts, distinct_rollouts); lines of older releases lack them. `skipped` and `refused` as in the ack.
-    `abandoned`: a resume went on from an earlier step.
+    `abandoned`: a resume continued from an earlier step.
     """
 
     kind: Literal["batch"] = "batch"
@@ -111,14 +109,14 @@ class LedgerEntry(StrictModel):
     metrics: dict[str, float | None]
     most_on_policy_prob: float | None = None
     settings_revision: int = 0
-    """Of the live settings that the step was made with."""
+    """Revision of the live settings that the step was made with."""
     skipped: str | None = None
     refused: dict[str, int] = Field(default_factory=dict)
     abandoned: bool
 
 
 class ResumeEntry(StrictModel):
-    """A line of the ledger: a trainer started, took `lineage` and went on from version `parent`."""
+    """A line of the ledger: a trainer started, took `lineage` and continued from version `parent`."""
 
     kind: Literal["resume"]
     lineage: int
@@ -138,7 +136,7 @@ class LedgerReply(StrictModel):
 
 
 class SampleRequest(StrictModel):
-    """POST /v1/samples: draw rollouts from everything that is stored and scored, by priority; nothing is recorded.
+    """POST /v1/samples: draw stored and scored rollouts by priority; nothing is recorded.
 
     Without `seed` the buffer takes one; the same seed at the same log position draws the same rollouts.
     """

@@ -25,8 +25,6 @@ from tba.api import (
     LineageReply,
     LineageRequest,
     LoadRequest,
-    MarkReply,
-    MarkRequest,
     OriginInfo,
     Prompt,
     PromptUpload,
@@ -50,12 +48,14 @@ from tba.api import (
     SnapshotList,
     SnapshotRequest,
     Stats,
+    VersionReply,
+    VersionRequest,
 )
 from tba.api.rollouts import RewardStatus
-from tba.api.settings import SETTINGS_HEADER
+from tba.api.run import SETTINGS_HEADER
 from tba.clients.http import Reply, ServiceClient, parse_reply
 from tba.clients.sse import read_events, run_event
-from tba.config.base import StrictModel
+from tba.fields import StrictModel
 from tba.wire import (
     Batch,
     Heartbeat,
@@ -75,7 +75,7 @@ Command = Literal["pause", "resume", "stop", "done", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rollouts that were read by priority; the same seed at the same log position draws the same ones."""
+    """Rollouts drawn by priority; the same seed at the same log position draws the same ones."""
 
     rollouts: list[Rollout]
     seed: int
@@ -86,7 +86,7 @@ class BufferClient(ServiceClient):
     """One method per endpoint; docs/api.md describes them. Every method raises ServiceError subclasses."""
 
     settings_revision = 0
-    """Revision of the run's live settings, as the last batch, ack or change was answered with it."""
+    """Revision of the run's live settings in the last reply to a draw, ack or change."""
     _acknowledged = ""
 
     def _post(self, path: str, body: StrictModel, reply: type[M]) -> M:
@@ -97,7 +97,7 @@ class BufferClient(ServiceClient):
         return self._post("/v1/prompts", PromptUpload(prompts=list(prompts)), PromptUploadReply)
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Claim visits; the same request again (a retry) is answered with the leases that it was granted."""
+        """Claim visits; a retry is answered with the leases that the first request was granted."""
         return self._post("/v1/leases", request, LeaseReply)
 
     def return_leases(self, request: LeaseReturn) -> None:
@@ -105,7 +105,7 @@ class BufferClient(ServiceClient):
         self._call("POST", "/v1/leases/return", json=request.model_dump_json().encode())
 
     def renew_leases(self, request: LeaseRenewal) -> LeaseRenewalReply:
-        """Move the deadline of leases that are still worked on."""
+        """Move the deadline of leases that the searcher still works on."""
         return self._post("/v1/leases/renew", request, LeaseRenewalReply)
 
     def push(self, payloads: Sequence[bytes]) -> PushReply:
@@ -117,17 +117,17 @@ class BufferClient(ServiceClient):
         return parse_reply(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)), PushReply)
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Send a sign of life; a trainer's says how much was acknowledged, as the reply to the last one said."""
+        """Send a sign of life; a trainer's repeats how much was acknowledged by the reply to its last one."""
         known = {ACKNOWLEDGED_HEADER: self._acknowledged} if self._acknowledged and beat.kind == "trainer" else {}
         reply = self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat), headers=known)
         self._acknowledged = reply.headers.get(ACKNOWLEDGED_HEADER, self._acknowledged)
 
     def request_eval(self, request: EvalRequest) -> EvalInfo:
-        """Ask for an evaluation of a published version; the same request again answers the same evaluation."""
+        """Ask for an evaluation of a published version; the same request again returns the same evaluation."""
         return self._post("/v1/evals", request, EvalInfo)
 
     def get_eval(self, eval_id: str) -> EvalInfo:
-        """One evaluation."""
+        """Return one evaluation."""
         return parse_reply(self._call("GET", f"/v1/evals/{eval_id}"), EvalInfo)
 
     def eval_results(self, eval_id: str, results: EvalResults) -> None:
@@ -135,16 +135,16 @@ class BufferClient(ServiceClient):
         self._call("POST", f"/v1/evals/{eval_id}/results", json=results.model_dump_json().encode())
 
     def new_lineage(self, request: LineageRequest) -> LineageReply:
-        """A trainer starts: a new lineage number and fencing token."""
+        """Start a lineage; return its number and fencing token."""
         return self._post("/v1/lineages", request, LineageReply)
 
-    def mark(self, request: MarkRequest) -> MarkReply:
-        """Announce a published version and set the sync mark.
+    def announce_version(self, request: VersionRequest) -> VersionReply:
+        """Announce a published version, so that searchers load it.
 
         Raises:
             FencedError: a newer lineage owns the run.
         """
-        return self._post("/v1/marks", request, MarkReply)
+        return self._post("/v1/versions", request, VersionReply)
 
     def register_checkpoint(self, request: CheckpointRequest) -> None:
         """Make a complete checkpoint the one that a resume starts from.
@@ -165,7 +165,7 @@ class BufferClient(ServiceClient):
         response = self._call(
             "POST", "/v1/batches", json=request.model_dump_json().encode(), timeout_s=request.wait_s + 30.0
         )
-        self._hear(response)
+        self._note_revision(response)
         return decode_batch(response.content)
 
     def sample(self, num: int, *, seed: int | None = None) -> Sample:
@@ -190,24 +190,24 @@ class BufferClient(ServiceClient):
             VoidBatchError: draw a new batch for this step. FencedError: a newer lineage owns the run.
             ConflictError: the step has acked another batch, or a step was left out.
         """
-        self._hear(self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode()))
+        self._note_revision(self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode()))
 
     def run(self) -> RunInfo:
-        """State of the run, components, waits, evaluations."""
+        """Return the state of the run, its components, waits and evaluations."""
         return parse_reply(self._call("GET", "/v1/run"), RunInfo)
 
     def events(self, *, last_event_id: str | None = None, silence_s: float = 30.0) -> Generator[RunEvent]:
-        """What happens in the run, as it happens: first the event `run`, or what came after `last_event_id`.
+        """Yield the events of the run as they happen: first `run`, or the events after `last_event_id`.
 
-        Ends when the service ends the stream. Another one, with the last id that was got, goes on there.
+        The stream ends when the service ends it. Another one with the last id that was received continues there.
 
         Args:
-            silence_s: a connection on which not even a comment comes for so long is given up.
+            silence_s: a connection without even a comment for so long is given up.
 
         Raises:
-            BusyError: as many streams are open as may be.
+            BusyError: too many streams are open.
             UnavailableError: no connection, or it was cut.
-            BadReplyError: what came is no stream of events.
+            BadReplyError: the reply is no stream of events.
         """
         headers = {} if last_event_id is None else {"last-event-id": last_event_id}
         with self._stream("/v1/events", headers=headers, silence_s=silence_s) as answer:
@@ -215,34 +215,43 @@ class BufferClient(ServiceClient):
                 yield run_event(sent)
 
     def settings(self, *, after: int = 0) -> SettingsInfo:
-        """The live settings, and the changes after revision `after`."""
+        """Return the live settings, and their changes after revision `after`."""
         return parse_reply(self._call("GET", "/v1/run/settings", params={"after": after}), SettingsInfo)
 
+    def all_settings(self) -> SettingsInfo:
+        """Return the live settings with every change of them."""
+        info = self.settings()
+        changes = list(info.changes)
+        while info.next is not None:
+            info = self.settings(after=info.next)
+            changes += info.changes
+        return info.model_copy(update={"changes": changes})
+
     def change_settings(self, request: SettingsRequest) -> SettingsInfo:
-        """Change live settings: those that `request.settings` was given, None among them.
+        """Change the live settings that `request.settings` sets, also those it sets to None.
 
         Returns:
-            The settings as they are now; of the changes, this one.
+            The settings as they are now, with this change alone.
 
         Raises:
             BadRequestError: a value is not possible, by itself or with the rest of the recipe.
-            FencedError: the token is not that of the living lineage.
+            FencedError: the token is not that of the active lineage.
         """
         body = request.model_dump(mode="json", exclude={"settings"})
         body["settings"] = request.settings.model_dump(mode="json", exclude_unset=True)
         response = self._call("PATCH", "/v1/run/settings", json=json.dumps(body).encode())
-        self._hear(response)
+        self._note_revision(response)
         return parse_reply(response, SettingsInfo)
 
     def scaling(self, *, after: int = 0) -> ScalingInfo:
-        """How many searchers are wanted and alive, and the changes after revision `after`."""
+        """Return how many searchers there should be and are, and the changes after revision `after`."""
         return parse_reply(self._call("GET", "/v1/run/searchers", params={"after": after}), ScalingInfo)
 
     def scale(self, request: ScaleRequest) -> ScalingInfo:
         """Change the number of searchers.
 
         Returns:
-            The searchers as they are now; of the changes, this one.
+            The searchers as they are now, with this change alone.
 
         Raises:
             BadRequestError: more than `scaling.max_searchers`.
@@ -252,7 +261,7 @@ class BufferClient(ServiceClient):
         return parse_reply(reply, ScalingInfo)
 
     def stats(self) -> Stats:
-        """Counts of the buffer."""
+        """Return the counts of the buffer."""
         return parse_reply(self._call("GET", "/v1/stats"), Stats)
 
     def list_rollouts(
@@ -266,7 +275,7 @@ class BufferClient(ServiceClient):
         cursor: str | None = None,
         text_chars: int = 1000,
     ) -> RolloutPage:
-        """A page of stored rollouts; the `next` of a page is the `cursor` of the one after it."""
+        """Return a page of stored rollouts; the `next` of a page is the `cursor` of the one after it."""
         query = {
             "order": order,
             "prompt_id": prompt_id,
@@ -284,7 +293,7 @@ class BufferClient(ServiceClient):
         return parse_reply(self._call("GET", f"/v1/rollouts/{rollout_id}"), RolloutDetail)
 
     def start_rescore(self, request: RescoreRequest) -> RescoreInfo:
-        """Score the stored rollouts again; the same request answers the job that runs for it.
+        """Score the stored rollouts again; the same request returns the job that already runs for it.
 
         Raises:
             ConflictError: another job runs, or the reward service knows no reward for the task.
@@ -292,10 +301,10 @@ class BufferClient(ServiceClient):
         return self._post("/v1/rescore", request, RescoreInfo)
 
     def rescore(self) -> RescoreInfo:
-        """The re-scoring job that runs, or the last one.
+        """Return the re-scoring job that runs, or the last one.
 
         Raises:
-            NotFoundError: there never was one.
+            NotFoundError: no job has ever run.
         """
         return parse_reply(self._call("GET", "/v1/rescore"), RescoreInfo)
 
@@ -312,39 +321,39 @@ class BufferClient(ServiceClient):
         """Begin to save what is stored.
 
         Raises:
-            ConflictError: a snapshot of this name exists, or another such job goes on.
+            ConflictError: a snapshot of this name exists, or another such job runs.
         """
         return self._post("/v1/snapshots", SnapshotRequest(name=name), SnapshotInfo)
 
     def get_snapshot(self, name: str) -> SnapshotInfo:
-        """One snapshot of this run.
+        """Return one snapshot of this run.
 
         Raises:
-            NotFoundError: there is none, and none is being saved.
+            NotFoundError: there is no such snapshot, and none is being saved.
         """
         return parse_reply(self._call("GET", f"/v1/snapshots/{name}"), SnapshotInfo)
 
     def snapshots(self) -> list[str]:
-        """The names of the complete snapshots of this run."""
+        """Return the names of the complete snapshots of this run."""
         return parse_reply(self._call("GET", "/v1/snapshots"), SnapshotList).names
 
     def load_snapshot(self, request: LoadRequest) -> OriginInfo:
         """Begin the run with a snapshot.
 
         Raises:
-            ConflictError: the run has begun with something else, or another such job goes on.
+            ConflictError: the run has begun with something else, or another such job runs.
         """
         return self._post("/v1/snapshots/load", request, OriginInfo)
 
-    def _hear(self, reply: Reply) -> None:
+    def _note_revision(self, reply: Reply) -> None:
         self.settings_revision = int(reply.headers.get(SETTINGS_HEADER, "0"))
 
     def run_changes(self, *, after: int = 0) -> RunChanges:
-        """Who changed the state of the run, when and why: the changes after number `after`."""
+        """Return the changes of the run's state after number `after`: who changed it, when and why."""
         return parse_reply(self._call("GET", "/v1/run/changes", params={"after": after}), RunChanges)
 
     def retry_versions(self, command: RunCommand) -> RunInfo:
-        """Have searchers try the weight versions again that they have refused."""
+        """Make searchers try the weight versions again that they have refused."""
         return self._post("/v1/run/retry-versions", command, RunInfo)
 
     def command(self, name: Command, command: RunCommand) -> RunInfo:
@@ -352,5 +361,5 @@ class BufferClient(ServiceClient):
         return self._post(f"/v1/run/{name}", command, RunInfo)
 
     def accept_loss(self, request: AcceptLoss) -> RunInfo:
-        """Go on without what Redis has lost of what was acknowledged; nothing when nothing is lost."""
+        """Continue without the acknowledged changes that Redis has lost; does nothing if nothing is lost."""
         return self._post("/v1/run/accept-loss", request, RunInfo)

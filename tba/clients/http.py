@@ -14,7 +14,6 @@ import urllib3
 from pydantic import ValidationError
 from urllib3.util import parse_url
 
-from tba.config.base import StrictModel
 from tba.errors import (
     BadReplyError,
     BadRequestError,
@@ -31,8 +30,9 @@ from tba.errors import (
     UnavailableError,
     VoidBatchError,
 )
+from tba.fields import StrictModel
+from tba.tls import check_ca_file, explain_missing_tls, explain_tls_error
 from tba.tokens import ClientToken
-from tba.trust import check_ca_file, missed_tls, tls_trouble
 
 M = TypeVar("M", bound=StrictModel)
 _SPECIAL: tuple[type[ServiceError], ...] = (
@@ -44,18 +44,17 @@ _SPECIAL: tuple[type[ServiceError], ...] = (
 )
 _BY_SLUG = {kind.slug: kind for kind in _SPECIAL}
 MAX_CONNECTIONS = 64
-"""Kept open for later calls; more at once are opened and closed again."""
+"""Connections that are kept open for later calls; further ones are closed after use."""
 CONNECT_TIMEOUT_S = 5.0
 
 
 class _TokenRefusedError(UnavailableError):
-    """A service that let this client in before refuses its tokens: they are being changed, and one side has the newer
-    file."""
+    """A service that accepted this client before refuses its tokens: one side has a newer tokens file, so retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a service answered; names of headers are case-insensitive."""
+    """The answer of a service; header names are case-insensitive."""
 
     url: str
     status: int
@@ -65,7 +64,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What GET /readyz said: why the service cannot do its work now, or else what is to be known beside."""
+    """The reply to GET /readyz: why the service cannot do its work now, or else its note."""
 
     problem: ServiceError | None = None
     note: str | None = None
@@ -76,9 +75,9 @@ class ServiceClient:
 
     Args:
         base_url: for example http://127.0.0.1:8700.
-        token: bearer token of this client's role, if the service wants one; a `ClientToken` follows its file.
-        retry_s: no connection and 5xx are retried with jitter for this long. Every call is safe to repeat: pushes,
-            leases, lineages, acks, marks and uploads are idempotent by ids that all attempts of a call share.
+        token: bearer token of this client's role, if the service asks for one; a `ClientToken` follows its file.
+        retry_s: missing connections and 5xx are retried with jitter for this long. Every call is safe to repeat: all
+            attempts share the ids that make pushes, leases, lineages, acks, publications and uploads idempotent.
         timeout_s: deadline of one attempt.
         ca_file: PEM file of the authorities that are trusted for an https URL (`tls.ca_file`); none: the system's.
 
@@ -99,12 +98,12 @@ class ServiceClient:
         self._retry_s = retry_s
         self._token = token
         self._accepted: str | None = None
-        """The token that a service let in last."""
+        """The token that the service accepted last."""
         self._timeout_s = timeout_s
         self._ca_file = ca_file
         self._has_answered = False
         self._path = parse_url(self.base_url).path or ""
-        trust = tls_trust(self.base_url, ca_file)
+        trust = tls_options(self.base_url, ca_file)
         self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False, **trust)
 
     def close(self) -> None:
@@ -112,7 +111,7 @@ class ServiceClient:
         self._http.close()
 
     def not_ready(self) -> ServiceError | None:
-        """Why the service says that it cannot do its work now (GET /readyz); None: it can.
+        """Return why the service cannot do its work now (GET /readyz); None if it can.
 
         Raises:
             TlsError: it never answered, and its TLS is not as the settings say.
@@ -121,7 +120,7 @@ class ServiceClient:
         return self.readiness().problem
 
     def readiness(self) -> Readiness:
-        """Whether the service can do its work now, and what it says beside (GET /readyz).
+        """Return whether the service can do its work now, and its note (GET /readyz).
 
         Raises:
             TlsError: it never answered, and its TLS is not as the settings say.
@@ -182,13 +181,13 @@ class ServiceClient:
         headers: dict[str, str],
         timeout: urllib3.Timeout,
     ) -> Reply:
-        """One answer: with each token that may be known there, until one is."""
+        """Send one request; try each token that the service may know until it accepts one."""
         for token in self._tokens_to_try():
             sent = headers if token is None else {**headers, "authorization": f"Bearer {token}"}
             try:
                 answer = self._http.urlopen(method, target, body=body, headers=sent, redirect=False, timeout=timeout)
             except urllib3.exceptions.HTTPError as error:
-                raise self._no_answer(error) from None
+                raise self._connection_error(error) from None
             self._has_answered = True
             reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
             if reply.status != 401:
@@ -202,7 +201,7 @@ class ServiceClient:
     def _stream(
         self, path: str, *, headers: dict[str, str], silence_s: float
     ) -> Iterator[urllib3.response.BaseHTTPResponse]:
-        """The answer to a GET whose body is read as it comes.
+        """Yield the reply to a GET whose body is read as it arrives.
 
         Args:
             silence_s: after so long without a byte it is given up.
@@ -229,31 +228,33 @@ class ServiceClient:
                 raise _error_of(Reply(self.base_url + path, answer.status, answer.headers, answer.read()))
             yield answer
         except urllib3.exceptions.HTTPError as error:
-            raise self._no_answer(error) from None
+            raise self._connection_error(error) from None
         finally:
             if answer is not None:
                 answer.close()
 
-    def _no_answer(self, error: urllib3.exceptions.HTTPError) -> ServiceError:
-        """A service that answered before may be getting a new certificate: that passes. Else somebody must mend it."""
-        trouble = tls_trouble(error, where=self.base_url, ca_file=self._ca_file)
-        if trouble is None and isinstance(error, urllib3.exceptions.ProtocolError) and not self._has_answered:
-            trouble = missed_tls(self.base_url, ca_file=self._ca_file)
-        if trouble is None:
-            trouble = f"{self.base_url} does not answer ({type(error).__name__}); is the service running there?"
-            return UnavailableError(trouble)
-        return UnavailableError(trouble) if self._has_answered else TlsError(trouble)
+    def _connection_error(self, error: urllib3.exceptions.HTTPError) -> ServiceError:
+        """Return the error to raise for a call without an answer."""
+        problem = explain_tls_error(error, where=self.base_url, ca_file=self._ca_file)
+        if problem is None and isinstance(error, urllib3.exceptions.ProtocolError) and not self._has_answered:
+            problem = explain_missing_tls(self.base_url, ca_file=self._ca_file)
+        if problem is None:
+            problem = f"{self.base_url} does not answer ({type(error).__name__}); is the service running there?"
+            return UnavailableError(problem)
+        # a service that answered before may be getting a new certificate, which passes; else a person must fix it
+        return UnavailableError(problem) if self._has_answered else TlsError(problem)
 
     def _tokens_to_try(self) -> tuple[str | None, ...]:
-        """The one that worked first: of two services one may have read the changed file later."""
+        """Return the tokens to try, the one that worked last first."""
         if not isinstance(self._token, ClientToken):
             return (self._token,)
+        # while tokens change, one of two services may have read the new file later than the other
         tokens = self._token.tokens
         return tuple(sorted(tokens, key=lambda token: token != self._accepted))
 
 
-def tls_trust(url: str, ca_file: str | None) -> dict[str, Any]:
-    """What urllib3 needs to check the certificate behind an https URL; nothing for others.
+def tls_options(url: str, ca_file: str | None) -> dict[str, Any]:
+    """Return the options with which urllib3 checks the certificate behind an https URL; none for other URLs.
 
     Raises:
         ConfigError: `ca_file` cannot be used.
@@ -265,7 +266,7 @@ def tls_trust(url: str, ca_file: str | None) -> dict[str, Any]:
 
 
 def parse_reply(response: Reply, reply: type[M]) -> M:
-    """The body of a reply.
+    """Parse the body of a reply.
 
     Raises:
         BadReplyError: it is not what this client expects; the two sides may run different releases.
@@ -283,7 +284,7 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
 
 
 def _note_of(response: Reply) -> str | None:
-    """What a service that is ready says beside; one of another release may say nothing of the kind."""
+    """Return the note of a service that is ready; None if it sends none, as another release may."""
     try:
         return str(jsonlib.loads(response.content)["note"])
     except (ValueError, KeyError, TypeError):

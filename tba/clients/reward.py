@@ -29,5 +29,5 @@ class RewardClient(ServiceClient):
         return reply
 
     def rewards(self) -> list[RewardInfo]:
-        """The tasks that the service scores."""
+        """Return the tasks that the service scores."""
         return parse_reply(self._call("GET", "/v1/rewards"), RewardsReply).rewards

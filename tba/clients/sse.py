@@ -1,4 +1,7 @@
-"""Server-sent events as they come over HTTP."""
+"""Server-sent events as they arrive over HTTP.
+
+Comments and unknown fields are skipped. An event that no empty line ends is none.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from tba.api.events import RunEvent
+from tba.api.run import RunEvent
 from tba.errors import BadReplyError
 
 MAX_EVENT_BYTES = 64 * 2**20
@@ -24,8 +27,7 @@ class SentEvent:
 
 
 def read_events(chunks: Iterable[bytes]) -> Iterator[SentEvent]:
-    """The events of a stream of bytes, cut anywhere. Comments and fields that have no meaning here are left out; what
-    was not ended by an empty line is no event.
+    """Yield the events of a stream of bytes, whose chunks may end anywhere.
 
     Raises:
         BadReplyError: an event is larger than MAX_EVENT_BYTES, or no UTF-8.
@@ -54,7 +56,7 @@ def read_events(chunks: Iterable[bytes]) -> Iterator[SentEvent]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines ended by LF or CRLF (services of tba send LF)."""
+    """Yield the lines, ended by LF or CRLF (services of tba send LF)."""
     rest: list[bytes] = []
     num_rest = 0
     for chunk in chunks:
@@ -69,7 +71,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def run_event(sent: SentEvent) -> RunEvent:
-    """An event of GET /v1/events.
+    """Parse an event of GET /v1/events.
 
     Raises:
         BadReplyError: it is not one; the two sides may run different releases.

@@ -1,12 +1,12 @@
-"""Configuration: pydantic models, TOML in, unknown keys refused."""
+"""The recipe of a run as pydantic models: read from TOML, unknown keys refused."""
 
-from tba.config.base import StrictModel
-from tba.config.live import LIVE_NAMES, LiveName, LiveSettings, parse_live, with_live
+from tba.config.live_settings import LIVE_NAMES, LiveName, LiveSettings, parse_live, with_live
 from tba.config.objective import ObjectiveSection
 from tba.config.recipe import Recipe, load_recipe, parse_recipe
 from tba.config.schedules import Schedule
 from tba.config.sections import SamplingSection
-from tba.config.training import TrainerSection
+from tba.config.trainer import TrainerSection
+from tba.fields import StrictModel
 
 __all__ = [
     "LIVE_NAMES",

@@ -1,12 +1,72 @@
-"""The section about prompts: where they come from, and how a row of a data set becomes a prompt with a gold answer."""
+"""The section about prompts: where they come from, and how a row of a data set becomes a prompt with a gold answer.
+
+What a recipe needs on the disk before it can run: `[[prepare]]` items, which `tba data prepare RECIPE` fetches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tba.config.base import StrictModel
+from tba.fields import StrictModel
+
+
+class PrepareItem(StrictModel):
+    """One folder: a model or a data set, and where it comes from: exactly one of `hub`, `maker` and `manual`."""
+
+    path: str = Field(min_length=1)
+    """Folder, relative to where `tba` is run. Wherever the recipe names this path, the folder is meant."""
+    kind: Literal["model", "dataset"]
+    """Its content. A model is loaded once to check it; a data set is checked by the prompts made of it."""
+    hub: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$|^[\w.-]+$")
+    """Name on the Hugging Face hub."""
+    revision: str | None = None
+    """Commit, branch or tag on the hub; none: the newest. The commit that was fetched is written down."""
+    files: list[str] | None = Field(default=None, min_length=1)
+    """Patterns of the files to fetch from the hub, for example ["main/*"]; none: configuration, tokenizer and
+    safetensors of a model, everything of a data set."""
+    tokenizer: str | None = None
+    """Where the model's repository has none: a repository on the hub that its tokenizer is fetched from."""
+    maker: str | None = None
+    """Name of a maker of small things (tba_cli/starter_models/): made on this machine, without a network."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the maker."""
+    manual: str | None = None
+    """For content that cannot be fetched: the instructions for a person. The item is then only checked."""
+    at_start: bool = False
+    """`tba run` fetches or makes it by itself where it is missing, instead of asking for `tba data prepare`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PrepareItem:
+        if sum(source is not None for source in (self.hub, self.maker, self.manual)) != 1:
+            raise ValueError(f"{self.path}: give exactly one of hub, maker and manual")
+        for name in ("revision", "files", "tokenizer"):
+            if self.hub is None and getattr(self, name) is not None:
+                raise ValueError(f"{self.path}: {name} belongs to a download from the hub; remove it")
+        if self.kind == "dataset" and self.tokenizer is not None:
+            raise ValueError(f"{self.path}: a data set has no tokenizer; remove it")
+        return self
+
+    @property
+    def origin(self) -> dict[str, str | int | list[str] | None]:
+        """The source of the content: recorded in the folder, and compared if the folder exists."""
+        if self.maker is not None:
+            return {"maker": self.maker, "seed": self.seed}
+        return {"hub": self.hub, "revision": self.revision, "files": self.files, "tokenizer": self.tokenizer}
+
+
+def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a document in which every text that is a key of `texts` is replaced by its value.
+
+    It moves the folders of `[[prepare]]` in every section that names them: reward models, victims, data sets.
+    """
+    if isinstance(value, dict):
+        return {key: with_replaced(child, texts) for key, child in value.items()}
+    if isinstance(value, list):
+        return [with_replaced(child, texts) for child in value]
+    return texts.get(value, value) if isinstance(value, str) else value
 
 
 class ColumnValue(StrictModel):
@@ -15,8 +75,8 @@ class ColumnValue(StrictModel):
     column: str = Field(min_length=1)
     """The column."""
     extract: Literal["whole", "before", "after", "boxed", "json"] = "whole"
-    """What of it. `whole`: the value as it is. `before`: what precedes the first `marker`, all of it where there is
-    none. `after`: what follows the last `marker`. `boxed`: what is inside the last \\boxed{...}. `json`: the value at
+    """The part of it. `whole`: the value as it is. `before`: the text before the first `marker`, all of it if there is
+    none. `after`: the text after the last `marker`. `boxed`: the content of the last \\boxed{...}. `json`: the value at
     the key `marker` of a JSON object."""
     marker: str | None = None
     """The text that stands before or after the answer (GSM8K: `####`), or the key."""
@@ -55,12 +115,12 @@ class DatasetSection(StrictModel):
     texts: list[str] | None = Field(default=None, min_length=1)
     """Instead of a data set: the prompts themselves."""
     column: str | None = None
-    """The column that holds the prompt: text, or messages ({"role", "content"}), of which the chat template of the
-    starting model's tokenizer makes text."""
+    """The column that holds the prompt: text, or messages ({"role", "content"}), which the chat template of
+    the starting model's tokenizer turns into text."""
     template: str | None = None
     """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
     data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
-    """What the reward needs: key -> column."""
+    """Data for the reward: key -> column."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Only the first so many rows; none: all of them."""
 
@@ -90,14 +150,14 @@ class ColumnsSection(StrictModel):
     task: str = Field(min_length=1, max_length=128)
     """Task of every prompt: names its reward."""
     column: str | None = None
-    """The column that holds the prompt: text, or messages ({"role", "content"}), of which the chat template of the
-    starting model's tokenizer makes text."""
+    """The column that holds the prompt: text, or messages ({"role", "content"}), which the chat template of
+    the starting model's tokenizer turns into text."""
     template: str | None = None
     """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
     data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
-    """What the reward needs: key -> column."""
+    """Data for the reward: key -> column."""
     num_heldout: int = Field(ge=1)
-    """So many prompts are held out, by the digest of their ids: the same ones whatever the order of the rows."""
+    """So many prompts are held out, by the digest of their ids, so that the order of the rows does not matter."""
 
     @model_validator(mode="after")
     def _check(self) -> ColumnsSection:
@@ -112,12 +172,13 @@ class DataSection(StrictModel):
     """Prompts: from a built-in generator, a file, or data sets; others are uploaded (`tba prompts upload`)."""
 
     generator: str | None = None
-    """Name of a built-in task generator (tba/tasks/), for example `addition`."""
+    """Name of a built-in task (tba_cli/tasks/), for example `addition`; of an entry point of the group
+    `tba.prompt_sources`; or MODULE:FUNCTION, a function of your own (tba_cli/tasks/__init__.py)."""
     path: str | None = None
     """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
     `heldout`. Rows of another shape need `columns`."""
     columns: ColumnsSection | None = None
-    """What the columns of `path` are, for example of a data set in TRL's format: `prompt` and `answer`."""
+    """The columns of `path`, for example of a data set in TRL's format: `prompt` and `answer`."""
     train: DatasetSection | None = None
     """Data set to train on."""
     heldout: DatasetSection | None = None
@@ -135,7 +196,7 @@ class DataSection(StrictModel):
     """`posterior` looks at this many random prompts for every one it takes."""
 
     def check_source(self) -> None:
-        """Refuse no source of prompts, and more than one. Called by the recipe, which requires the section.
+        """Refuse a section without exactly one source of prompts; called by the recipe.
 
         Raises:
             ValueError: one sentence.

@@ -1,6 +1,6 @@
 """The objective's section, and the table of names that `objective.preset` may have (docs/algorithm.md).
 
-Here and not in the trainer, because every service reads it: a searcher must know whether it computes ref log-probs,
+It is not in the trainer, because every service reads it: a searcher must know whether it computes ref log-probs, and
 the buffer whether a live change of beta is possible. The formulas are in tba_trainer.objectives.
 """
 
@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tba.config.base import StrictModel
-from tba.config.bounded import KlCoefficient
-from tba.config.schedules import Schedule
+from tba.config.schedules import KlCoefficient, Schedule
+from tba.fields import StrictModel
 
 Anchor = Literal["fixed", "reset", "ema", "behaviour"]
 Centre = Literal["theta", "behaviour", "none"]
@@ -57,8 +56,8 @@ BASELINE_BETAS = MappingProxyType(
 """The baselines by name, with the beta that each has unless the recipe says otherwise."""
 
 FORMER_DEFAULTS = MappingProxyType({"reference_reset_steps": 50})
-"""Defaults of older releases: the resolved recipes in their run folders hold them whatever the anchor, and mean nothing
-by it."""
+"""Defaults of older releases. Resolved recipes in their run folders hold them with any anchor, where they have no
+effect."""
 
 CLIPPED = ("grpo", "ppo_clip", "proximal_rloo")
 """The baselines whose ratio to the behaviour policy is clipped."""
@@ -67,7 +66,7 @@ DEFAULT_RESET_STEPS, DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS = 50, 0.9, 10
 
 
 class ObjectiveSection(StrictModel):
-    """Which objective is trained (docs/algorithm.md)."""
+    """The objective (docs/algorithm.md)."""
 
     preset: Literal[
         "tb",
@@ -83,17 +82,17 @@ class ObjectiveSection(StrictModel):
         "reinforce",
         "online_dpo",
     ] = "tba_prime"
-    """A member of the family (the first five) or a baseline. The default is what held at a lag of 16 steps where the
-    others fell behind (docs/asynchrony.md)."""
+    """A member of the family (the first five) or a baseline. The default is the one that held at a lag of 16 steps,
+    where the others fell behind (docs/asynchrony.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
     """KL coefficient. Default: 0.05 in the family, 0 for the baselines (no KL), 0.1 for `online_dpo`."""
     anchor: Anchor | None = None
-    """What the KL pulls towards: the starting model (`fixed`), theta as it was every `reference_reset_steps`
+    """The target of the KL: the starting model (`fixed`), theta as it was every `reference_reset_steps`
     (`reset`), a moving average of theta (`ema`), or the policy that sampled the rollout (`behaviour`; not for a
     baseline). None: as the preset says; `fixed` for a baseline whose beta is above 0."""
     centre: Centre | None = None
-    """What is subtracted from a rollout's log-ratio: the group mean under theta, the group mean under the behaviour
-    policy (up to `centre_max_age_steps`), or nothing. Family only. None: as the preset says."""
+    """The term that is subtracted from a rollout's log-ratio: the group mean under theta, the group mean under the
+    behaviour policy (up to `centre_max_age_steps`), or nothing. Family only. None: as the preset says."""
     importance_weight: ImportanceWeight | None = None
     """Token weight: none, or clamp(pi_theta / pi_behaviour, 0, `importance_clamp`). Family only. None: as the preset
     says."""
@@ -140,19 +139,19 @@ class ObjectiveSection(StrictModel):
         for name, needed in settings.items():
             if anchor != needed and getattr(self, name) not in (None, FORMER_DEFAULTS.get(name)):
                 raise ValueError(
-                    f'{name} = {getattr(self, name)} belongs to anchor = "{needed}", but {self._what()}; remove it or '
-                    "choose that anchor"
+                    f'{name} = {getattr(self, name)} belongs to anchor = "{needed}", but {self._anchor_text()}; '
+                    "remove it or choose that anchor"
                 )
         if self.reference_placement == "searcher" and anchor != "fixed":
             raise ValueError(
                 'reference_placement = "searcher" works with anchor = "fixed" alone, because searchers know only the '
-                f'starting model, but {self._what()}; choose that anchor or reference_placement = "trainer"'
+                f'starting model, but {self._anchor_text()}; choose that anchor or reference_placement = "trainer"'
             )
         self._check_unused()
         return self
 
     def _check_unused(self) -> None:
-        """Refuse a setting that nothing here uses. Dumps name every setting, so a default is no choice."""
+        """Refuse a setting that nothing here uses."""
         member = self.member
         clamps = self.preset == "dr_grpo" if member is None else member.importance_weight == "clamp"
         used = {
@@ -163,6 +162,7 @@ class ObjectiveSection(StrictModel):
         }
         for name, (is_used, needed) in used.items():
             value = getattr(self, name)
+            # resolved recipes name every setting, so a default is no choice of a person
             if not is_used and value != type(self).model_fields[name].default:
                 raise ValueError(
                     f"{name} = {value:g} belongs to {needed}, and {self.preset} has no such thing here; remove it"
@@ -187,7 +187,7 @@ class ObjectiveSection(StrictModel):
                 f'anchor = "{self.anchor}" is not used: {self.preset} has beta 0 and so no KL; remove it or raise beta'
             )
 
-    def _what(self) -> str:
+    def _anchor_text(self) -> str:
         anchor = self.used_anchor
         return f"{self.preset} has no KL here (beta is 0)" if anchor is None else f"the anchor is {anchor}"
 
@@ -207,7 +207,7 @@ class ObjectiveSection(StrictModel):
 
     @property
     def used_anchor(self) -> Anchor | None:
-        """What the KL pulls towards; None: there is no KL, whatever the step."""
+        """The target of the KL; None: there is no KL at any step."""
         if (member := self.member) is not None:
             return member.anchor
         return (self.anchor or "fixed") if self.beta.highest > 0 else None
@@ -219,7 +219,8 @@ class ObjectiveSection(StrictModel):
 
     @property
     def takes_behaviour_for_theta(self) -> Literal["anchor", "centre"] | None:
-        """Which part takes the behaviour policy for a past theta: true only if it samples at the policy temperature."""
+        """The part that takes the behaviour policy for an earlier theta, which is right only at the policy
+        temperature."""
         if (member := self.member) is None:
             return None
         return "anchor" if member.anchor == "behaviour" else "centre" if member.centre == "behaviour" else None

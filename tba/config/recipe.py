@@ -1,7 +1,7 @@
 """The recipe: one TOML file that describes a whole run, read by every service.
 
 Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`) < `--set buffer.port=8700`. Unknown keys are
-refused everywhere, and the message names the key, the value and the place.
+refused everywhere; the message names the key, the value and the place.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
-from tba.config.base import StrictModel
-from tba.config.data import DataSection
+from tba.config.data import DataSection, PrepareItem
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
-from tba.config.prepare import PrepareItem
+from tba.config.renamed_keys import new_name, with_new_names
 from tba.config.reward import BUILT_IN_TASKS, RewardSection
-from tba.config.scaling import ScalingSection
 from tba.config.schedules import Schedule
-from tba.config.searcher import SearcherSection
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
 from tba.config.sections import (
     AuthSection,
     BufferSection,
@@ -34,12 +32,11 @@ from tba.config.sections import (
     RunSection,
     SamplingSection,
     StoreSection,
+    TlsSection,
 )
-from tba.config.tls import TlsSection
-from tba.config.tracking import TrackingSection
-from tba.config.training import TrainerSection
-from tba.config.vllm import VLLM_MAX_TEMPERATURE
+from tba.config.trainer import TrackingSection, TrainerSection
 from tba.errors import ConfigError
+from tba.fields import StrictModel
 
 ENV_PREFIX = "TBA_"
 CONSTANT_SETTINGS = (
@@ -52,7 +49,7 @@ CONSTANT_SETTINGS = (
     "model.lora",
     "store.url",
 )
-"""Constant within a run."""
+"""Settings that are constant within a run."""
 HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """ORG/NAME."""
 
@@ -134,7 +131,7 @@ class Recipe(StrictModel):
             )
 
     def _check_unused(self) -> None:
-        """Refuse what could never happen."""
+        """Refuse settings without any effect."""
         if self.sampling.min_size_to_sample > self.buffer.max_rollouts:
             raise ValueError(
                 f"sampling.min_size_to_sample {self.sampling.min_size_to_sample} is above buffer.max_rollouts "
@@ -184,7 +181,7 @@ class Recipe(StrictModel):
         self._check_temperatures()
 
     def _check_temperatures(self) -> None:
-        """The behaviour policy stands in for theta only where both are one distribution."""
+        """Refuse a distorted behaviour policy where the objective takes it for theta."""
         part, wanted = self.objective.takes_behaviour_for_theta, self.model.policy_temperature
         if part is None or self.is_offline:  # offline nothing is sampled
             return
@@ -220,7 +217,7 @@ class Recipe(StrictModel):
 
     @property
     def is_offline(self) -> bool:
-        """Whether nothing is generated: the run only trains on the snapshot that it begins with."""
+        """Whether nothing is generated, and the run only trains on the snapshot that it begins with."""
         return self.searcher.num_searchers == 0
 
     @property
@@ -231,7 +228,7 @@ class Recipe(StrictModel):
 
     @property
     def constants(self) -> dict[str, JsonValue]:
-        """What nobody may change while the run goes on, as JSON: another value makes another run."""
+        """The settings that are constant within a run, as JSON: another value makes another run."""
         document = self.model_dump(mode="json")
         return {name: document[name.partition(".")[0]][name.partition(".")[2]] for name in CONSTANT_SETTINGS}
 
@@ -259,7 +256,7 @@ def load_recipe(
         path: the file; `.json` is read as JSON, anything else as TOML.
         sets: `section.key=value` overrides; the value is TOML, or a bare string.
         environ: defaults to the process environment.
-        stand_ins: sections that the caller makes no use of, for a file that does not have them.
+        stand_ins: sections that the caller does not use, for a file without them.
 
     Raises:
         ConfigError: the file is missing or unreadable, or a key or value is wrong.
@@ -268,17 +265,17 @@ def load_recipe(
     for name, text in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-            _put(document, keys, toml_value(text), where=f"environment variable {name}")
+            _set(document, keys, parse_toml_value(text), where=f"environment variable {name}")
     for item in sets:
         dotted, sep, text = item.partition("=")
         if not sep or "." not in dotted:
             raise ConfigError(f"--set {item!r} is not of the form section.key=value")
-        _put(document, dotted.strip().split("."), toml_value(text), where=f"--set {item}")
+        _set(document, dotted.strip().split("."), parse_toml_value(text), where=f"--set {item}")
     return _with_hub_model(parse_recipe({**(stand_ins or {}), **document}, where=str(path)))
 
 
 def _with_hub_model(recipe: Recipe) -> Recipe:
-    """`model.path = "org/name"`, where no such folder is here, becomes an item of `[[prepare]]` that `tba run` fetches.
+    """Turn `model.path = "org/name"` into an item of `[[prepare]]` that `tba run` fetches, unless it is a folder here.
 
     Raises:
         ConfigError: a revision is given, and model.path is a folder.
@@ -314,16 +311,16 @@ def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {sentence_of(error, Recipe)}") from None
+        raise ConfigError(f"{where}: {explain_validation_error(error, Recipe)}") from None
     if recipe.model.warm_start is None:
         return recipe
-    # one cached starting model per seed
+    # the starting model is cached per seed
     path = recipe.model.path.replace("{seed}", str(recipe.warm_start_seed))
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """What a recipe file says, nothing checked yet.
+    """Read a recipe file without validation.
 
     Raises:
         ConfigError: it is missing, or is neither TOML nor (`.json`) JSON.
@@ -336,20 +333,26 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
     try:
         text = raw.decode()
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        if path.suffix != ".json":
+            return tomllib.loads(text)
+        document = json.loads(text)
+        # a resolved config: one that an older release has stored must stay readable, or its run could not resume
+        return with_new_names(document) if isinstance(document, dict) else document
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not valid: {error}") from None
 
 
-def toml_value(text: str) -> Any:
-    """A value as people type it: TOML, or else a bare string."""
+def parse_toml_value(text: str) -> Any:
+    """Parse a value as people type it: TOML, or else a bare string."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
 
 
-def _put(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: str) -> None:
+def _set(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: str) -> None:
+    if (renamed := new_name(keys)) is not None:
+        raise ConfigError(f"{where}: {_renamed_text('.'.join(keys), renamed)}")
     at: Any = document
     for key in keys[:-1]:
         at = at.setdefault(key, {})
@@ -358,25 +361,34 @@ def _put(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: st
     at[keys[-1]] = value
 
 
-def sentence_of(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong with a document of this model: the first key, its value and what to do."""
+def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return what is wrong with a document of this model: the first key, its value and what to do."""
     first = error.errors()[0]
     loc = [str(part) for part in first["loc"]]
     key = ".".join(loc)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
-    if not loc:  # a rule that ties sections together says itself which keys and values it is about
+    if not loc:  # a rule between sections names its keys and values itself
         return f"{message}{more}"
     if first["type"] == "extra_forbidden":
+        if model is Recipe and (renamed := new_name(loc)) is not None:
+            return f"{_renamed_text(key, renamed)}{more}"
         near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
         is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
         return f"unknown key {key!r} (value {'not shown' if is_secret else repr(first['input'])}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
-    if first["type"] == "value_error" and _model_at(loc, model) not in (None, Schedule):  # so does that of a section
+    if first["type"] == "value_error" and _model_at(loc, model) not in (
+        None,
+        Schedule,
+    ):  # so does the rule of a section
         return f"{key}: {message}{more}"
     return f"key {key!r} has the value {first['input']!r}: {message}{more}"
+
+
+def _renamed_text(old: str, new: str) -> str:
+    return f"key {old!r} is now {new!r}: write the new name"
 
 
 def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:
@@ -385,7 +397,7 @@ def _known_keys(path: Sequence[str], model: type[BaseModel]) -> list[str]:
 
 
 def _model_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
-    """The model of a section; None where there is a plain value."""
+    """Return the model of a section; None for a plain value."""
     for part in path:
         field = model.model_fields.get(part)
         inner = None if field is None else _model_of(field.annotation)

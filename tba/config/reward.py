@@ -1,4 +1,4 @@
-"""The `[reward]` section: which task is scored by which scorers, and the limits of the service.
+"""The `[reward]` section: the scorers of each task, and the limits of the service.
 
     [reward.tasks.gsm8k]
     scorers = [
@@ -7,9 +7,8 @@
         {kind = "length", max_length = 2000, weight = 0.1},
     ]
 
-A task's reward is the weighted sum of its scorers' scores. Gates are asked first, in their order: a score below the
-gate makes the reward `gate_value`, and nothing else is asked. If any score that was asked for is unknown, the reward is
-unknown.
+A task's reward is the weighted sum of its scorers' scores. Gates are scored first, in their order: a score below the
+gate makes the reward `gate_value`, and no other scorer is asked. If any requested score is unknown, so is the reward.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tba.config.base import StrictModel
-from tba.numbers import MAX_NUMBER
+from tba.fields import MAX_NUMBER, StrictModel
 
 _REQUEST_SLACK_S = 30.0
 """Beyond the deadline of its slowest scorer: other items of the request may come before."""
@@ -29,12 +27,12 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class ScorerSpec(StrictModel):
-    """What every scorer of a task has, whatever its kind."""
+    """The settings of every scorer of a task."""
 
     kind: str
     """Which scorer: the name of a file in tba_reward/scorers/."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """What this part of the reward is called in results, metrics and errors; default: its kind."""
+    """Name of this part of the reward in results, metrics and errors; default: its kind."""
     weight: float | None = Field(default=None, ge=-1e6, le=1e6)
     """Factor of its score in the sum. Default: 1, and 0 for a gate."""
     gate: float | None = None
@@ -58,12 +56,11 @@ class ScorerSpec(StrictModel):
 
 
 class ReadSpec(ScorerSpec):
-    """What scorers have whose work an answer can make endless or impossible."""
+    """The settings of scorers whose work a response can make endless or impossible."""
 
     unreadable: Literal["unknown"] | float = 0.0
-    """The score where the answer is to blame that there is none: it cannot be read, is too long, or takes more CPU time
-    or memory than it may. `unknown`: no score, which costs a policy nothing. Faults of the data or the service are
-    unknown in any case."""
+    """The score if the response itself cannot be scored: it is unreadable, too long, or takes too much CPU time or
+    memory. `unknown`: no score, which costs a policy nothing. Faults of the data or the service are always unknown."""
 
     @field_validator("unreadable")
     @classmethod
@@ -96,7 +93,7 @@ class LastNumberSpec(ScorerSpec):
     field: str = "answer"
     """Where the prompt's data has the answer: one number, or a list of numbers, each of them right."""
     reasoning: Delimiters = THINK
-    """Between which delimiters a response reasons; what stands there, also if it never ends, holds no answer."""
+    """The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
 
 
 class MathSpec(ReadSpec):
@@ -110,11 +107,11 @@ class MathSpec(ReadSpec):
     """Where the answer of a response is looked for. `boxed`: the last box; without one the score is 0. `anywhere`:
     without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
     reasoning: Delimiters = THINK
-    """Between which delimiters a response reasons; what stands there, also if it never ends, holds no answer."""
+    """The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
     answer_tags: Delimiters = (("<answer>", "</answer>"),)
     """Between which tags an answer may stand instead of in a box; `[]`: in a box only."""
     units: tuple[str, ...] = ()
-    """Words that are units beside those that tba_reward/maths/units.py knows: `["widget"]` makes `4 widgets` 4."""
+    """Words that are units beside those that tba_reward/math/units.py knows: `["widget"]` makes `4 widgets` 4."""
 
 
 class FormatSpec(ReadSpec):
@@ -141,7 +138,7 @@ class LengthSpec(ScorerSpec):
 
     kind: Literal["length"]
     unit: Literal["chars", "words"] = "chars"
-    """What the length is counted in."""
+    """Unit of the length."""
     min_length: int = Field(default=0, ge=0, le=1_000_000)
     """Shortest response that scores 1."""
     max_length: int | None = Field(default=None, ge=0)
@@ -165,7 +162,7 @@ class MakeNSpec(ScorerSpec):
 
 
 class ModelScorerSpec(ScorerSpec):
-    """What every scorer with neural networks has: they run in a process of their own, in batches."""
+    """The settings of every scorer with neural networks, which run in their own process, in batches."""
 
     timeout_s: float | None = Field(default=60.0, gt=0)
     """Deadline of one item, waiting for its batch included."""
@@ -205,7 +202,7 @@ class RewardModelSpec(ModelScorerSpec):
     revision: str | None = None
     """Commit, tag or branch of a model on the hub."""
     input: Literal["text", "pair", "chat"] = "text"
-    """What the model reads: `template`, (prompt, response) as a pair, or both as turns in its chat template."""
+    """The input of the model: `template`, (prompt, response) as a pair, or both as turns in its chat template."""
     template: str = "{prompt}{response}"
     """The text that the model reads; `{prompt}` and `{response}` are filled in."""
     append_eos: bool = False
@@ -213,7 +210,7 @@ class RewardModelSpec(ModelScorerSpec):
     label: int | str | None = None
     """Which output counts, by number or name; default: the only one."""
     output: Literal["logit", "probability"] = "logit"
-    """What of the output is the score."""
+    """The part of the output that is the score."""
     max_tokens: int | None = Field(default=None, ge=1)
     """A longer input has no score (`too_long`); default: what the model can take."""
     missing_eos_penalty: float | None = Field(default=None, allow_inf_nan=False)
@@ -241,7 +238,7 @@ class RedteamSpec(ModelScorerSpec):
     victim_revision: str | None = None
     """Commit, tag or branch of a victim on the hub."""
     victim_input: Literal["text", "chat"] | None = None
-    """What the victim reads: `victim_template`, or one turn in its chat template. Default: chat where it has one."""
+    """The input of the victim: `victim_template`, or one turn in its chat template. Default: chat where it has one."""
     victim_template: str = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\n{prompt}\n\n### Response:\n"
@@ -268,16 +265,16 @@ class RedteamSpec(ModelScorerSpec):
     judge: Literal["classifier", "guard"] = "classifier"
     """`classifier`: probability of `label`. `guard`: a language model (Llama Guard): that of `unsafe_verdict`."""
     classifier_input: Literal["text", "pair", "chat"] | None = None
-    """What it reads: `classifier_template`, (attack, reply) as a pair, or both as turns in its chat template. Default:
-    chat for a guard, else text."""
+    """The input of the classifier: `classifier_template`, (attack, reply) as a pair, or both as turns in its chat
+    template. Default: chat for a guard, else text."""
     classifier_template: str = "{response}"
     """The text that is judged; `{prompt}` (the attack) and `{response}` (the victim's reply) are filled in."""
     label: int | str | None = None
     """The label of the classifier that means toxic, by number or name; default: the only one."""
     safe_verdict: str = "\n\nsafe"
-    """How a guard answers to what is harmless."""
+    """A guard's answer to harmless text."""
     unsafe_verdict: str = "\n\nunsafe"
-    """How a guard answers to what is not."""
+    """A guard's answer to harmful text."""
 
     @model_validator(mode="after")
     def _check_templates(self) -> RedteamSpec:
@@ -303,7 +300,7 @@ class HttpSpec(ScorerSpec):
     task: TaskName | None = None
     """The task name that is sent with the items; default: `score`."""
     revision: str = ""
-    """Change it when the endpoint scores otherwise than before: it is part of the reward version."""
+    """Change it when the endpoint changes its scores: it is part of the reward version."""
     token_env: str | None = None
     """Environment variable with the bearer token that is sent."""
     max_batch_items: int = Field(default=64, ge=1)
@@ -321,8 +318,8 @@ class PythonSpec(ScorerSpec):
     function: str
     """`module:name`, or the name of an entry point in the group `tba.rewards`."""
     revision: str = ""
-    """Change it when the function scores otherwise than before for a reason outside its own file, of which the reward
-    version holds a digest."""
+    """Change it when the function changes its scores for a reason outside its own file; the reward version has a digest
+    of that file."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments that every call gets by these names, as they are; a column of the same name is not passed on."""
     conversational: bool = False
@@ -389,7 +386,7 @@ class RewardSection(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_plugins(cls, value: Any) -> Any:
-        """The recipe of a run of release 0.1 has `plugins`, which says nothing as long as it is empty."""
+        """Accept the empty `plugins` in the stored recipe of a run of release 0.1."""
         if not isinstance(value, dict) or "plugins" not in value:
             return value
         if value["plugins"]:
@@ -426,12 +423,13 @@ class RewardSection(StrictModel):
     worker_memory_bytes: int | None = Field(default=4 * 1024**3, ge=256 * 1024**2)
     """Address space that one worker process may use; none: no bound."""
     worker_start_s: float = Field(default=60.0, gt=0)
-    """Deadline for what a worker imports before its first item."""
+    """Deadline for the imports of a worker before its first item."""
     cache_items: int = Field(default=65_536, ge=0)
     """Most scores kept to be given again for the same content; 0: none."""
 
     def takes_tokens(self, task: str) -> bool:
-        """Whether clients send the token ids of responses of this task: a Python function may want `completion_ids`."""
+        """Return whether clients send the token ids of responses of this task, for the `completion_ids` of a
+        function."""
         entry = self.tasks.get(task)
         return entry is not None and any(isinstance(spec, PythonSpec) for spec in entry.scorers)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from tba.config.base import StrictModel
-from tba.numbers import MAX_STEP
+from tba.fields import MAX_STEP, StrictModel
 
 
 class Schedule(StrictModel):
@@ -36,7 +35,7 @@ class Schedule(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _of_number(cls, value: Any) -> Any:
-        """A bare number is a constant schedule."""
+        """Read a bare number as a constant schedule."""
         if isinstance(value, int | float) and not isinstance(value, bool):
             return {"value": value}
         if not isinstance(value, dict | Schedule):
@@ -45,7 +44,7 @@ class Schedule(StrictModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The schema says that a number will do, too."""
+        """Allow a number in the JSON schema, too."""
         found = handler(schema)
         if handler.mode == "validation":
             resolved = handler.resolve_ref_schema(found)
@@ -85,12 +84,12 @@ class Schedule(StrictModel):
         return self.value if self.kind == "constant" else max(self.value, self.final)
 
     def lowest(self, num_steps: int) -> float:
-        """The lowest value at steps 0 to num_steps - 1: after the warm-up every kind goes one way, from `value` to
-        `final`, so it is at an end."""
+        """Return the lowest value at steps 0 to num_steps - 1."""
+        # after the warm-up every kind goes one way, from `value` to `final`, so the lowest value is at an end
         return min(self.at(0), self.at(num_steps - 1))
 
     def at(self, step: int) -> float:
-        """The value at optimizer step `step` (0 is the first)."""
+        """Return the value at optimizer step `step` (0 is the first)."""
         if step < self.warmup_steps:
             return self.value * (step + 1) / self.warmup_steps
         if self.kind == "constant" or self.steps is None:
@@ -103,3 +102,55 @@ class Schedule(StrictModel):
         if self.kind == "linear":
             return self.value + (self.final - self.value) * done
         return self.final + (self.value - self.final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _ends(schedule: Schedule) -> list[float]:
+    return [schedule.value] if schedule.kind == "constant" else [schedule.value, schedule.final]
+
+
+MAX_RATE, MAX_COEFFICIENT = 1e3, 1e6
+"""More than any run uses, and far below where AdamW or the loss overflow."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+
+
+def _at_most(most: float, what: str, schedule: Schedule) -> Schedule:
+    if schedule.highest > most:
+        raise ValueError(f"{what} is at most {most:g}, and this one reaches {schedule.highest:g}; lower it")
+    return schedule
+
+
+def _rate(schedule: Schedule) -> Schedule:
+    return _at_most(MAX_RATE, "a learning rate", schedule)
+
+
+def _coefficient(schedule: Schedule) -> Schedule:
+    return _at_most(MAX_COEFFICIENT, "a KL coefficient", schedule)
+
+
+def _at_most_one(schedule: Schedule) -> Schedule:
+    if max(_ends(schedule)) > 1:
+        raise ValueError(f"a probability is at most 1 at every step, and this schedule reaches {max(_ends(schedule))}")
+    return schedule
+
+
+def _above_zero(schedule: Schedule) -> Schedule:
+    if min(_ends(schedule)) <= 0:
+        raise ValueError("a temperature is above 0 at every step, and this schedule reaches 0")
+    lowest = min(*_ends(schedule), schedule.at(0))  # a warm-up begins below both ends
+    for value in (lowest, schedule.highest):
+        if not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"a temperature is from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} at every step, and this one "
+                f"reaches {value:g}"
+            )
+    return schedule
+
+
+Probability = Annotated[Schedule, AfterValidator(_at_most_one)]
+"""From 0 to 1."""
+Temperature = Annotated[Schedule, AfterValidator(_above_zero)]
+"""From MIN_TEMPERATURE to MAX_TEMPERATURE."""
+LearningRate = Annotated[Schedule, AfterValidator(_rate)]
+"""At most MAX_RATE."""
+KlCoefficient = Annotated[Schedule, AfterValidator(_coefficient)]
+"""At most MAX_COEFFICIENT."""

@@ -1,4 +1,4 @@
-"""The searchers' section of a recipe: the engine, how completions are sampled, and how long things may take."""
+"""The searchers: their engines, how they sample, their deadlines, and how their number is scaled."""
 
 from __future__ import annotations
 
@@ -6,11 +6,98 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tba.config.base import StrictModel
-from tba.config.bounded import MAX_TEMPERATURE, MIN_TEMPERATURE, Temperature
-from tba.config.schedules import Schedule
-from tba.config.simulated import SimulatedSection
-from tba.config.vllm import VLLM_MAX_TEMPERATURE, VllmSection
+from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Schedule, Temperature
+from tba.fields import StrictModel
+
+
+class SimulatedSection(StrictModel):
+    """A simulated engine without model and torch: it takes the time of a real one, and makes up tokens.
+
+    It rehearses a deployment: everything else of the run is real. A model trained on its rollouts is worth nothing.
+    """
+
+    tokens_per_s: float = Field(default=50.0, gt=0)
+    """Tokens that one slot decodes per second when few slots are busy."""
+    batch_tokens_per_s: float | None = Field(default=None, gt=0)
+    """Most tokens per second of all slots together; none: every slot always decodes `tokens_per_s`."""
+    tokens_per_step: int = Field(default=1, ge=1, le=1000)
+    """Tokens of each row that one step decodes. More costs less CPU; requests and weights wait for the step to end."""
+    lengths: Literal["lognormal", "pareto", "fixed"] = "lognormal"
+    """Distribution of response lengths, the end-of-sequence token included; cut at `max_response_tokens` like those of
+    a real engine. `fixed`: every response has the median."""
+    median_response_tokens: float = Field(default=128.0, ge=1)
+    """Half of the responses are longer, whatever the distribution."""
+    lognormal_sigma: float = Field(default=0.8, gt=0, le=10)
+    """Standard deviation of the logarithm of the length."""
+    pareto_tail: float = Field(default=1.5, gt=0, le=100)
+    """Tail index: a response is longer than x with a probability of about x ** -pareto_tail. Small is a long tail."""
+    start_s: float = Field(default=0.0, ge=0)
+    """How long the engine takes to start."""
+    load_s: float = Field(default=0.0, ge=0)
+    """How long new weights take to load; generation stands still meanwhile."""
+    crash_every_s: float | None = Field(default=None, gt=0)
+    """Mean seconds until the engine dies and says so, exponentially distributed; the searcher then ends with an error.
+    None: never."""
+    preempt_every_s: float | None = Field(default=None, gt=0)
+    """Mean seconds until the searcher is gone without a word, as when its machine is taken away. None: never."""
+
+
+VLLM_MAX_TEMPERATURE = 2.0
+"""vLLM refuses requests above."""
+
+
+class VllmSection(StrictModel):
+    """vLLM in the searcher's process. `searcher.num_slots` is the number of sequences in a batch."""
+
+    block_size: Literal[32, 64, 128] = 32
+    """Tokens in one block of keys and values; a prompt's whole blocks are computed once and shared."""
+    prefix_caching: bool = True
+    """Keys and values of a prompt are kept for the next response to it. A weight update drops all of them."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory for keys and values. None: on the CPU what `num_slots` responses of full length need, on a GPU what
+    `gpu_memory_share` leaves. With less than all slots need, vLLM preempts sequences and computes them again."""
+    gpu_memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory that vLLM may use for weights, keys and values, and its work space."""
+    max_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one step, with those of prompts; longer prompts are computed in pieces. None: vLLM's choice."""
+    enforce_eager: bool = False
+    """On a GPU: no compilation and no CUDA graphs; the start is faster, decoding slower. The CPU always runs so."""
+
+
+class ScalingSection(StrictModel):
+    """How `PATCH /v1/run/searchers` (`tba scale`) starts and stops searchers."""
+
+    backend: Literal["none", "local", "kubernetes"] = "none"
+    """`none`: searchers are started and stopped by other means, and a request to scale is refused with a word on how.
+    `local`: by `tba run`, which sets this itself. `kubernetes`: the buffer service sets the replicas of one Deployment
+    (`pip install -e './services/buffer[kubernetes]'`)."""
+    deployment: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
+    """Name of the Deployment of the searchers."""
+    namespace: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)
+    """Its namespace; none: that of the buffer's own pod."""
+    num_searchers: int | None = Field(default=None, ge=1, le=100_000)
+    """With `kubernetes`: how many there are while no operator wants another number, for a Deployment that names none
+    (the chart's, since two writers of `spec.replicas` would fight over it); none: what the Deployment says itself."""
+    max_searchers: int = Field(default=64, ge=1, le=100_000)
+    """Most searchers that may be asked for: a typing error should not rent a cluster."""
+    reconcile_s: float = Field(default=5.0, gt=0, le=3600)
+    """How often the replicas are compared with the desired number, and set again if something else has changed them."""
+    scale_down_on_run_end: bool = True
+    """Set the Deployment to 0 replicas when the run is done or has failed, so that GPUs are not kept for nothing; a
+    trainer that continues the run brings them back."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScalingSection:
+        if self.backend == "kubernetes" and self.deployment is None:
+            raise ValueError(
+                'backend = "kubernetes" needs the name of the Deployment of the searchers; give scaling.deployment'
+            )
+        if self.num_searchers is not None and self.num_searchers > self.max_searchers:
+            raise ValueError(
+                f"num_searchers is {self.num_searchers}, above max_searchers {self.max_searchers}; raise that one too"
+            )
+        return self
+
 
 StopString = Annotated[str, Field(min_length=1, max_length=64)]
 TemperatureNumber = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
@@ -54,7 +141,7 @@ class SearcherSection(StrictModel):
     simulated: SimulatedSection = SimulatedSection()
     """How the simulated engine behaves; other engines do not read it."""
     vllm: VllmSection = VllmSection()
-    """What only the vLLM engine reads."""
+    """Settings of the vLLM engine alone."""
     num_slots: int = Field(default=64, ge=1)
     """Completions that one engine decodes at once."""
     max_prompt_tokens: int = Field(default=64, ge=1)
@@ -89,9 +176,9 @@ class SearcherSection(StrictModel):
     """How long a call to another service is retried before the searcher gives up."""
     score_retry_s: float = Field(default=10.0, gt=0)
     """How long scoring is retried before rollouts are pushed unscored (pending)."""
-    when_over: Literal["exit", "wait"] = "exit"
-    """When the run is done or has failed: `exit` with code 0, or `wait`, without the model, until a trainer goes on
-    with it. `wait` is for Deployments and Compose, which start again whatever ends; `tba run` sets `exit`."""
+    on_run_end: Literal["exit", "wait"] = "exit"
+    """When the run is done or has failed: `exit` with code 0, or `wait`, without the model, until a trainer
+    continues it. `wait` is for Deployments and Compose, which start again whatever ends; `tba run` sets `exit`."""
 
     @model_validator(mode="after")
     def _check(self) -> SearcherSection:

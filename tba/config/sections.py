@@ -1,22 +1,50 @@
-"""The sections of a recipe that describe the run, its model, its data and its services."""
+"""The sections of a recipe about the run, its model, its services and the machine."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tba.config.base import StrictModel
-from tba.config.bounded import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability
-from tba.config.lora import LoraSection
-from tba.config.schedules import Schedule
+from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Schedule
+from tba.config.trainer import LoraSection
+from tba.errors import ConfigError
+from tba.fields import StrictModel
+
+
+class TlsSection(StrictModel):
+    """Encrypted connections to the buffer, to the reward service and to Redis. PEM files that are read again when they
+    change; docs/operations.md says how to renew them."""
+
+    cert_file: str | None = None
+    """Certificate (with its chain) that the buffer and the reward service show. With it they speak https alone, and
+    `buffer.url` and `reward.url` default to https."""
+    key_file: str | None = None
+    """Private key of `cert_file`, without a passphrase."""
+    ca_file: str | None = None
+    """The authorities that clients trust for https URLs of buffer and reward and for a rediss URL of Redis, and no
+    others; none: those of the system. The object store has `store.ca_file`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TlsSection:
+        if (self.cert_file is None) != (self.key_file is None):
+            given, missing = ("cert_file", "key_file") if self.key_file is None else ("key_file", "cert_file")
+            raise ValueError(f"tls.{given} is given without tls.{missing}: a server needs both; add it or remove both")
+        return self
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the buffer and the reward service: http or https."""
+        return "http" if self.cert_file is None else "https"
+
 
 MOST_ROLLOUTS_COMPARED = 20_000
 Name = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 
 
 class RunSection(StrictModel):
-    """What this run is called and where chance starts."""
+    """The name of the run, its seed, and where it begins."""
 
     name: str = Name
     """Name of the run: a folder under `local.runs_dir`, a prefix in the object store and of every Redis key."""
@@ -28,28 +56,28 @@ class RunSection(StrictModel):
     """RUN/NAME: the run begins with this snapshot of another run's buffer (`tba buffer save`); the store holds it."""
     fork_version: str | None = Field(default=None, pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")
     """The run is a fork: its trainer starts from this weight version of the snapshot's run, and it takes the rollouts
-    up to that version's mark. None: from the starting model, with all rollouts."""
+    up to that version's publication. None: from the starting model, with all rollouts."""
 
 
 class WarmStartSection(StrictModel):
     """How to make a small starting model on this machine (the quickstart); absent when a model is given.
 
-    The model first learns from right answers, then for a while from careless ones: what the careless answers get wrong
-    decides how well the model does at the start of training.
+    The model first learns from right answers, then for some steps from noisy ones: their errors set its accuracy at the
+    start of training.
     """
 
     task: str
     """Built-in task whose warm-start split the model learns from."""
-    school_accuracy: float = Field(default=0.9, gt=0, lt=1)
+    target_accuracy: float = Field(default=0.9, gt=0, lt=1)
     """The first phase ends when expected sampled accuracy on the validation split reaches this."""
-    school_max_steps: int = Field(default=800, ge=1)
+    max_steps: int = Field(default=800, ge=1)
     """The first phase ends after this many supervised steps in any case."""
-    careless_steps: int = Field(default=80, ge=0)
-    """Supervised steps of the second phase."""
+    noise_steps: int = Field(default=80, ge=0)
+    """Supervised steps of the second phase, on noisy answers."""
     drop_carry: float = Field(default=0.45, ge=0, le=1)
-    """Probability that a careless answer forgets a carry."""
+    """Probability that a noisy answer forgets a carry."""
     wrong_digit: float = Field(default=0.13, ge=0, le=1)
-    """Probability that a careless answer writes a random digit."""
+    """Probability that a noisy answer has a random digit."""
     seed: int | None = Field(default=None, ge=0)
     """Seed of the starting model; default: the run's seed."""
 
@@ -66,7 +94,8 @@ class ModelSection(StrictModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of published weights and of the searchers' engines."""
     policy_temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
-    """Divides the logits of policy and reference: the thing that is trained. Constant within a run."""
+    """Divides the logits of policy and reference: the trained policy is the model at this temperature. Constant within
+    a run."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Off unless a recipe says otherwise."""
     warm_start: WarmStartSection | None = None
@@ -91,8 +120,8 @@ class BufferSection(StrictModel):
     """File with the password of Redis, read again for every new connection; the URL then holds none. `tba run`, whose
     Redis listens on loopback, ignores it."""
     appendfsync: Literal["always", "everysec"] = "always"
-    """What Redis must promise. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may lose
-    some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""
+    """Required durability of Redis. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may
+    lose some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""
     max_rollouts: int = Field(default=200_000, ge=1)
     """Most stored rollouts. Beyond it some are evicted (an event of the log, counted by reason and length), of large
     buffers up to a 64th more than must be, so that not every push waits for an eviction."""
@@ -101,9 +130,9 @@ class BufferSection(StrictModel):
     max_rollouts_per_prompt: int | None = Field(default=None, ge=2)
     """Most stored rollouts of one prompt; none: no cap of its own."""
     max_policy_age_steps: int | None = Field(default=None, ge=0)
-    """Rollouts older than this, in optimizer steps of the living lineage, are evicted; none: any age may be drawn."""
+    """Rollouts older than this, in optimizer steps of the active lineage, are evicted; none: any age may be drawn."""
     evict: Literal["oldest", "lowest_reward"] = "oldest"
-    """Which rollouts go when a cap in items or bytes is reached."""
+    """Which rollouts are evicted when a cap in items or bytes is reached."""
     deduplicate: bool = False
     """Keep only the newest of the rollouts of one prompt with exactly the same response tokens."""
     near_duplicate_share: float | None = Field(default=None, gt=0, le=0.5)
@@ -125,8 +154,8 @@ class BufferSection(StrictModel):
     """Most searchers that are remembered by their heartbeats. One more takes the place of one that has ended or is
     silent; where all are alive its heartbeats are refused (429, wait `component-places`), and it works on unseen."""
     max_tail_events: int = Field(default=200_000, ge=100)
-    """A restart replays the events of the log since its last base one by one; beyond this many (and half of what is
-    stored) a new base is written."""
+    """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of what
+    is stored) a new checkpoint is written."""
     score_every_s: float = Field(default=1.0, gt=0)
     """How often the background scorer looks for rollouts whose reward is unknown."""
     score_max_rollouts: int = Field(default=256, ge=1, le=1024)
@@ -143,7 +172,7 @@ class BufferSection(StrictModel):
 
 
 class SamplingSection(StrictModel):
-    """What a batch is made of, and how fast data may flow (docs/algorithm.md: MOP)."""
+    """The composition of a batch, and flow control (docs/algorithm.md: MOP)."""
 
     prompts_per_batch: int = Field(default=16, ge=1)
     """Slots of a batch: one prompt each."""
@@ -152,9 +181,11 @@ class SamplingSection(StrictModel):
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
     most_on_policy_prob: Probability = Schedule(value=0.5)
-    """m: probability that a slot draws from what arrived since the previous sync mark; a number or a schedule."""
+    """m: probability that a slot draws from rollouts that arrived since the previous publication; a number or a
+    schedule."""
     recent_window: Literal["arrival", "version"] = "arrival"
-    """What recent means: arrival since the previous mark, or made by one of the last `recent_versions` versions."""
+    """Recent rollouts arrived since the previous publication, or were made by one of the last `recent_versions`
+    versions."""
     recent_versions: int = Field(default=2, ge=1)
     """w: with `recent_window = "version"`, how many publications back still count as recent."""
     reward_inverse_temperature: float = Field(default=0.0, ge=0)
@@ -229,8 +260,43 @@ class LocalSection(StrictModel):
     stop_timeout_s: float = Field(default=30.0, gt=0)
     """After SIGTERM, children have this long before SIGKILL."""
     max_searcher_restarts: int = Field(default=3, ge=0)
-    """A searcher that dies is started again this often in all; then the run goes on with the others."""
+    """A searcher that dies is started again this often in all; then the run continues with the others."""
     nice_searchers: int = Field(default=0, ge=0, le=19)
     """Scheduling niceness of the searchers, so that the trainer comes first on few cores."""
     gpus: GpuSection = GpuSection()
     """Which child has which GPUs."""
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""One of these is in every folder that `tokenizer.save_pretrained` wrote."""
+
+
+def check_tokenizer(folder: str | Path) -> None:
+    """Check before anything starts that a model folder has a tokenizer; without one every searcher would end.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path {folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there with "
+            "tokenizer.save_pretrained(...)"
+        )
+
+
+def check_embedding_model(folder: str | Path | None) -> None:
+    """Check before anything starts that `eval.embedding_model`, where one is given, can be loaded.
+
+    Raises:
+        ConfigError: the folder is no model in Hugging Face format with a tokenizer.
+    """
+    if folder is None:
+        return
+    if (
+        not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+        or not (Path(folder) / "config.json").is_file()
+    ):
+        raise ConfigError(
+            f"eval.embedding_model {str(folder)!r} holds no model with a tokenizer (config.json, "
+            f"{TOKENIZER_FILES[0]}); give the folder of a Hugging Face encoder, or leave it out"
+        )

@@ -1,11 +1,9 @@
-"""The published evaluation of one model: what is asked of the evaluator, what it answers, and how that is shown.
+"""The published evaluation of one model: the job for the evaluator, its report, and the statistics.
 
 tba evaluate --> EvaluationJob --> tba_searcher.evaluation (a child process) --> EvaluationReport --> table
 """
 
-from tba.evaluation.job import EvaluationJob
-from tba.evaluation.report import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
-from tba.evaluation.table import render_table
+from tba.evaluation.report import Comparison, Estimate, EvaluationJob, EvaluationReport, ModeReport, ScoreCounts
 
 __all__ = [
     "Comparison",
@@ -14,5 +12,4 @@ __all__ = [
     "EvaluationReport",
     "ModeReport",
     "ScoreCounts",
-    "render_table",
 ]

@@ -1,15 +1,66 @@
-"""evaluation.json: every number of an evaluation with its standard error, and what is not known."""
+"""The job that `tba evaluate` gives the evaluator process, and evaluation.json, the report that comes back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
-from tba.config.base import StrictModel
-from tba.config.published import Mode, PublishedNumber
+from tba.api import Prompt, VersionText
+from tba.config.evaluation import Mode, PublishedNumber
 from tba.errors import ConfigError
+from tba.fields import StrictModel
+
+PROGRESS = "progress: "
+"""Prefix of the evaluator's lines for the person who waits."""
+
+
+class EvaluationJob(StrictModel):
+    """One model to evaluate. Paths are absolute."""
+
+    subject: str
+    """The evaluated model in words: `version 1-40 of run gsm8k`, `model folder ...`."""
+    model: Path
+    """Folder in Hugging Face format."""
+    version: VersionText | None = None
+    """The weight version in `model`; none: not one of a run."""
+    manifest: Path | None = None
+    """Manifest of that version: the engine proves that it holds exactly these weights."""
+    start: Path | None = None
+    """Folder of the starting model; given where perplexity is measured."""
+    prompts: Path
+    """JSONL: the held-out prompts, in order."""
+    out: Path
+    """Folder for completions.jsonl and evaluation.json."""
+
+
+def load_job(path: Path) -> EvaluationJob:
+    """Read a job.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no job.
+    """
+    try:
+        return EvaluationJob.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(f"evaluation job {path} cannot be read ({first_line}); `tba evaluate` writes it") from None
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
+    """Write prompts for the evaluator."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(prompt.model_dump_json() + "\n" for prompt in prompts)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read the prompts of a job."""
+    # binary: a line ends at a line feed alone, and texts may hold other separators, such as U+2028
+    with path.open("rb") as file:
+        return [Prompt.model_validate_json(line) for line in file]
+
 
 SCHEMA = 1
 
@@ -17,7 +68,7 @@ SCHEMA = 1
 class Estimate(StrictModel):
     """A mean over prompts (or a function of means) with its standard error; None is unknown.
 
-    The standard error counts prompts as independent, completions of one prompt not; with a single prompt its
+    The standard error counts prompts as independent, but not completions of one prompt. With a single prompt, its
     completions count as independent.
     """
 
@@ -29,7 +80,7 @@ class Estimate(StrictModel):
     """Known values."""
     low: float | None = None
     high: float | None = None
-    """Of a success rate with unknown scores: its value if every unknown one were a failure, or a success."""
+    """Bounds of a success rate with unknown scores: its value if every unknown score were a failure, or a success."""
 
 
 class ScoreCounts(StrictModel):
@@ -38,11 +89,11 @@ class ScoreCounts(StrictModel):
     reward_versions: list[str]
     """Versions of the reward that scored; more than one: the service changed meanwhile."""
     success: str
-    """When a completion succeeds, in words."""
+    """The condition for a success, in words."""
     num_scored: int
     num_unknown: int
     unknown: dict[str, int] = Field(default_factory=dict)
-    """Reason -> how many scores are unknown for it."""
+    """Reason -> number of unknown scores."""
 
 
 class ModeReport(StrictModel):

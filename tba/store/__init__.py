@@ -1,4 +1,4 @@
-"""The object store: weight versions and checkpoints, in S3 or in a folder of one machine."""
+"""The object store of weight versions, checkpoints and snapshots: S3, or a folder of one machine."""
 
 from tba.store.base import ObjectStore
 from tba.store.file import FileStore

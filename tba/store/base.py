@@ -1,4 +1,4 @@
-"""What an object store must do. Two implementations pass the same tests (tests/contract/test_store_contract.py)."""
+"""The contract of an object store; both implementations pass tests/contract/test_store_contract.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*")
 class ObjectStore(Protocol):
     """Whole objects under keys like `runs/demo/weights/1-40/manifest.json`.
 
-    A write is atomic and durable when the call returns: readers see the whole object or none. A write that was
-    retried after a broken answer succeeds if the object it finds is the one it wanted to write. All methods may be
+    A write is durable when the call returns, and atomic: readers see the whole object or none. A write that was
+    retried after a broken answer succeeds if the object it finds has the content to be written. All methods may be
     called from several threads, and raise StoreUnavailableError with one sentence that says what to do.
     """
 
@@ -27,7 +27,7 @@ class ObjectStore(Protocol):
     """Where the objects are, for messages."""
 
     def check(self, *, write: bool = False) -> None:
-        """Find out at start-up whether the store can be used.
+        """Check at start-up that the store can be used.
 
         Args:
             write: also check that objects can be written and that create-only writes are honoured.
@@ -38,7 +38,7 @@ class ObjectStore(Protocol):
         ...
 
     def create_bucket(self) -> None:
-        """Make the place that the objects are in, where there is none.
+        """Make the bucket or folder of the objects if there is none.
 
         Raises:
             StoreUnavailableError: that is not allowed.
@@ -78,7 +78,7 @@ class ObjectStore(Protocol):
         ...
 
     def size_bytes(self, key: str) -> int | None:
-        """Size of an object; None when there is none."""
+        """Return the size of an object; None if there is none."""
         ...
 
     def delete(self, key: str) -> None:
@@ -86,12 +86,12 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str) -> builtins.list[str]:
-        """All keys that start with `prefix`, sorted. The prefix is plain text: `a/b` also finds `a/bc`."""
+        """Return all keys that start with `prefix`, sorted. The prefix is plain text: `a/b` also finds `a/bc`."""
         ...
 
 
 def check_key(key: str) -> str:
-    """The key, if it is one that every store can hold.
+    """Return the key if every store can hold it.
 
     Raises:
         StoreError: empty, too long, absolute, an empty part, or a part that is not a plain file name.
@@ -105,7 +105,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix, if keys can start with it; empty is allowed.
+    """Return the prefix if keys can start with it; empty is allowed.
 
     Raises:
         StoreError: see `check_key`.

@@ -1,8 +1,8 @@
 """The embedded store: one folder of one machine (or of a shared file system with hard links).
 
-Write = temporary file in the same folder, fsync, then rename (or hard link, which fails if the key is taken), then
-fsync of the folder: a process killed at any point leaves the old object, the new one, or a temporary file that no
-key can name.
+A write is: temporary file in the same folder, fsync, rename (or hard link, which fails if the key is taken), fsync of
+the folder. A process that is killed at any point leaves the old object, the new one, or a temporary file that no key
+can name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CHUNK_BYTES = 1 << 20
 _HARDLY_FREE_BYTES = 1 << 20
 
 
-def disk_full(error: OSError, *places: str | Path, size_bytes: int | None = None) -> str | None:
-    """What to say of a disk that is full; None: the error is another one.
+def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | None = None) -> str | None:
+    """Return what to say about a full disk; None for any other error.
 
     Args:
-        places: where it may have been written to: the fullest disk is taken, if the error names no file.
-        size_bytes: what was to be written, where that is known.
+        places: where the process may have written; the fullest disk counts if the error names no file.
+        size_bytes: how much was to be written, if known.
     """
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
@@ -49,11 +49,11 @@ def disk_full(error: OSError, *places: str | Path, size_bytes: int | None = None
     )
 
 
-def out_of_space(folder: Path) -> str | None:
-    """What to say where a process that writes to `folder` has died and hardly a byte is free; else None."""
+def explain_no_space(folder: Path) -> str | None:
+    """Return what to say if a process that writes to `folder` has died and hardly a byte is free; else None."""
     if shutil.disk_usage(folder).free > _HARDLY_FREE_BYTES:
         return None
-    return disk_full(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
+    return explain_full_disk(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
 
 
 class FileStore:
@@ -104,7 +104,7 @@ class FileStore:
             shutil.copyfileobj(source, out, _CHUNK_BYTES)
 
     def size_bytes(self, key: str) -> int | None:
-        """Size of an object; None when there is none."""
+        """Return the size of an object; None if there is none."""
         with self._errors("look up", key):
             path = self._path(key)
             return path.stat().st_size if path.is_file() else None
@@ -114,11 +114,11 @@ class FileStore:
         with self._errors("delete", key):
             path = self._path(key)
             if path.is_file():
-                path.unlink(missing_ok=True)  # another process may have been faster
+                path.unlink(missing_ok=True)  # another process may have deleted it first
                 _fsync_folder(path.parent)
 
     def list(self, prefix: str) -> builtins.list[str]:
-        """All keys that start with `prefix`, sorted."""
+        """Return all keys that start with `prefix`, sorted."""
         top = self._root / check_prefix(prefix).rpartition("/")[0]
         keys = []
         with self._errors("list", prefix):
@@ -189,15 +189,14 @@ class FileStore:
                 f"cannot {verb} {where}: permission denied; give this user read and write access to the folder"
             ) from error
         except OSError as error:
-            what = (
-                disk_full(error, self._root, size_bytes=size_bytes) or f"{error.strerror or error}; correct store.url"
-            )
+            what = explain_full_disk(error, self._root, size_bytes=size_bytes)
+            what = what or f"{error.strerror or error}; correct store.url"
             raise StoreUnavailableError(f"cannot {verb} {where}: {what}") from error
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when the block ends without an error; what was there is replaced."""
+    """Yield a file that appears under its name, replacing an older one, if the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(_TEMPORARY + secrets.token_hex(8))
     try:

@@ -1,22 +1,80 @@
-"""From the `[store]` section of a recipe to a store."""
+"""Open the store of a recipe, and wait for one that is still starting."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tba.config.sections import StoreSection
-from tba.errors import ConfigError, StoreError
+from tba.errors import ConfigError, StoreError, StoreUnavailableError, WaitTimeoutError
 from tba.store.base import ObjectStore, check_prefix
 from tba.store.file import FileStore
-from tba.trust import check_ca_file
+from tba.tls import check_ca_file
+
+POLL_S = 1.0
+
+
+def is_retryable(error: StoreUnavailableError) -> bool:
+    """Return whether the store may answer a moment later: it is away or overloaded. Wrong keys stay wrong."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, OSError):
+        return False  # the embedded store: a missing folder stays missing
+    from tba.store.s3 import is_transient
+
+    return isinstance(cause, Exception) and is_transient(cause)
+
+
+def is_bucket_missing(error: StoreUnavailableError) -> bool:
+    """Return whether the only problem is that the bucket does not exist."""
+    response = getattr(error.__cause__, "response", None)
+    return isinstance(response, dict) and response.get("Error", {}).get("Code") == "NoSuchBucket"
+
+
+def wait_for_store(
+    store: ObjectStore, *, wait_s: float, on_progress: Callable[[str], None], create_bucket: bool = False
+) -> None:
+    """Wait (wait `store-start`) until the store can be written and honours create-only writes.
+
+    Args:
+        wait_s: deadline.
+        create_bucket: make the bucket where there is none.
+
+    Raises:
+        StoreError: access denied, no bucket, create-only writes not honoured: waiting cannot help.
+        WaitTimeoutError: the store did not answer in time.
+    """
+    deadline_s, has_reported = time.monotonic() + wait_s, False
+    while True:
+        try:
+            store.check(write=True)
+            return
+        except StoreUnavailableError as error:
+            if create_bucket and is_bucket_missing(error):
+                store.create_bucket()
+                on_progress(f"made the bucket of {store.url}")
+                create_bucket = False
+                continue
+            if is_bucket_missing(error):
+                raise StoreUnavailableError(f"{error}; `tba setup --create-bucket` makes it") from error.__cause__
+            if not is_retryable(error):
+                raise
+            if time.monotonic() > deadline_s:
+                raise WaitTimeoutError(
+                    f"wait 'store-start': the store was not ready within {wait_s:.0f} s: {error}"
+                ) from None
+            if not has_reported:
+                on_progress(f"wait 'store-start' ({wait_s:.0f} s at most): {error}")
+                has_reported = True
+        time.sleep(POLL_S)
 
 
 def open_store(section: StoreSection, *, part_bytes: int | None = None) -> ObjectStore:
     """Open the store that `section.url` names; nothing is contacted yet (see `ObjectStore.check`).
 
     Args:
-        part_bytes: size of the parts in which S3 is sent large files; default: as the store thinks best.
+        part_bytes: size of the parts of large files on S3; None: the store's default.
 
     Raises:
         ConfigError: the URL is neither `file://folder` nor `s3://bucket/prefix`, the endpoint is not a URL, or

@@ -1,7 +1,6 @@
-"""The store on any S3-compatible server, with boto3.
+"""The store on any S3-compatible server, with boto3, and its errors as one sentence that says what to do.
 
-Path-style addresses and checksums only where S3 requires them, because that is what all servers understand; the
-manifest carries our own sha256. Create-only writes use `If-None-Match: *`.
+Create-only writes use `If-None-Match: *`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,151 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import stamina
+from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from boto3.session import Session
 from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionClosedError,
+    ConnectionError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ResponseStreamingError,
+    SSLError,
+)
+from s3transfer.exceptions import RetriesExceededError
 
-from tba.errors import ConfigError, ObjectExistsError, StoreError, StoreTlsError, StoreUnavailableError
+from tba.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreTlsError,
+    StoreUnavailableError,
+)
 from tba.store.base import check_key, check_prefix
 from tba.store.file import new_file
-from tba.store.s3_errors import S3_ERRORS, is_answer, is_transient, lacks_tls, store_error
+from tba.tls import explain_missing_tls, explain_tls_error
+
+S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RetriesExceededError, RecursionError)
+"""All errors that boto3 raises on purpose, and RecursionError: it follows a server that redirects every request until
+the stack ends."""
+
+_CONNECTION_ERRORS = (
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    ResponseStreamingError,
+    RetriesExceededError,
+)
+_CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
+_TRANSIENT_CODES = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
+_REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+
+
+def is_transient(error: Exception) -> bool:
+    """Return whether the same request may succeed a moment later: no connection, 409, 429, or a fault of the server."""
+    if _is_redirect_loop(error):
+        return False
+    if isinstance(error, ClientError):
+        code, status = _code(error), _status(error)
+        return status >= 500 or status in (409, 429) or code in _TRANSIENT_CODES
+    if isinstance(error, SSLError):
+        return explain_tls_error(error, where="", ca_file=None) is None  # else a handshake that was cut off
+    return isinstance(error, _CONNECTION_ERRORS)
+
+
+def _is_redirect_loop(error: Exception) -> bool:
+    """Return whether the stack ended over redirects; inside urllib3, botocore wraps that error."""
+    wrapped = error.kwargs.get("error") if isinstance(error, HTTPClientError) else error
+    return isinstance(wrapped, RecursionError)
+
+
+def is_answer(error: Exception) -> bool:
+    """Return whether an error is an answer of the store."""
+    # a server that speaks TLS may answer plain http with 400
+    return isinstance(error, ClientError) and _status(error) != 400
+
+
+def explain_store_tls_error(error: Exception, *, endpoint: str, ca_file: str | None) -> str | None:
+    """Return what is wrong with the TLS of a store that never answered, and the remedy; None if something else is
+    wrong."""
+    problem = explain_tls_error(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")
+    is_refusal = isinstance(error, ClientError) and _status(error) == 400  # some answer plain http so
+    if problem is None and (is_refusal or isinstance(error, ConnectionClosedError)):
+        problem = explain_missing_tls(endpoint, ca_file=ca_file, setting="store.ca_file")
+    return problem
+
+
+def store_error(
+    error: Exception, *, verb: str, key: str, url: str, endpoint: str, timeout_s: float, ca_file: str | None
+) -> StoreError:
+    """Return the error to raise instead of `error`.
+
+    Args:
+        verb: the operation: read, write, list, delete, check.
+        timeout_s: how long it was tried.
+        ca_file: the trusted authorities of an https endpoint.
+    """
+    what = f"cannot {verb} {key or 'the store'} in {url} at {endpoint}"
+    if isinstance(error, ClientError):
+        return _answer_error(error, what=what, where=f"object {key} in {url}", url=url, timeout_s=timeout_s)
+    if _is_redirect_loop(error):
+        return StoreUnavailableError(
+            f"{what}: the server redirects every request, as a web page does, or an address that wants https; correct "
+            "store.endpoint_url"
+        )
+    if isinstance(error, _CREDENTIAL_ERRORS):
+        return StoreUnavailableError(
+            f"{what}: no credentials were found ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    problem = explain_tls_error(error, where=endpoint, ca_file=ca_file, setting="store.ca_file")
+    if problem is not None:
+        return StoreUnavailableError(f"{what}: {problem}")
+    if isinstance(error, _CONNECTION_ERRORS):
+        return StoreUnavailableError(
+            f"{what}: no answer after trying for {timeout_s:g} s ({error}); check that the server runs and that "
+            "store.endpoint_url is right"
+        )
+    return StoreUnavailableError(f"{what}: {error}; check the [store] section of the recipe")
+
+
+def _answer_error(error: ClientError, *, what: str, where: str, url: str, timeout_s: float) -> StoreError:
+    code, status = _code(error), _status(error)
+    answer = f"{status} {code} {error.response.get('Error', {}).get('Message', '')}".strip()
+    if code == "NoSuchBucket":
+        bucket = url.removeprefix("s3://").partition("/")[0]
+        return StoreUnavailableError(f"{what}: bucket {bucket!r} does not exist; create it, or correct store.url")
+    if code in _REGION_CODES:
+        return StoreUnavailableError(f"{what}: the server answered {answer}; set store.region to the bucket's region")
+    if status in (401, 403):
+        return StoreUnavailableError(
+            f"{what}: access denied ({answer}); check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that they may "
+            "list, read, write and delete there"
+        )
+    if status == 404:
+        return ObjectNotFoundError(f"{where} does not exist")
+    if status == 412:
+        return ObjectExistsError(f"{where} exists already, and this write may only create")
+    if is_transient(error):
+        return StoreUnavailableError(
+            f"{what}: the server kept answering {answer} for {timeout_s:g} s; look at its logs, then try again"
+        )
+    return StoreUnavailableError(f"{what}: the server answered {answer}; check the [store] section of the recipe")
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
 
 T = TypeVar("T")
 
@@ -57,6 +193,8 @@ class S3Store:
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
         self._timeout_s, self._part_bytes, self._ca_file = timeout_s, part_bytes, ca_file
         self._has_answered = False
+        # path-style addresses, and checksums only where S3 requires them: every server understands that, and the
+        # manifests carry our own sha256
         config = Config(
             s3={"addressing_style": "path"},
             request_checksum_calculation="when_required",
@@ -100,7 +238,7 @@ class S3Store:
         )
 
     def create_bucket(self) -> None:
-        """Make the bucket; one that is there already, and ours, is left as it is.
+        """Make the bucket; an existing one that is ours is left as it is.
 
         Raises:
             StoreUnavailableError: the server does not allow it, or the name belongs to somebody else.
@@ -159,8 +297,8 @@ class S3Store:
         self._call("read", key, receive)
 
     def size_bytes(self, key: str) -> int | None:
-        """Size of an object; None when there is none."""
-        # A listing and not HEAD: a 404 without a body cannot tell a missing object from a missing bucket.
+        """Return the size of an object; None if there is none."""
+        # a listing and not HEAD, whose 404 has no body and cannot tell a missing object from a missing bucket
         where = self._where_prefix(check_key(key))
         page = self._call("look up", key, lambda: self._client.list_objects_v2(**where, MaxKeys=1))
         return next((item["Size"] for item in page.get("Contents", []) if item["Key"] == where["Prefix"]), None)
@@ -171,7 +309,7 @@ class S3Store:
         self._call("delete", key, lambda: self._client.delete_object(**where))
 
     def list(self, prefix: str) -> builtins.list[str]:
-        """All keys that start with `prefix`, sorted."""
+        """Return all keys that start with `prefix`, sorted."""
         where = self._where_prefix(check_prefix(prefix))
 
         def pages() -> builtins.list[str]:
@@ -206,16 +344,16 @@ class S3Store:
         raise AssertionError("a retry loop ends with a result or an error")
 
     def _try(self, verb: str, operation: Callable[[], T]) -> T:
-        """Once. A store that answered before may be getting a new certificate: that passes. Else somebody has to mend
-        it."""
+        """Run an operation once."""
         try:
             result = operation()
         except S3_ERRORS as error:
             if not self._has_answered:
-                trouble = lacks_tls(error, endpoint=self._endpoint, ca_file=self._ca_file)
-                if trouble is not None:
-                    raise StoreTlsError(f"cannot {verb} the store {self.url}: {trouble}") from error
-                self._has_answered = is_answer(error)  # a refusal, or "no such object", is one
+                # after an answer the store may be getting a new certificate, which passes; before, a person must fix it
+                problem = explain_store_tls_error(error, endpoint=self._endpoint, ca_file=self._ca_file)
+                if problem is not None:
+                    raise StoreTlsError(f"cannot {verb} the store {self.url}: {problem}") from error
+                self._has_answered = is_answer(error)  # a refusal or "no such object" is one, too
             raise
         self._has_answered = True
         return result
@@ -228,7 +366,7 @@ class S3Store:
         create_only: bool,
         is_same: Callable[[], bool],
     ) -> None:
-        """Send one write. Where an answer was lost and the retry finds the key taken, the content decides."""
+        """Send one write."""
         num_tries = 0
 
         def operation() -> None:
@@ -239,11 +377,12 @@ class S3Store:
         try:
             self._call("write", key, operation)
         except ObjectExistsError:
+            # the answer to the first try may have been lost: then the content decides
             if num_tries == 1 or not is_same():
                 raise
 
     def _put_in_parts(self, key: str, path: Path, file: int, size_bytes: int, *, create_only: bool) -> None:
-        """Multipart upload: it becomes an object, whole, when it is completed; each part is retried by itself."""
+        """Upload a file in parts; each part is retried by itself, and completing the upload makes the object, whole."""
         where = self._where(key)
         part_bytes = max(self._part_bytes, -(-size_bytes // _MAX_NUM_PARTS))
         upload = self._call("write", key, lambda: self._client.create_multipart_upload(**where))["UploadId"]
@@ -273,12 +412,12 @@ class S3Store:
             raise
 
     def _abort(self, where: dict[str, str], upload: str) -> None:
-        # The error that led here is the one to report; the bucket's lifecycle rule removes what is left.
+        # the first error is the one to report; the bucket's lifecycle rule removes what is left
         with contextlib.suppress(*S3_ERRORS):
             self._client.abort_multipart_upload(**where, UploadId=upload)
 
     def _holds_file(self, key: str, path: Path) -> bool:
-        """True if the stored object is this file, byte for byte."""
+        """Return whether the stored object is this file, byte for byte."""
         if self.size_bytes(key) != path.stat().st_size:
             return False
         with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:

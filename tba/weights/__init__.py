@@ -1,8 +1,7 @@
-"""Weight versions in the object store: published by the trainer, pulled by searchers (docs/tour.md)."""
+"""Weight versions in the object store: published by the trainer, downloaded by searchers (docs/architecture.md)."""
 
 from tba.weights.digest import params_sha256_of_files, sha256_of_file, tensor_header
-from tba.weights.incomplete import delete_incomplete
-from tba.weights.versions import WeightVersions, write_index
+from tba.weights.repository import WeightVersions, delete_incomplete, write_index
 
 __all__ = [
     "WeightVersions",

@@ -13,11 +13,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from tba.errors import MalformedError, StoreError
-from tba.wire.manifest import params_digest
+from tba.wire.weight_manifest import params_digest
 
 
 def sha256_of_file(path: Path) -> str:
-    """Lower-case hex sha256 of a file's bytes.
+    """Return the lower-case hex sha256 of a file's bytes.
 
     Raises:
         StoreError: the file cannot be read.
@@ -30,9 +30,8 @@ def sha256_of_file(path: Path) -> str:
 
 
 def params_sha256_of_files(paths: Sequence[Path]) -> str:
-    """`params_digest` over every tensor of safetensors files: names, dtypes as safetensors writes them ("F32",
-    "BF16", "F16"), shapes and raw little-endian bytes. How the tensors are spread over files does not matter. The files
-    are mapped, not read into memory.
+    """Return the `params_digest` over every tensor of safetensors files: names, dtypes as safetensors writes them
+    ("F32", "BF16", "F16"), shapes and raw little-endian bytes. The distribution of tensors over files does not matter.
 
     Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors).
 
@@ -45,6 +44,7 @@ def params_sha256_of_files(paths: Sequence[Path]) -> str:
         for path in paths:
             header = tensor_header(path)
             try:
+                # mapped and not read: the files may be larger than memory
                 file = stack.enter_context(path.open("rb"))
                 data = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             except OSError as error:
@@ -61,7 +61,7 @@ def params_sha256_of_files(paths: Sequence[Path]) -> str:
 
 
 def tensor_header(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The header of a safetensors file: tensor name -> dtype, shape, data_offsets.
+    """Read the header of a safetensors file: tensor name -> dtype, shape, data_offsets.
 
     Raises:
         MalformedError: not a safetensors file.

@@ -1,4 +1,4 @@
-"""The batch: the groups that one optimizer step trains on, with what is needed to draw it again."""
+"""The batch: the groups that one optimizer step trains on, and the seed and position that reproduce the draw."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from tba.errors import MalformedError, WireError
-from tba.numbers import MAX_SEED, is_bounded
+from tba.fields import MAX_SEED, is_bounded
 from tba.wire.codec import Document, Name, pack, unpack
-from tba.wire.push import check_push
-from tba.wire.rollout import Rollout, rollout_of
+from tba.wire.rollout import Rollout, check_push, rollout_of
 
 SCHEMA = 1
 MAX_BATCH_BYTES = 1 << 30
@@ -27,7 +26,7 @@ Position = Annotated[int, Meta(ge=0, le=MAX_SEED)]
 class Group:
     """K rollouts of one prompt that one slot drew together.
 
-    `source` is what the slot drew from; `fallback` is true when MOP wanted recent data and there was not enough.
+    `source` is where the slot drew from; `fallback` is true when MOP wanted recent data and there was not enough.
     """
 
     prompt_id: str
@@ -47,16 +46,16 @@ class RefusedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The groups of one optimizer step. `seed` and `log_position` reproduce the draw; after `deadline_s` (Unix
-    seconds) the batch is void and an ack is refused. Rollouts that are not what they claim to be are not in `groups`,
-    but `refused`; a group may be smaller for it, or gone."""
+    """The groups of one optimizer step. `seed` and `log_position` reproduce the draw."""
 
     batch_id: str
     deadline_s: float
+    """Unix seconds; afterwards the batch is void and an ack is refused."""
     seed: int
     log_position: int
     groups: tuple[Group, ...]
     refused: tuple[RefusedRollout, ...] = ()
+    """Invalid rollouts; they are in no group, which may be smaller for it, or missing."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -66,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:
-    """A group as the buffer holds it: payload bytes that it does not decode again."""
+    """A group as the buffer holds it: payload bytes, which it does not decode again."""
 
     prompt_id: str
     source: str
@@ -77,7 +76,7 @@ class DrawnGroup:
 def encode_batch(
     *, batch_id: str, deadline_s: float, seed: int, log_position: int, groups: Sequence[DrawnGroup]
 ) -> bytes:
-    """msgpack bytes of one batch."""
+    """Encode one batch as msgpack."""
     return pack(
         {
             "schema": SCHEMA,
@@ -118,7 +117,7 @@ _DECODER = msgspec.msgpack.Decoder(_BatchDocument)
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Decode and validate one batch and every rollout in it. A rollout that is not valid costs nothing but itself.
+    """Decode and validate one batch and every rollout in it; an invalid rollout costs no other one.
 
     Raises:
         MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.

@@ -1,12 +1,16 @@
-"""msgpack with schema checks: the one way in and out for bytes on the wire.
+"""msgpack with schema checks, through which all bytes on the wire pass, and ids that clients make.
 
 Documents are maps with a `schema` number and exactly the fields that the schema names. Numeric arrays travel as raw
 little-endian bytes (int32 token ids, float32 log-probabilities): a 1,000-token rollout is about 8 KB. msgspec checks
 fields, types, lengths and ranges while it decodes (ADR 5).
+
+A client makes ids itself, so that the service recognises a retry.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -16,7 +20,23 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from tba.errors import LimitError
-from tba.wire.refusals import refusal
+from tba.wire.validation_errors import validation_error
+
+
+def new_rollout_id() -> bytes:
+    """Return 16 bytes in UUIDv7 layout (RFC 9562, section 5.7): ordered by time of creation, unique without
+    coordination."""
+    milliseconds = time.time_ns() // 1_000_000
+    raw = bytearray(milliseconds.to_bytes(6, "big") + os.urandom(10))
+    raw[6] = (raw[6] & 0x0F) | 0x70
+    raw[8] = (raw[8] & 0x3F) | 0x80
+    return bytes(raw)
+
+
+def new_id(prefix: str) -> str:
+    """Return a short readable id, for example `lease-01928c3f5a7b7c31`."""
+    return f"{prefix}-{new_rollout_id().hex()[:20]}"
+
 
 T = TypeVar("T")
 
@@ -53,10 +73,10 @@ def unpack(
     Args:
         data: msgpack bytes.
         decoder: of the document's class.
-        what: what it is, for error messages.
+        what: the name of the document in error messages.
         schema: the schema number that this build reads.
-        max_bytes: more are refused.
-        choices: path -> the texts that may stand there, for error messages.
+        max_bytes: larger documents are refused.
+        choices: path -> the texts allowed there, for error messages.
 
     Raises:
         LimitError, SchemaVersionError, MalformedError: naming the field and the value.
@@ -65,15 +85,15 @@ def unpack(
         raise LimitError(f"{what}: {len(data)} bytes exceed the limit of {max_bytes}; send smaller requests")
     try:
         return decoder.decode(data)
-    except (ValueError, MemoryError, RecursionError) as error:  # all that a decoder of hostile bytes raises
-        raise refusal(data, error, what=what, schema=schema, choices=choices or {}) from None
+    except (ValueError, MemoryError, RecursionError) as error:  # all that the decoder raises for hostile bytes
+        raise validation_error(data, error, what=what, schema=schema, choices=choices or {}) from None
 
 
 def int32_bytes(values: NDArray[np.integer]) -> bytes:
-    """Raw little-endian int32."""
+    """Return the values as raw little-endian int32."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
 def float32_bytes(values: NDArray[np.floating]) -> bytes:
-    """Raw little-endian float32."""
+    """Return the values as raw little-endian float32."""
     return np.ascontiguousarray(values, dtype="<f4").tobytes()

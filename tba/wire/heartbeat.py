@@ -1,4 +1,4 @@
-"""The heartbeat: what a component is, which weights it holds, what it does and what it waits for."""
+"""The heartbeat: the kind of a component, its weights, its state, and its current wait."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import msgspec
 from msgspec import Meta
 
 from tba.errors import LimitError, MalformedError
-from tba.numbers import MAX_NUMBER, is_bounded
-from tba.plain_text import control_problem
+from tba.fields import MAX_NUMBER, control_character_error, is_bounded
 from tba.versions import PolicyVersion
 from tba.wire.codec import MAX_NAME_CHARS, Document, Name, pack, unpack
 
 SCHEMA = 1
 MAX_HEARTBEAT_BYTES = 4 * 1024
 MAX_TRAINER_BYTES = 16 * 1024
-"""A trainer has its metrics among its gauges."""
+"""The gauges of a trainer include its metrics."""
 MAX_GAUGES = 256
 
 STARTED_AT_S = "started_at_s"
 """Gauge of a trainer: when its process started, Unix seconds."""
 WAITED_S = "waited_s:"
-"""Gauges of a trainer: this and the name of a wait -> seconds that its process has waited so, since it started."""
+"""Prefix of gauges of a trainer: with the name of a wait, the seconds that its process has spent in it."""
 
 Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
@@ -52,7 +51,7 @@ class Heartbeat:
 
 
 def encode_heartbeat(beat: Heartbeat) -> bytes:
-    """msgpack bytes of one heartbeat."""
+    """Encode one heartbeat as msgpack."""
     return pack(
         {
             "schema": SCHEMA,
@@ -68,7 +67,7 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
                 "for_s": float(beat.wait.for_s),
                 "deadline_in_s": float(beat.wait.deadline_in_s),
             },
-            # a gauge that is no bounded number is unknown
+            # an unbounded or NaN gauge is unknown, and one must not cost the heartbeat
             "gauges": {name: float(value) for name, value in beat.gauges.items() if is_bounded(value)},
         }
     )
@@ -118,7 +117,7 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     if wait is not None:
         texts["wait.name"] = wait.name
     for name, text in texts.items():
-        if problem := control_problem(text):
+        if problem := control_character_error(text):
             raise MalformedError(f"heartbeat: field {name!r} {problem} (value {text[:MAX_NAME_CHARS]!r})")
     numbers = {f"gauges.{name}": value for name, value in document.gauges.items()}
     if wait is not None:

@@ -1,16 +1,20 @@
-"""The rollout: one sampled completion with everything that training on it later needs."""
+"""The rollout: one sampled completion with everything that training on it needs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from tba.errors import LimitError, WireError
 from tba.versions import PolicyVersion
-from tba.wire.codec import float32_bytes, int32_bytes, pack
-from tba.wire.document import SCHEMA, RolloutDocument, check_numbers, read_document
+from tba.wire.codec import Document, float32_bytes, int32_bytes, pack, unpack
+from tba.wire.rollout_struct import SCHEMA, RolloutDocument, are_numbers_valid, check_numbers, read_document
 
 T = TypeVar("T", bound=np.generic)
 
@@ -80,19 +84,19 @@ class Rollout:
         return min(span.version for span in self.version_spans)
 
     def with_reward(self, reward: float, reward_version: str) -> Rollout:
-        """A copy that is scored."""
+        """Return a copy that is scored."""
         return replace(
             self, reward=float(reward), reward_status="scored", reward_reason=None, reward_version=reward_version
         )
 
     def with_failure(self, reason: str) -> Rollout:
-        """A copy whose score failed: unknown, never 0. `reward_version` stays: it names the version of the last known
-        reward, none if there never was one."""
+        """Return a copy whose score failed, which means unknown and never 0; `reward_version` stays that of the last
+        known reward."""
         return replace(self, reward=None, reward_status="failed", reward_reason=reason)
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """msgpack bytes of one rollout. Does not validate; `decode_rollout` does."""
+    """Encode one rollout as msgpack, without validation; `decode_rollout` validates."""
     ref, sampling = rollout.ref_logprob, rollout.sampling
     return pack(
         {
@@ -139,7 +143,7 @@ def decode_rollout(data: bytes) -> Rollout:
 
 
 def rollout_of(document: RolloutDocument) -> Rollout:
-    """The rollout of a document whose numbers are checked."""
+    """Convert a document whose numbers are checked."""
     sampling, ref = document.sampling, document.ref_logprob
     return Rollout(
         rollout_id=document.rollout_id,
@@ -176,3 +180,52 @@ def rollout_of(document: RolloutDocument) -> Rollout:
 
 def _array(raw: bytes, wire_dtype: str, dtype: type[T]) -> NDArray[T]:
     return np.frombuffer(raw, dtype=wire_dtype).astype(dtype, copy=False)
+
+
+PUSH_SCHEMA = 1
+MAX_ROLLOUTS_PER_PUSH = 512
+
+
+class _PushDocument(Document):
+    schema: Literal[1]
+    rollouts: Annotated[list[bytes], Meta(max_length=MAX_ROLLOUTS_PER_PUSH)]
+
+
+_DECODER = msgspec.msgpack.Decoder(_PushDocument)
+
+
+def encode_push(payloads: Sequence[bytes]) -> bytes:
+    """Encode the body of one push."""
+    return pack({"schema": PUSH_SCHEMA, "rollouts": list(payloads)})
+
+
+def decode_push(data: bytes, *, max_bytes: int) -> list[bytes]:
+    """Decode the payloads of one push, unchecked, so that one bad rollout cannot hide the others.
+
+    Raises:
+        MalformedError, SchemaVersionError, LimitError
+    """
+    payloads = unpack(data, _DECODER, what="push", schema=PUSH_SCHEMA, max_bytes=max_bytes).rollouts
+    if not payloads:
+        raise LimitError(f"push: 0 rollouts; a push holds 1 to {MAX_ROLLOUTS_PER_PUSH}")
+    return payloads
+
+
+def check_push(payloads: Sequence[bytes]) -> list[RolloutDocument | WireError]:
+    """Return the rollout of each payload, or why it is refused; accepts what `decode_rollout` accepts, without building
+    arrays."""
+    items: list[RolloutDocument | WireError] = []
+    for payload in payloads:
+        try:
+            items.append(read_document(payload))
+        except WireError as error:
+            items.append(error)
+    documents = [item for item in items if isinstance(item, RolloutDocument)]
+    if documents and not are_numbers_valid(documents):
+        for at, item in enumerate(items):
+            if isinstance(item, RolloutDocument):
+                try:
+                    check_numbers(item)
+                except WireError as error:
+                    items[at] = error
+    return items

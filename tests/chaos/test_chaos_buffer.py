@@ -65,9 +65,9 @@ def test_kill_9_of_the_buffer_while_it_writes_bases(tmp_path: Path, seed: int, c
     """The log is so short that the upkeep of every second writes a new base."""
     stack = start_stack(tmp_path, buffer={**EVICTING, "max_tail_events": 100})
     try:
-        counts = Trial(stack, seed, with_base=True).run(kill, before_s=2.5)
+        counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
         assert counts["evicted"] > 0
-        assert counts["with_base"] > 0
+        assert counts["with_compaction"] > 0
         count.append(counts)
     finally:
         stack.stop()

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_buffer.buffer import Buffer
+from tba_buffer.service import Buffer
 
-from tba.api import AckRequest, BatchRequest, LeaseRequest, LineageRequest, MarkRequest
+from tba.api import AckRequest, BatchRequest, LeaseRequest, LineageRequest, VersionRequest
 from tba.errors import ServiceError, VoidBatchError
 from tba.wire import decode_batch, encode_push
 from tests.support.buffer import Stack, make_payloads, make_prompts, make_recipe, start_stack
@@ -111,29 +111,29 @@ async def _jumping(redis: RedisProcess, rng: random.Random) -> Counter[str]:
     await buffer.context.redis.flushall()
     await buffer.start()
     try:
-        await buffer.catalog.upload(make_prompts(6))
-        lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-        await buffer.lineages.mark(MarkRequest(version="0-0", token=lineage.token))
+        await buffer.prompts.catalog.upload(make_prompts(6))
+        lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+        await buffer.run.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
         step, num_pushed = 1, 0
         for _ in range(60):
             offset_s[0] += rng.choice([0, 0, 3, 25, 100, 86_400 * 365, -25, -100, -86_400 * 365])
             payloads = make_payloads([f"train-{rng.randrange(6)}"], per_prompt=4)
             num_pushed += len(payloads)
-            await buffer.rollouts.push(payloads)
-            await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
+            await buffer.rollouts.writer.push(payloads)
+            await buffer.prompts.leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
             request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token)
             try:
-                batch = decode_batch((await buffer.draws.draw(request)).body)
+                batch = decode_batch((await buffer.sampling.batch_drawer.draw(request)).body)
                 offset_s[0] += rng.choice([0, 0, 0, 100, -100])
                 ack = AckRequest(lineage=lineage.lineage, step=step, token=lineage.token)
-                await buffer.acks.ack(batch.batch_id, ack)
+                await buffer.sampling.ledger.ack(batch.batch_id, ack)
                 step += 1
                 counts["acked_steps"] += 1
             except VoidBatchError:
                 counts["void"] += 1
             except ServiceError as error:
                 counts[error.slug] += 1
-        stats = await buffer.stats()
+        stats = await buffer.stats.read()
         assert stats.num_rollouts == num_pushed
         assert stats.rollouts_trained == 16 * (step - 1)
         assert counts["acked_steps"] > 0

@@ -56,9 +56,9 @@ def test_kill_9_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
 def test_kill_9_of_redis_while_it_evicts_and_gets_bases(tmp_path: Path, seed: int, count: Counts) -> None:
     stack = start_stack(tmp_path, buffer={"max_rollouts": 200, "max_tail_events": 100})
     try:
-        counts = Trial(stack, seed, with_base=True).run(kill, before_s=2.5)
+        counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
         assert counts["evicted"] > 0
-        assert counts["with_base"] > 0
+        assert counts["with_compaction"] > 0
         count.append(counts)
     finally:
         stack.stop()

@@ -77,7 +77,7 @@ def test_the_parts_find_each_other(tmp_path: Path) -> None:
         assert recipe.reward_url == f"http://t-reward:{services['t-reward']}"
         assert recipe.store.endpoint_url == f"http://t-objectstore:{services['t-objectstore']}"
     assert recipe_of(QUICKSTART, "buffer", tmp_path).buffer.redis_url == f"redis://t-redis:{services['t-redis']}/0"
-    assert recipe_of(QUICKSTART, "searcher", tmp_path).searcher.when_over == "wait"
+    assert recipe_of(QUICKSTART, "searcher", tmp_path).searcher.on_run_end == "wait"
 
 
 def test_values_of_the_user_come_before_those_of_the_chart(tmp_path: Path) -> None:

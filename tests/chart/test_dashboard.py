@@ -45,9 +45,9 @@ def test_every_metric_of_a_run_is_on_the_dashboard() -> None:
     left_out = {
         "tba_build_info",  # chooses the release
         "tba_buffer_batches_total",  # steps, as slots and rollouts
-        "tba_buffer_foreign_acts_total",  # an attack, or a defect: neither is looked at every day
+        "tba_buffer_foreign_writes_total",  # an attack, or a defect: neither is looked at every day
         "tba_buffer_rescored_total",  # while tba rescore runs; it prints them
-        "tba_sync_marks_total",
+        "tba_published_versions_total",
         "tba_reward_scores_total",  # the scorers behind a task's result
         "tba_reward_scorer_seconds",
         "tba_scaling_failures_total",  # an alert

@@ -179,10 +179,10 @@ def test_several_processes_are_started_by_torchrun() -> None:
     assert "command" not in one
     several = render("-f", str(QUICKSTART), "--set", "trainer.gpu.count=4")
     command = several.pod("trainer").spec["containers"][0]["command"]
-    assert command[:4] == ["python", "-m", "tba_trainer.parallel.launch", "4"]
+    assert command[:4] == ["python", "-m", "tba_trainer.distributed.launch", "4"]
     nodes = render_file(NODES)
     command = nodes.pod("trainer").spec["containers"][0]["command"]
-    assert command[:6] == ["python", "-m", "tba_trainer.parallel.launch", "8", "--nodes", "2"]
+    assert command[:6] == ["python", "-m", "tba_trainer.distributed.launch", "8", "--nodes", "2"]
     rendezvous = command[command.index("--rendezvous") + 1]
     job = nodes.one("Job", "t-trainer")
     assert job["spec"]["completionMode"] == "Indexed"

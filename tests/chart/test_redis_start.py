@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tba.local.redis_server import START_SCRIPT
+from tba_cli.redis_server import START_SCRIPT
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/chart/golden/cpu-quickstart.yaml"

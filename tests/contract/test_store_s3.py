@@ -13,8 +13,7 @@ from botocore.exceptions import HTTPClientError, SSLError
 from tba.config.sections import StoreSection
 from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreTlsError, StoreUnavailableError
 from tba.store import ObjectStore, open_store
-from tba.store.s3 import S3Store
-from tba.store.s3_errors import is_transient, store_error
+from tba.store.s3 import S3Store, is_transient, store_error
 from tests.contract.conftest import BUCKET
 from tests.support.redis_process import free_port
 from tests.support.s3_server import FaultyProxy, S3Server

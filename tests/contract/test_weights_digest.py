@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tba.errors import MalformedError, StoreError
 from tba.weights import params_sha256_of_files
-from tba.wire.manifest import params_digest
+from tba.wire.weight_manifest import params_digest
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -16,7 +16,7 @@ from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files, sha256_of_file
 from tba.wire import Canary, Manifest, decode_manifest
-from tba.wire.manifest import MAX_MANIFEST_BYTES
+from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
 
 CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tba.api import LedgerEntry, SettingsAudit, SettingsInfo
-from tba.cli.main import main
 from tba.config import Schedule
 from tba.versions import PolicyVersion
 from tba.wire import Rollout
+from tba_cli.main import main
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import ENDLESS, Place, decode_all, stored_rollouts, until, whole_ledger
 

@@ -11,11 +11,11 @@ import torch
 from redis import Redis
 from safetensors.torch import load_file
 
-from tba.local.run_folder import RunFolder
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import decode_rollout
+from tba_cli.run_folder import RunFolder
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import RUN, Place, stored_rollouts
 from tests.support.redis_process import RedisProcess, free_port
@@ -111,7 +111,7 @@ def test_a_fork_goes_on_from_a_version_with_what_arrived_before_its_mark(ended: 
     assert "has no weight version 1-7" in late.stderr
     early = ended.tba("fork", f"{RUN}@{FORKED_AT}", "early", "--set", f"trainer.num_steps={FORKED_AT.step}")
     assert early.returncode == 2
-    assert "steps go on from there" in early.stderr
+    assert "its steps count from there" in early.stderr
     store = FileStore(folder_of(ended, RUN).store_path)
     assert not [key for key in store.list(f"runs/{RUN}/") if f"/fork-{FORKED_AT}/" in key], "nothing was saved for it"
 

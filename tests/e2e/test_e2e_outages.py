@@ -20,15 +20,15 @@ import pytest
 from redis import Redis
 from safetensors.torch import load_file, save_file
 
-from tba.api import AckRequest, BatchRequest, CheckpointRequest, MarkRequest, RunCommand, RunInfo
+from tba.api import AckRequest, BatchRequest, CheckpointRequest, RunCommand, RunInfo, VersionRequest
 from tba.clients import BufferClient
 from tba.errors import FencedError, UnavailableError
-from tba.local.ledger import ledger_violations, lineage_tree
-from tba.local.prompts import prompts_of
 from tba.store import open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import encode_push, encode_rollout
+from tba_cli.prompts.reader import prompts_of
+from tba_cli.reports.ledger import ledger_violations, lineage_tree
 from tests.support.e2e import (
     DEADLINE_S,
     ENDLESS,
@@ -261,7 +261,7 @@ def test_every_write_with_the_old_token_is_refused_and_the_zombies_versions_are_
     publish_spoiled(services, client, version, tmp_path)
     open_batch = BatchRequest(trainer_id="zombie", lineage=1, step=takeover.at_freeze.step + 1, token=token)
     attempts: list[Callable[[], object]] = [
-        lambda: client.mark(MarkRequest(version=str(version), token=token)),
+        lambda: client.announce_version(VersionRequest(version=str(version), token=token)),
         lambda: client.register_checkpoint(CheckpointRequest(version=str(version), token=token, key="nowhere")),
         lambda: client.draw_batch(open_batch),
         lambda: client.ack("batch-x", AckRequest(lineage=1, step=open_batch.step, token=token)),

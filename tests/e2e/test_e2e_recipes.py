@@ -58,7 +58,7 @@ def tba(place: Path, *words: str) -> str:
         "HF_ENDPOINT": "http://127.0.0.1:9",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tba.cli.main", *words],
+        [sys.executable, "-m", "tba_cli.main", *words],
         cwd=place,
         env=environ,
         stdin=subprocess.DEVNULL,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tba_trainer.learner import Learner
-from tba_trainer.model import load_policy
+from tba_trainer.learner.learner import Learner
+from tba_trainer.model.policy import load_policy
 
 from tba.config import parse_recipe
 from tba.versions import START

@@ -105,7 +105,7 @@ def test_a_killed_trainer_ends_the_run_with_one_sentence_that_says_how_to_go_on(
     assert story.killed.process.returncode == 1
     assert story.killed.err.count("\n") == 1
     assert story.killed.err.startswith("error: trainer died (killed by SIGKILL)")
-    assert story.killed.err.endswith("-m tba.cli.main run recipe.json --resume\n")
+    assert story.killed.err.endswith("-m tba_cli.main run recipe.json --resume\n")
     assert story.left_after_kill == []
 
 
@@ -114,7 +114,7 @@ def test_a_resume_goes_on_in_a_new_lineage_right_after_the_checkpoint(story: Sto
     assert story.resumed_info.parents == {1: "0-0", 2: parent}
     steps = [entry.step for entry in story.resumed_ledger if entry.lineage == 2]
     assert steps[:3] == [step_of(parent) + 1, step_of(parent) + 2, step_of(parent) + 3]
-    assert "every step of the living lineage exactly once" in story.ledger_check
+    assert "every step of the active lineage exactly once" in story.ledger_check
 
 
 def test_what_the_dead_lineage_did_after_its_checkpoint_is_marked_abandoned_and_nothing_else(story: Story) -> None:
@@ -142,7 +142,7 @@ def test_weights_and_optimizer_go_on_from_the_checkpoint(story: Story, tmp_path:
 def test_ctrl_c_exits_130_leaves_no_process_and_loses_no_step(story: Story) -> None:
     assert story.interrupted.process.returncode == 130
     assert story.interrupted.err == ""
-    assert "-m tba.cli.main run recipe.json --resume" in story.interrupted.out
+    assert "-m tba_cli.main run recipe.json --resume" in story.interrupted.out
     assert story.left_after_interrupt == []
     stopped_at = max(entry.step for entry in story.place.ledger() if entry.lineage == 2)
     assert stopped_at == story.num_steps - NUM_MORE_STEPS == stopped_step(story.place)

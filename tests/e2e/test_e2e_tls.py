@@ -11,13 +11,13 @@ import pytest
 from tba_searcher.service import run_searcher
 from tba_trainer.run import run_trainer
 
-from tba.cli.main import main
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe
-from tba.doctor import Finding, examine
-from tba.doctor.patient import patient_of
-from tba.doctor.probes import PROBES
 from tba.errors import StoreTlsError, TlsError
+from tba_cli.doctor import CheckResult, run_checks
+from tba_cli.doctor.checks import CHECKS
+from tba_cli.doctor.target import target_of
+from tba_cli.main import main
 from tests.support.redis_process import free_port
 from tests.support.tls_world import AUTHORITY, TOKENS, TlsWorld, tls_world
 from tests.support.waiting import until
@@ -67,8 +67,8 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
     assert main(["status", "--json", *url, "--token-file", world.document["auth"]["tokens_file"]]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["step"] >= STEPS
     found = _look(world.write("well"))
-    assert [finding for finding in found if finding.level == "fail"] == []
-    assert {"service", "redis", "store-parts"} <= {finding.code for finding in found if finding.level == "ok"}
+    assert [result for result in found if result.level == "fail"] == []
+    assert {"service", "redis", "store-parts"} <= {result.code for result in found if result.level == "ok"}
     for kind in ("trainer", "searcher", "buffer", "reward"):
         assert "Traceback" not in world.log(kind)
 
@@ -114,16 +114,16 @@ def test_the_doctor_says_which_link_has_no_tls(world: TlsWorld, link: str, troub
     if link == "redis":  # nor is the buffer there, which would be believed
         sections["buffer"]["url"] = f"https://127.0.0.1:{free_port()}"
     path = world.write(f"doctor-{link}-{trouble}", **sections)
-    (finding,) = [each for each in _look(path, link) if each.level == "fail"]
-    assert finding.code == code
-    assert finding.mend
-    _assert_says(finding.found, world, link, trouble)
+    (result,) = [each for each in _look(path, link) if each.level == "fail"]
+    assert result.code == code
+    assert result.fix
+    _assert_says(result.found, world, link, trouble)
 
 
-def _look(path: Path, link: str | None = None) -> list[Finding]:
+def _look(path: Path, link: str | None = None) -> list[CheckResult]:
     names = PROBES_OF_LINKS if link is None else ({"buffer": "services", "reward": "services"}.get(link, link),)
-    patient = patient_of(load_recipe(path, environ={}), service="buffer")
-    return examine(patient, probes=[(name, PROBES[name]) for name in names])
+    target = target_of(load_recipe(path, environ={}), service="buffer")
+    return run_checks(target, checks=[(name, CHECKS[name]) for name in names])
 
 
 def _changed(world: TlsWorld, link: str, trouble: str) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from tba.api import Stats
-from tba.service.problems import install_problem_handlers
+from tba.server.problems import install_problem_handlers
 from tba.wire import encode_push
 from tests.support.buffer import make_payloads, make_prompts, start_lineage, stored_run
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
@@ -31,7 +31,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/batches", {"trainer_id": "t", "lineage": 1, "step": 1, "token": LONE}),
     ("/v1/batches/b/ack", {"lineage": 1, "step": 1, "token": LONE}),
     ("/v1/batches/b/ack", {"lineage": 1, "step": 1, "token": "t", "metrics": {LONE: 1.0}}),
-    ("/v1/marks", {"version": "0-0", "token": LONE}),
+    ("/v1/versions", {"version": "0-0", "token": LONE}),
     ("/v1/lineages", {"trainer_id": LONE, "parent": "0-0"}),
     ("/v1/checkpoints", {"version": "0-0", "token": "TOKEN", "key": LONE}),
     ("/v1/leases", {"searcher_id": "s", "max_leases": 1, "refused_versions": [LONE]}),

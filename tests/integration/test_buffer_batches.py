@@ -16,15 +16,15 @@ from tba.api import (
     LedgerEntry,
     LineageReply,
     LineageRequest,
-    MarkRequest,
     ResumeEntry,
     RunCommand,
+    VersionRequest,
 )
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, ConflictError, FencedError, RunOverError, VoidBatchError
-from tba.local.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, encode_rollout
+from tba_cli.reports.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -193,7 +193,7 @@ def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) ->
         lambda: ack(client, old, 1, batch),
         lambda: ack(client, old, 2, prefetched),
         lambda: draw(client, old, 3),
-        lambda: client.mark(MarkRequest(version="1-1", token=old.token)),
+        lambda: client.announce_version(VersionRequest(version="1-1", token=old.token)),
         lambda: client.register_checkpoint(CheckpointRequest(version="1-1", token=old.token, key="k")),
         lambda: client.command("done", RunCommand(token=old.token)),
         lambda: client.command("fail", RunCommand(token=old.token)),
@@ -236,11 +236,11 @@ def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: Serv
         ack(client, first, step, draw(client, first, step))
     second = start_lineage(client, PolicyVersion(1, 3))
     with pytest.raises(ConflictError, match="history"):
-        client.mark(MarkRequest(version="1-4", token=second.token))
+        client.announce_version(VersionRequest(version="1-4", token=second.token))
     with pytest.raises(ConflictError, match="history"):
-        client.mark(MarkRequest(version="5-1", token=second.token))
-    mark = client.mark(MarkRequest(version="2-4", token=second.token))
-    assert client.mark(MarkRequest(version="2-4", token=second.token)) == mark
+        client.announce_version(VersionRequest(version="5-1", token=second.token))
+    mark = client.announce_version(VersionRequest(version="2-4", token=second.token))
+    assert client.announce_version(VersionRequest(version="2-4", token=second.token)) == mark
     assert client.run().latest_version == "2-4"
     assert client.stats().num_marks == 3
 
@@ -259,7 +259,7 @@ def test_a_late_attempt_of_a_trainer_start_changes_nothing(serve_buffer: ServeBu
     assert (second.lineage, second.token != first.token) == (3, True)
     assert client.new_lineage(request) == first  # its own token, which is fenced
     with pytest.raises(FencedError):
-        client.mark(MarkRequest(version="2-2", token=first.token))
+        client.announce_version(VersionRequest(version="2-2", token=first.token))
     ack(client, second, 2, draw(client, second, 2))
     run = client.run()
     assert (run.lineage, run.step, run.parents) == (3, 2, {1: "0-0", 2: "1-0", 3: "2-1"})
@@ -270,10 +270,10 @@ def test_a_late_attempt_of_a_trainer_start_changes_nothing(serve_buffer: ServeBu
 
 def test_a_late_repeat_of_a_mark_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client, first = filled(serve_buffer)
-    requests = [MarkRequest(version=f"1-{step}", token=first.token) for step in (1, 2, 3)]
-    replies = [client.mark(request) for request in requests]
+    requests = [VersionRequest(version=f"1-{step}", token=first.token) for step in (1, 2, 3)]
+    replies = [client.announce_version(request) for request in requests]
     before = client.stats()
-    assert [client.mark(request) for request in reversed(requests)] == replies[::-1]
+    assert [client.announce_version(request) for request in reversed(requests)] == replies[::-1]
     assert client.run().latest_version == "1-3"
     after = client.stats()
     assert (after.num_marks, after.log_position) == (before.num_marks, before.log_position)
@@ -281,14 +281,14 @@ def test_a_late_repeat_of_a_mark_changes_nothing(serve_buffer: ServeBuffer) -> N
 
 def test_a_new_lineage_announces_the_version_it_starts_from_once_more(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client, first = filled(serve_buffer)
-    replies = [client.mark(MarkRequest(version=f"1-{step}", token=first.token)) for step in (1, 2)]
+    replies = [client.announce_version(VersionRequest(version=f"1-{step}", token=first.token)) for step in (1, 2)]
     second = start_lineage(client, PolicyVersion(1, 1), mark=False)
-    request = MarkRequest(version="1-1", token=second.token)
-    again = client.mark(request)
+    request = VersionRequest(version="1-1", token=second.token)
+    again = client.announce_version(request)
     assert again.log_position > replies[-1].log_position
     assert client.run().latest_version == "1-1"
-    client.mark(MarkRequest(version="2-2", token=second.token))
-    assert client.mark(request) == again
+    client.announce_version(VersionRequest(version="2-2", token=second.token))
+    assert client.announce_version(request) == again
     assert client.run().latest_version == "2-2"
     assert client.stats().log_position == again.log_position + 1
 
@@ -301,7 +301,7 @@ def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer
         with pytest.raises(ConflictError, match="no trainer made"):
             client.new_lineage(LineageRequest(trainer_id="t", parent=parent))
     assert client.run().lineage == 1
-    client.mark(MarkRequest(version="1-5", token=first.token))
+    client.announce_version(VersionRequest(version="1-5", token=first.token))
     client.register_checkpoint(CheckpointRequest(version="1-6", token=first.token, key="k"))
     for parent, lineage in (
         (PolicyVersion(1, 6), 2),  # checkpointed; a start before it is no longer followed by a resume from it
@@ -376,8 +376,8 @@ def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> 
 
 def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client, lineage = filled(serve_buffer, sampling={"most_on_policy_prob": 1.0})
-    client.mark(MarkRequest(version="1-1", token=lineage.token))
-    client.mark(MarkRequest(version="1-2", token=lineage.token))
+    client.announce_version(VersionRequest(version="1-1", token=lineage.token))
+    client.announce_version(VersionRequest(version="1-2", token=lineage.token))
     client.push(make_payloads(["train-0", "train-1", "train-2"]))
     batch = draw(client, lineage, 1)
     assert sorted(group.source for group in batch.groups) == ["recent", "recent", "recent", "replay"]
@@ -430,7 +430,7 @@ def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: Ser
     with pytest.raises(BusyError) as caught:
         draw(client, lineage, 3)
     assert caught.value.wait == "alternate-generate"
-    client.mark(MarkRequest(version="1-2", token=lineage.token))
+    client.announce_version(VersionRequest(version="1-2", token=lineage.token))
     with pytest.raises(BusyError):
         draw(client, lineage, 3)
     client.push(make_payloads([f"train-{i}" for i in range(8)], version=PolicyVersion(1, 2)))
@@ -450,7 +450,7 @@ def test_a_batch_of_an_earlier_interval_that_becomes_void_gives_this_interval_no
     )
     draw(client, lineage, 1)
     draw(client, lineage, 2)
-    client.mark(MarkRequest(version=f"{lineage.lineage}-1", token=lineage.token))
+    client.announce_version(VersionRequest(version=f"{lineage.lineage}-1", token=lineage.token))
     client.push(make_payloads([f"train-{i}" for i in range(8)]))
     if how == "deadline":
         later(client, 1001.0)
@@ -492,7 +492,7 @@ def test_a_lineage_from_before_the_registered_checkpoint_moves_or_clears_it_and_
     for step in (5, 10):
         key = f"checkpoints/1-{step}"
         client.register_checkpoint(CheckpointRequest(version=f"1-{step}", token=lineage.token, key=key))
-    client.mark(MarkRequest(version="1-5", token=lineage.token))
+    client.announce_version(VersionRequest(version="1-5", token=lineage.token))
     client.new_lineage(LineageRequest(trainer_id="t", parent="1-10", checkpoint_key="checkpoints/1-10"))
     assert registered() == ("1-10", "checkpoints/1-10", 0)
     back = LineageRequest(trainer_id="t", parent="1-5", checkpoint_key="checkpoints/1-5", rollback=True)

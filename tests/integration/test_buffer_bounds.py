@@ -11,14 +11,14 @@ import pytest
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from redis.exceptions import OutOfMemoryError
-from tba_buffer import buffer as buffer_module
-from tba_buffer import evictor
-from tba_buffer.buffer import Buffer
-from tba_buffer.evictor import Victims
-from tba_buffer.index import Index
-from tba_buffer.scoring import Scored
+from tba_buffer import service as buffer_module
+from tba_buffer.eviction import evictor
+from tba_buffer.eviction.evictor import EvictionBatch
+from tba_buffer.index.rollout_index import Index
+from tba_buffer.scoring.rollout_scorer import ScoredRollout
+from tba_buffer.service import Buffer
 
-from tba.api import AckRequest, BatchRequest, LineageRequest, MarkRequest
+from tba.api import AckRequest, BatchRequest, LineageRequest, VersionRequest
 from tba.errors import UnavailableError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Rollout, decode_batch, encode_rollout
@@ -40,7 +40,7 @@ async def start(redis: RedisProcess) -> AsyncIterator[Start]:  # noqa: F811
             await buffer.context.redis.flushall()
         started.append(buffer)
         await buffer.start()
-        await buffer.catalog.upload(make_prompts(4))
+        await buffer.prompts.catalog.upload(make_prompts(4))
         return buffer
 
     yield start
@@ -49,13 +49,13 @@ async def start(redis: RedisProcess) -> AsyncIterator[Start]:  # noqa: F811
 
 
 async def push(buffer: Buffer, *rollouts: Rollout) -> list[str]:
-    result = await buffer.rollouts.push([encode_rollout(rollout) for rollout in rollouts])
+    result = await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
     return [outcome.outcome for outcome in result.outcomes]
 
 
 async def stored(buffer: Buffer) -> list[bytes]:
     """Ids in the order of arrival; Redis and the index agree on them."""
-    index = await buffer.view.level()
+    index = await buffer.view.catch_up()
     ids = index.rollout_ids(index.live_rows())
     assert set(await buffer.context.redis.hkeys(buffer.context.keys.payloads)) == set(ids)
     return ids
@@ -68,20 +68,20 @@ async def evicted(buffer: Buffer) -> dict[str, int]:
 
 async def store_score(buffer: Buffer, before: Rollout, after: Rollout) -> None:
     """What the background scorer does with an answer."""
-    index = await buffer.view.level()
+    index = await buffer.view.catch_up()
     rows = index.live_rows()
     position = int(index.column("position", rows)[index.rollout_ids(rows).index(before.rollout_id)])
-    scored = [Scored(position, before, len(encode_rollout(before)), after, encode_rollout(after))]
-    async with buffer.context.mutating:
-        await buffer.scorer._scoring.store(scored)
-    await buffer.scorer._scoring.bound(scored)
+    scored = [ScoredRollout(position, before, len(encode_rollout(before)), after, encode_rollout(after))]
+    async with buffer.context.mutation_lock:
+        await buffer.scoring.worker._scorer.store(scored)
+    await buffer.scoring.worker._scorer.enforce_limits(scored)
 
 
 async def start_lineage(buffer: Buffer, parent: str = "0-0", *, announce: str | None = None) -> None:
     """A trainer starts, and publishes a version that others may start from."""
-    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent=parent))
+    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent=parent))
     if announce is not None:
-        await buffer.lineages.mark(MarkRequest(version=announce, token=lineage.token))
+        await buffer.run.lineages.publish(VersionRequest(version=announce, token=lineage.token))
 
 
 async def test_the_oldest_go_beyond_the_cap_in_items(start: Start) -> None:
@@ -167,7 +167,7 @@ async def test_what_redis_has_lost_is_near_to_nothing(start: Start) -> None:
     earlier = await copy_of(buffer.context.redis)
     await push(buffer, *(of_tokens(100 * n, 0, 5.0) for n in range(1, 5)))
     await go_back(buffer.context.redis, earlier)
-    await buffer.accept_loss("operator", None)
+    await buffer.recovery.accept("operator", None)
     others = [of_tokens(100 * n, 0, 5.0) for n in range(11, 15)]
     await push(buffer, *others)
     again = [of_tokens(100 * n, 0, 1.0) for n in range(1, 5)]
@@ -180,7 +180,7 @@ async def test_what_stands_where_something_was_lost_is_compared(start: Start) ->
     earlier = await copy_of(buffer.context.redis)
     await push(buffer, *(of_tokens(100 * n, 0, 5.0) for n in range(1, 5)))
     await go_back(buffer.context.redis, earlier)
-    await buffer.accept_loss("operator", None)
+    await buffer.recovery.accept("operator", None)
     near = [of_tokens(100, last, 5.0) for last in range(4)]
     await push(buffer, *near)
     assert await stored(buffer) == [near[0].rollout_id]
@@ -191,7 +191,7 @@ async def test_what_was_found_near_before_redis_lost_data_goes_from_no_other_pla
 ) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
-    near = buffer.evictor._near
+    near = buffer.rollouts.evictor._near_duplicates
     assert near is not None
 
     async def find(index: Index) -> NDArray[np.int64]:
@@ -209,20 +209,20 @@ async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_othe
     """With everysec nobody is asked, and what was under way is sent again over the new connection."""
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     buffer = await start(deduplicate=True, appendfsync="everysec")
-    evict = buffer.evictor._evict
+    evict = buffer.rollouts.evictor._evict
     earlier = await copy_of(buffer.context.redis)
     same, other = [of_tokens(100, 0, 1.0) for _ in range(2)], of_tokens(200, 0, 1.0)
 
-    async def evict_after_a_loss(victims: Victims) -> None:
-        monkeypatch.setattr(buffer.evictor, "_evict", evict)
+    async def evict_after_a_loss(batch: EvictionBatch) -> None:
+        monkeypatch.setattr(buffer.rollouts.evictor, "_evict", evict)
         with monkeypatch.context() as patch:
-            patch.setattr(buffer.evictor, "note", lambda num_new, num_bytes: False)
+            patch.setattr(buffer.rollouts.evictor, "record_added", lambda num_new, num_bytes: False)
             await go_back(buffer.context.redis, earlier)
-            await buffer.context.promise.check()
+            await buffer.context.durability.check()
             await push(buffer, other)  # takes the position of the one that is to go
-        await evict(victims)
+        await evict(batch)
 
-    monkeypatch.setattr(buffer.evictor, "_evict", evict_after_a_loss)
+    monkeypatch.setattr(buffer.rollouts.evictor, "_evict", evict_after_a_loss)
     with pytest.raises(UnavailableError, match="try again"):
         await push(buffer, *same)
     assert await stored(buffer) == [other.rollout_id]
@@ -262,17 +262,17 @@ async def test_rollouts_that_are_too_old_go_when_they_arrive_and_when_the_traine
     await push(buffer, *rollouts)  # the trainer stands at 2-10
     assert await stored(buffer) == [rollout.rollout_id for rollout in rollouts[1:]]
     await buffer.context.redis.hset(buffer.context.keys.run, "step", 11)
-    await buffer.evictor.enforce()
+    await buffer.rollouts.evictor.enforce()
     assert await stored(buffer) == [rollout.rollout_id for rollout in rollouts[2:]]
     await start_lineage(buffer, "2-13")
     await buffer.context.redis.hset(buffer.context.keys.run, "step", 17)
-    await buffer.evictor.enforce()
+    await buffer.rollouts.evictor.enforce()
     assert await stored(buffer) == [rollouts[3].rollout_id]
     await start_lineage(buffer, "1-10")  # this history left lineage 1 at step 10: 2-13 counts from there
-    await buffer.evictor.enforce()
+    await buffer.rollouts.evictor.enforce()
     assert await stored(buffer) == [rollouts[3].rollout_id]
     await buffer.context.redis.hset(buffer.context.keys.run, "step", 15)
-    await buffer.evictor.enforce()
+    await buffer.rollouts.evictor.enforce()
     assert await stored(buffer) == []
     assert await evicted(buffer) == {"policy_age": 4, "policy_age:1-16": 4}
 
@@ -282,12 +282,12 @@ async def test_what_an_ack_makes_too_old_is_gone_when_it_is_answered(
 ) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     buffer = await start(max_policy_age_steps=0)
-    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await push(buffer, *(make_rollout(f"train-{i % 4}") for i in range(16)))
     request = BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token)
-    batch = decode_batch((await buffer.draws.draw(request)).body)
+    batch = decode_batch((await buffer.sampling.batch_drawer.draw(request)).body)
     assert len(await stored(buffer)) == 16
-    await buffer.acks.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token))
+    await buffer.sampling.ledger.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token))
     assert await stored(buffer) == []
 
 
@@ -296,7 +296,7 @@ async def test_no_age_is_counted_from_a_lineage_whose_parent_is_not_known_yet(st
     await start_lineage(buffer, announce="1-90")
     await start_lineage(buffer, "1-90")
     rollout = make_rollout(version=PolicyVersion(1, 88))
-    buffer.lineages.tree = LineageTree({1: START})  # as between the start of lineage 2 and its being read again
+    buffer.run.lineages.tree = LineageTree({1: START})  # as between the start of lineage 2 and its being read again
     await push(buffer, rollout)
     assert await stored(buffer) == [rollout.rollout_id]
 
@@ -306,7 +306,7 @@ async def test_a_push_that_arrives_during_an_enforcement_is_not_forgotten(
 ) -> None:
     buffer = await start(max_rollouts=10)
     await push(buffer, *(make_rollout() for _ in range(5)))
-    level, pushed = buffer.view.level, []
+    level, pushed = buffer.view.catch_up, []
 
     async def level_and_push() -> Any:
         index = await level()
@@ -315,8 +315,8 @@ async def test_a_push_that_arrives_during_an_enforcement_is_not_forgotten(
             await push(buffer, *(make_rollout() for _ in range(3)))
         return index
 
-    monkeypatch.setattr(buffer.view, "level", level_and_push)
-    await buffer.evictor.enforce()
+    monkeypatch.setattr(buffer.view, "catch_up", level_and_push)
+    await buffer.rollouts.evictor.enforce()
     await push(buffer, *(make_rollout() for _ in range(3)))
     assert len(await stored(buffer)) == 10
 
@@ -366,7 +366,7 @@ async def test_an_eviction_that_fails_half_way_is_completed_by_the_next(
     with pytest.raises(UnavailableError, match="gone"):
         await push(buffer, *rollouts)
     scripts.run = run  # type: ignore[method-assign]
-    await buffer.evictor.enforce()
+    await buffer.rollouts.evictor.enforce()
     assert await stored(buffer) == [rollouts[-1].rollout_id]
     assert (await evicted(buffer))["duplicate_tokens"] == 9
 
@@ -422,7 +422,7 @@ async def test_a_redis_that_is_out_of_memory_still_evicts(start: Start) -> None:
         # the trainer moves on: a script may write anything once it has removed something
         step = "redis.call('DEL', 'nothing') return redis.call('HSET', KEYS[1], 'step', 1)"
         await client.eval(step, 1, keys.run)
-        await buffer.evictor.enforce()
+        await buffer.rollouts.evictor.enforce()
     finally:
         await client.config_set("maxmemory", 0)
     assert await stored(buffer) == []
@@ -437,7 +437,7 @@ async def test_a_buffer_whose_upkeep_has_failed_is_not_ready(start: Start, monke
     async def broken() -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(buffer.evictor, "enforce", broken)
+    monkeypatch.setattr(buffer.rollouts.evictor, "enforce", broken)
     while (problem := await buffer.ready()) is None:
         await asyncio.sleep(0)
     assert "the upkeep has failed (ValueError('a bug'))" in problem

@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-import tba_buffer.component_gauges
-import tba_buffer.reward_probe
-import tba_buffer.trainer_waits
+import tba_buffer.monitoring.component_metrics
+import tba_buffer.run.components
+import tba_buffer.scoring.reward_service
 from redis import Redis
-from tba_buffer.keys import Keys
-from tba_buffer.trainer_waits import MAX_NAMES, OTHER_NAMES
+from tba_buffer.run.components import MAX_NAMES, OTHER_NAMES
+from tba_buffer.storage.keys import Keys
 
 from tba.api import BatchRequest, ComponentInfo, RunCommand
 from tba.clients import BufferClient
@@ -174,7 +174,7 @@ def test_the_state_and_the_step_of_the_run_are_metrics(serve_buffer: ServeBuffer
     states = values(buffer.url, "tba_run_state")
     assert (states[("paused",)], sum(states.values()), len(states)) == (1, 1, 5)
     assert values(buffer.url, "tba_run_step") == {(): 0}
-    assert "tba_searchers_wanted" in {family.name for family in metrics_of(buffer.url)}
+    assert "tba_searchers_desired" in {family.name for family in metrics_of(buffer.url)}
 
 
 # ---- the reward service ---------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_the_reward_service_is_a_component_with_its_reason(
     serve_buffer: ServeBuffer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tba_buffer.reward_probe, "PROBE_S", 0.05)
+    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     problem = b'{"type": "urn:tba:problem:not-ready", "status": 503, "detail": "the model of `judge` is loading"}'
     answers = [(503, problem)]
     with readyz(answers) as (url, asked):
@@ -241,7 +241,7 @@ def test_what_a_ready_reward_service_says_beside_is_the_note_of_the_component(
     serve_buffer: ServeBuffer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tba_buffer.reward_probe, "PROBE_S", 0.05)
+    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     with readyz([(200, READY_WITH_NOTE)]) as (url, _):
         client = serve_buffer(reward={"url": url}).client()
         until("it was asked", lambda: component(client, "reward").alive)
@@ -253,7 +253,7 @@ def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_tex
     serve_buffer: ServeBuffer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tba_buffer.reward_probe, "PROBE_S", 0.05)
+    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     answers = [(503, BROKEN)]
     with readyz(answers) as (url, asked):
         client = serve_buffer(reward={"url": url}).client()
@@ -284,7 +284,7 @@ def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:  #
     assert values(buffer.url, "tba_searcher_gauge") == {("tokens_per_s",): 150.0, ("unpushed",): 1.0}
     assert values(buffer.url, "tba_trainer_gauge") == {("loss",): 0.5}
     beat(client, "t-2", "trainer", gauges={f"g{i}": 1.0 for i in range(200)})
-    assert len(values(buffer.url, "tba_trainer_gauge")) == tba_buffer.component_gauges.MAX_NAMES
+    assert len(values(buffer.url, "tba_trainer_gauge")) == tba_buffer.monitoring.component_metrics.MAX_NAMES
 
 
 def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays_counted(
@@ -292,7 +292,7 @@ def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays
     monkeypatch: pytest.MonkeyPatch,
     redis: RedisProcess,  # noqa: F811
 ) -> None:
-    monkeypatch.setattr(tba_buffer.trainer_waits, "MAX_TRAINERS", 3)
+    monkeypatch.setattr(tba_buffer.run.components, "MAX_TRAINERS", 3)
     buffer = serve_buffer()
     client = buffer.client()
     for number in range(6):

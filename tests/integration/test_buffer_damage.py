@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
-from tba_buffer.buffer import Buffer
-from tba_buffer.keys import Keys
+from tba_buffer.service import Buffer
+from tba_buffer.storage.keys import Keys
 
 from tba.api import (
     AcceptLoss,
@@ -308,8 +308,8 @@ def test_a_damaged_number_that_losses_are_found_by_is_taken_as_a_loss(
     key = KEYS.run if name == "changes_missing" else KEYS.counters
     with store(redis) as known:
         if name == "replica":
-            before = known.get(KEYS.replica)
-            known.set(KEYS.replica, value)
+            before = known.get(KEYS.epoch)
+            known.set(KEYS.epoch, value)
         else:
             before = known.hget(key, name)
             known.hset(key, name, value)
@@ -319,7 +319,7 @@ def test_a_damaged_number_that_losses_are_found_by_is_taken_as_a_loss(
         if not is_restored:
             client.accept_loss(AcceptLoss(reason="x"))
         elif name == "replica":
-            known.set(KEYS.replica, before)  # pyright: ignore[reportArgumentType]
+            known.set(KEYS.epoch, before)  # pyright: ignore[reportArgumentType]
         elif before is None:
             known.hdel(key, name)
         else:
@@ -363,7 +363,7 @@ def test_a_buffer_starts_and_evicts_over_damaged_numbers(
     client.push([encode_rollout(make_rollout()) for _ in range(3)])
     first.stop()
     with store(redis) as known:
-        known.set(KEYS.replica, b"\xff")
+        known.set(KEYS.epoch, b"\xff")
         known.hset(KEYS.counters, "evicted_number", b"\xff")
     client = serve_buffer(buffer=bounds, sampling={"min_size_to_sample": 1}).client()
     client.push([encode_rollout(make_rollout()) for _ in range(2)])
@@ -381,9 +381,9 @@ async def test_a_damaged_base_is_named_and_is_no_defect_of_the_buffer(
 ) -> None:
     buffer = Buffer(make_recipe(buffer={"redis_url": redis.url}), CollectorRegistry())
     base = {"generation": 1, "position": 0, "num_pieces": 0, "marks": "[]"} | {field: b"\xff"}
-    await buffer.context.redis.hset(KEYS.base, mapping=base)
-    with pytest.raises(UnavailableError, match="tba:test:base, the base of the log, cannot be read"):
-        await buffer.base.keep_up(buffer.view.index)
+    await buffer.context.redis.hset(KEYS.log_checkpoint, mapping=base)
+    with pytest.raises(UnavailableError, match="tba:test:base, the checkpoint of the log, cannot be read"):
+        await buffer.compactor.keep_up(buffer.view.index)
     await buffer.stop()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from tba_buffer.keys import Keys
+from tba_buffer.storage.keys import Keys
 
 from tba.api import LineageRequest, RunCommand
 from tba.versions import PolicyVersion

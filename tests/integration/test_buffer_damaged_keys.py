@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from tba_buffer.buffer import Buffer
-from tba_buffer.keys import Keys
+from tba_buffer.service import Buffer
+from tba_buffer.storage.keys import Keys
 
 from tba.api import (
     AcceptLoss,
@@ -23,9 +23,9 @@ from tba.api import (
     EvalResults,
     LeaseReturn,
     LineageRequest,
-    MarkRequest,
     RunCommand,
     SettingsRequest,
+    VersionRequest,
 )
 from tba.clients import BufferClient
 from tba.config import parse_live
@@ -43,16 +43,16 @@ NAMES = sorted(name for name in vars(KEYS) if not name.startswith("_"))
 NOT_HERE = {"log", "payloads", "originals", "gone", "gone_before", "format"}
 """The rollouts themselves and what becomes of them: test_buffer_view.py, test_buffer_damage.py."""
 DECISIVE = {
-    "base": ("generation", "position", "marks"),
     "counters": ("drawn", "inflight", "marks", "scored_at_mark", "scored_total", "void"),
+    "log_checkpoint": ("generation", "position", "marks"),
     "run": ("checkpoint", "latest_version", "lineage", "lineage_position", "state", "step", "token"),
     "scaling": ("revision", "wanted"),
     "settings": ("revision",),
 }
 """Fields that are damaged alone: they say how the run stands, so what needs them may be refused with their name."""
 ONE_BY_ONE = [(key, field) for key, fields in DECISIVE.items() for field in fields]
-ABSENT = {"base": b"hash", "scaling": b"hash", "scaling_changes": b"list", "scaling_reached": b"hash"}
-ABSENT |= {"scaling_requests": b"hash", "unreadable": b"hash"}
+ABSENT = {"log_checkpoint": b"hash", "scaling": b"hash", "scaling_changes": b"list", "scaling_reached": b"hash"}
+ABSENT |= {"scaling_requests": b"hash", "damaged_items": b"hash"}
 """Keys that a run such as this one does not have."""
 DAMAGE = [b"\xff\x00junk", b'{"state": "pending"}']
 
@@ -289,7 +289,7 @@ def test_a_damaged_count_of_marks_leaves_no_mark_half_done(world: World) -> None
     world.store.hset(KEYS.counters, "marks", b"\xff")
     before = world.store.xlen(KEYS.log)
     for _ in range(2):
-        world.client.mark(MarkRequest(token=world.lineage.token, version=f"{world.lineage.lineage}-2"))
+        world.client.announce_version(VersionRequest(token=world.lineage.token, version=f"{world.lineage.lineage}-2"))
     assert world.store.xlen(KEYS.log) == before + 1  # pyright: ignore[reportOperatorIssue]
     assert world.client.run().latest_version == f"{world.lineage.lineage}-2"
 

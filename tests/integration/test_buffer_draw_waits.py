@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_buffer.buffer import Buffer
-from tba_buffer.glance import Glance
+from tba_buffer.run.state import RunSnapshot
+from tba_buffer.service import Buffer
 
-from tba.api import BatchRequest, LineageReply, LineageRequest, MarkRequest
+from tba.api import BatchRequest, LineageReply, LineageRequest, VersionRequest
 from tba.errors import BusyError
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
 from tests.support.buffer_fixtures import redis  # noqa: F401
@@ -38,10 +38,10 @@ def clock() -> WallClock:
 
 async def begin(buffer: Buffer, num_rollouts: int) -> LineageReply:
     """A run in its first version with this many rollouts of one prompt."""
-    await buffer.catalog.upload(make_prompts(8))
-    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await buffer.lineages.mark(MarkRequest(version="0-0", token=lineage.token))
-    await buffer.rollouts.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=num_rollouts // 8))
+    await buffer.prompts.catalog.upload(make_prompts(8))
+    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.run.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
+    await buffer.rollouts.writer.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=num_rollouts // 8))
     return lineage
 
 
@@ -70,11 +70,11 @@ async def start(redis: RedisProcess, clock: WallClock) -> AsyncIterator:  # noqa
 async def test_a_wall_clock_that_jumps_neither_holds_nor_ends_a_wait(start, clock: WallClock, jump_s: float) -> None:
     buffer = await start()
     lineage = await begin(buffer, 0)
-    waiting = asyncio.create_task(buffer.draws.draw(request_of(lineage, 1, wait_s=3.0)))
-    while not (await buffer.components.read())[1]:
+    waiting = asyncio.create_task(buffer.sampling.batch_drawer.draw(request_of(lineage, 1, wait_s=3.0)))
+    while not (await buffer.run.components.read())[1]:
         await asyncio.sleep(0.01)
     clock.offset_s = jump_s
-    (wait,) = (await buffer.components.read())[1]
+    (wait,) = (await buffer.run.components.read())[1]
     assert 0 <= wait.for_s <= 30
     assert -30 <= wait.deadline_in_s <= 3
     buffer.context.changed.notify()  # it looks again; three seconds are not over
@@ -97,16 +97,16 @@ async def test_races_lost_to_flow_control_are_named_after_it(
     """Each look is older than what other draws have taken since."""
     buffer = await start(**sampling)
     lineage = await begin(buffer, 48)
-    kept: Glance = await buffer.draws._glances.read()
+    kept: RunSnapshot = await buffer.sampling.batch_drawer._run_state.read()
 
-    async def same_look() -> Glance:
+    async def same_look() -> RunSnapshot:
         return kept
 
-    monkeypatch.setattr(buffer.draws._glances, "read", same_look)
+    monkeypatch.setattr(buffer.sampling.batch_drawer._run_state, "read", same_look)
 
     async def draw_on() -> None:
         for step in range(1, 99):
-            await buffer.draws.draw(request_of(lineage, step))
+            await buffer.sampling.batch_drawer.draw(request_of(lineage, step))
 
     with pytest.raises(BusyError) as caught:
         await draw_on()
@@ -122,9 +122,9 @@ async def test_races_lost_to_eviction_of_all_there_was_wait_for_rollouts(
     def nothing_left(*_: object) -> None:
         raise ValueError("no prompt can fill a slot")
 
-    monkeypatch.setattr("tba_buffer.draws.draw_slots", nothing_left)
+    monkeypatch.setattr("tba_buffer.sampling.draw.draw_slots", nothing_left)
     with pytest.raises(BusyError) as caught:
-        await buffer.draws.draw(request_of(lineage, 1))
+        await buffer.sampling.batch_drawer.draw(request_of(lineage, 1))
     assert caught.value.wait == "rollouts"
 
 
@@ -132,19 +132,19 @@ async def test_races_lost_to_void_batches_say_so(start, monkeypatch: pytest.Monk
     """The open batch is late each time it is to be answered, and nothing replaces it."""
     buffer = await start()
     lineage = await begin(buffer, 48)
-    await buffer.draws.draw(request_of(lineage, 1))
+    await buffer.sampling.batch_drawer.draw(request_of(lineage, 1))
 
     async def not_voided(_: str) -> None:
         clock.offset_s = 0.0
 
-    answer = buffer.draws._answer_again
+    answer = buffer.sampling.batch_drawer._return_open
 
     async def answer_late(member: str) -> object:
         clock.offset_s = HOUR_S
         return await answer(member)
 
-    monkeypatch.setattr(buffer.draws, "_answer_again", answer_late)
-    monkeypatch.setattr(buffer.draws._glances, "void", not_voided)
+    monkeypatch.setattr(buffer.sampling.batch_drawer, "_return_open", answer_late)
+    monkeypatch.setattr(buffer.sampling.batch_drawer._run_state, "void", not_voided)
     with pytest.raises(BusyError) as caught:
-        await buffer.draws.draw(request_of(lineage, 1))
+        await buffer.sampling.batch_drawer.draw(request_of(lineage, 1))
     assert caught.value.wait == "void-batch"

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from redis import Redis
 
-from tba.api import AckRequest, BatchRequest, LineageReply, MarkRequest
+from tba.api import AckRequest, BatchRequest, LineageReply, VersionRequest
 from tba.clients import BufferClient
 from tba.errors import BusyError, UnavailableError
-from tba.local.ledger import LedgerCheck, ledger_lines, lineage_tree
 from tba.wire import Batch
+from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -82,7 +82,7 @@ def test_draws_at_once_never_overshoot_an_alternate_interval(serve_buffer: Serve
         with ThreadPoolExecutor(THREADS) as pool:
             batches = list(pool.map(lambda step: draw_or_none(client, lineage, step), steps))
         assert sum(batch is not None for batch in batches) == 3
-        client.mark(MarkRequest(version=f"1-{interval}", token=lineage.token))
+        client.announce_version(VersionRequest(version=f"1-{interval}", token=lineage.token))
         client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
 
 

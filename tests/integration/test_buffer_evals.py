@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tba.api import (
-    EvalResult,
-    EvalResults,
-    Lease,
-    LeaseRequest,
-    MarkRequest,
-    RunCommand,
-)
+from tba.api import EvalResult, EvalResults, Lease, LeaseRequest, RunCommand, VersionRequest
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, FencedError, NotFoundError
 from tba.versions import PolicyVersion
@@ -53,7 +46,7 @@ def test_only_the_living_trainer_evaluates_and_only_versions_that_were_announced
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1, 3))
     old = start_lineage(client)
-    client.mark(MarkRequest(version="1-4", token=old.token))
+    client.announce_version(VersionRequest(version="1-4", token=old.token))
     with pytest.raises(ConflictError, match="1-5 was never announced"):
         request_eval(client, old, "1-5")
     with pytest.raises(ConflictError, match="999999999-1 was never announced"):
@@ -70,7 +63,7 @@ def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(20, 3))
     lineage = start_lineage(client)
-    client.mark(MarkRequest(version="1-4", token=lineage.token))
+    client.announce_version(VersionRequest(version="1-4", token=lineage.token))
     refused, usable = request_eval(client, lineage, "1-4"), request_eval(client, lineage, "0-0")
 
     def kinds(searcher_id: str, **changes: list[str]) -> list[str | None]:
@@ -167,7 +160,7 @@ def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that
 
     def evaluate(version: str, rewards: list[float | None]) -> None:
         if version != "0-0":
-            client.mark(MarkRequest(version=version, token=lineage.token))
+            client.announce_version(VersionRequest(version=version, token=lineage.token))
         request_eval(client, lineage, version, pass_at=[2])
         for item in lease(client, 6).leases:
             if item.kind != "train":
@@ -191,7 +184,7 @@ def test_a_version_with_hardly_any_known_score_does_not_become_the_best(serve_bu
     lineage = start_lineage(client)
     for version, unknown in (("0-0", False), ("1-1", True)):
         if version != "0-0":
-            client.mark(MarkRequest(version=version, token=lineage.token))
+            client.announce_version(VersionRequest(version=version, token=lineage.token))
         request_eval(client, lineage, version)
         evals = [item for item in lease(client, 6).leases if item.kind != "train"]
         for item in evals:

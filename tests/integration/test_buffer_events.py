@@ -12,17 +12,16 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-import tba_buffer.event_stream
-import tba_buffer.events
+import tba_buffer.run.events
 
 from tba.api import AckRequest, BatchRequest, EvalRequest, RunCommand, RunEvent, RunInfo, SettingsRequest
-from tba.cli.follow import lasting_events
-from tba.cli.main import main
 from tba.clients import BufferClient
 from tba.config import LiveSettings
 from tba.errors import BusyError, UnauthorizedError, UnavailableError
 from tba.tokens import TokensFile
 from tba.wire import Heartbeat, Wait
+from tba_cli.commands.status import lasting_events
+from tba_cli.main import main
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.metrics import values
@@ -35,8 +34,8 @@ QUIET = {"reward": {"url": "http://127.0.0.1:9"}}
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tba_buffer.events, "EVERY_S", 0.05)
-    monkeypatch.setattr("tba_buffer.event_changes.LASTING_S", 0.0)
+    monkeypatch.setattr(tba_buffer.run.events, "EVERY_S", 0.05)
+    monkeypatch.setattr("tba_buffer.run.events.LASTING_S", 0.0)
 
 
 class Follower:
@@ -186,12 +185,12 @@ def test_an_old_stream_ends_and_its_reader_goes_on(
     serve_buffer: ServeBuffer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tba_buffer.event_stream, "RENEW_S", 0.1)
-    monkeypatch.setattr(tba_buffer.event_stream, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(tba_buffer.run.events, "RENEW_S", 0.1)
+    monkeypatch.setattr(tba_buffer.run.events, "KEEPALIVE_S", 0.05)
     buffer = serve_buffer()
     assert [event.event for event in buffer.client().events()][:1] == ["run"], "it ended without an error"
     said: list[str] = []
-    follower = Follower(lasting_events(buffer.client(), say=said.append, away_s=0.5))
+    follower = Follower(lasting_events(buffer.client(), on_progress=said.append, away_s=0.5))
     until("streams were renewed", lambda: values(buffer.url, "tba_event_streams_ended_total")[("renewed",)] >= 3)
     buffer.client().command("pause", RunCommand())
     follower.find("a change", lambda event: event.data.get("state") == "paused")
@@ -208,7 +207,7 @@ def test_a_quiet_stream_sends_comments(
     serve_buffer: ServeBuffer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tba_buffer.event_stream, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(tba_buffer.run.events, "KEEPALIVE_S", 0.05)
     buffer = serve_buffer()
     with urllib.request.urlopen(f"{buffer.url}/v1/events", timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -225,8 +224,8 @@ def test_more_streams_than_may_be_are_refused(
     serve_buffer: ServeBuffer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tba_buffer.events, "MAX_STREAMS", 2)
-    monkeypatch.setattr(tba_buffer.event_stream, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(tba_buffer.run.events, "MAX_STREAMS", 2)
+    monkeypatch.setattr(tba_buffer.run.events, "KEEPALIVE_S", 0.05)
     buffer = serve_buffer()
     open_streams = [buffer.client().events() for _ in range(2)]
     for events in open_streams:
@@ -244,8 +243,8 @@ def test_a_reader_that_does_not_read_is_cut_off(
     serve_buffer: ServeBuffer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tba_buffer.events, "MAX_QUEUED", 16)
-    monkeypatch.setattr(tba_buffer.event_stream, "SEND_S", 0.5)
+    monkeypatch.setattr(tba_buffer.run.events, "MAX_QUEUED", 16)
+    monkeypatch.setattr(tba_buffer.run.events, "SEND_S", 0.5)
     buffer = serve_buffer()
     buffer.hold_little()
     client = buffer.client()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from schemathesis import Case
-from tba_buffer.app import build_app
+from tba_buffer.api.app import build_app
 
 from tba.api import EvalRequest, LeaseRequest
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage, start_stack

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tba_buffer.scaling import deployment
+from tba_buffer.run.scaling import kubernetes
 
 from tba.api import RunCommand, ScaleRequest, SearchersInfo
 from tba.clients import BufferClient
@@ -26,7 +26,7 @@ RECONCILE_S = 0.05
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesApi]:
     api = KubernetesApi(tmp_path / "api")
-    monkeypatch.setattr(deployment, "SERVICE_ACCOUNT", api.make_account(tmp_path / "account"))
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", api.make_account(tmp_path / "account"))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
     yield api
@@ -138,7 +138,7 @@ def test_a_run_that_is_over_needs_no_searchers_and_gets_them_back_when_it_goes_o
     assert (found.wanted, found.note) == (
         0,
         "the run is done: Deployment 'demo-searcher' in namespace 'rl' is held at 0 replicas "
-        "(scaling.release_when_over); a trainer that goes on with the run brings its searchers back",
+        "(scaling.scale_down_on_run_end); a trainer that continues the run brings its searchers back",
     )
     start_lineage(client)
     until("they come back", lambda: api.replicas == (asked or 2))
@@ -148,7 +148,7 @@ def test_a_run_that_is_over_needs_no_searchers_and_gets_them_back_when_it_goes_o
 def test_a_deployment_is_left_alone_when_it_is_not_to_be_released(
     api: KubernetesApi, serve: Callable[..., BufferThread]
 ) -> None:
-    client = serve(release_when_over=False).client()
+    client = serve(scale_down_on_run_end=False).client()
     lineage = start_lineage(client)
     client.command("done", RunCommand(token=lineage.token))
     seen = len(api.calls)
@@ -197,7 +197,7 @@ def failures(served: BufferThread, reason: str) -> float:
 def test_an_api_that_hangs_delays_the_answer_by_no_more_than_its_deadline(
     api: KubernetesApi, serve: Callable[..., BufferThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "READ_S", 0.2)
+    monkeypatch.setattr(kubernetes, "READ_S", 0.2)
     api.hang_s = 1.0
     client = serve().client()
     note = scale(client, 3).note
@@ -212,7 +212,7 @@ def test_an_api_that_is_gone_or_is_none_is_told(api: KubernetesApi, serve: Calla
     api.body = b"<html>a proxy says hello</html>"
     note = scale(client, 3).note
     assert note is not None
-    assert "gave an answer that is none" in note
+    assert "gave an answer that cannot be read" in note
     api.body = None
     until("it works again", lambda: api.replicas == 3 and shown(client).note is None)
     api.close()
@@ -224,7 +224,7 @@ def test_a_certificate_of_somebody_else_is_not_trusted(
     api: KubernetesApi, serve: Callable[..., BufferThread], tmp_path: Path
 ) -> None:
     certificate, _ = make_certificate(tmp_path / "stranger")
-    ours = deployment.SERVICE_ACCOUNT / "ca.crt"
+    ours = kubernetes.SERVICE_ACCOUNT / "ca.crt"
     right = ours.read_bytes()
     ours.write_bytes(certificate.read_bytes())
     client = serve().client()
@@ -241,7 +241,7 @@ def test_a_renewed_token_is_used_at_once(api: KubernetesApi, serve: Callable[...
     assert scale(client, 2).note is None
     api.token = "second-token"
     assert "does not know the token" in (scale(client, 3).note or "")
-    token = deployment.SERVICE_ACCOUNT / "token"
+    token = kubernetes.SERVICE_ACCOUNT / "token"
     token.write_text("second-token\n")
     assert scale(client, 4).note is None
     assert api.replicas == 4
@@ -267,7 +267,7 @@ def test_a_buffer_that_cannot_scale_says_so_at_the_start(
     if spoil == "environ":
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     elif spoil == "token":
-        (deployment.SERVICE_ACCOUNT / "token").unlink()
+        (kubernetes.SERVICE_ACCOUNT / "token").unlink()
     else:
         monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     with pytest.raises(ConfigError) as caught:

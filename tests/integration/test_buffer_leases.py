@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from tba.api import (
-    EvalResult,
-    EvalResults,
-    Lease,
-    LeaseRenewal,
-    LeaseRequest,
-    LeaseReturn,
-    MarkRequest,
-    RunCommand,
-)
+from tba.api import EvalResult, EvalResults, Lease, LeaseRenewal, LeaseRequest, LeaseReturn, RunCommand, VersionRequest
 from tba.clients import BufferClient
 from tba.errors import ConflictError, UnauthorizedError
 from tba.wire import Heartbeat, Wait, encode_rollout
@@ -194,7 +185,7 @@ def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_bu
     for item in leases:
         fulfil(client, item)
     assert lease(client).wait == "alternate-train"
-    client.mark(MarkRequest(version="1-2", token=lineage.token))
+    client.announce_version(VersionRequest(version="1-2", token=lineage.token))
     assert len(lease(client, 20).leases) == 8
 
 
@@ -505,7 +496,11 @@ def test_acts_on_a_lease_of_another_searcher_change_nothing_and_are_counted(
     with pytest.raises(UnauthorizedError, match="was granted to another searcher than 'thief'"):
         client.eval_results(evaluation.eval_id, EvalResults(searcher_id="thief", version="0-0", results=[result]))
     assert client.stats().leases["open"] == len(leases)
-    assert values(buffer.url, "tba_buffer_foreign_acts_total") == {("renew",): 2, ("return",): 3, ("eval_results",): 1}
+    assert values(buffer.url, "tba_buffer_foreign_writes_total") == {
+        ("renew",): 2,
+        ("return",): 3,
+        ("eval_results",): 1,
+    }
     client.eval_results(evaluation.eval_id, EvalResults(searcher_id="s1", version="0-0", results=[result]))
     assert client.stats().leases["fulfilled"] == 1
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from tba_buffer import evictor
-from tba_buffer.base import BaseWriter
-from tba_buffer.bounds import BoundSettings, length_bucket
-from tba_buffer.buffer import Buffer
-from tba_buffer.ledger import read_ledger
-from tba_buffer.log import CHANGE_DTYPE, STATUS_CODES
+from tba_buffer.eviction import evictor
+from tba_buffer.eviction.evictor import length_bucket
+from tba_buffer.eviction.planner import EvictionSettings
+from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
+from tba_buffer.index.replay import Compactor
+from tba_buffer.service import Buffer
 
-from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest, MarkRequest
+from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest, VersionRequest
 from tba.config import Recipe
 from tba.errors import BusyError
 from tba.versions import START, LineageTree, PolicyVersion
@@ -72,7 +72,7 @@ bounds = st.fixed_dictionaries(
 class Model:
     """What should be in the buffer."""
 
-    bounds: BoundSettings
+    bounds: EvictionSettings
     live: list[Stored] = field(default_factory=list)
     rollouts: dict[bytes, Rollout] = field(default_factory=dict)
     """As stored now, by id; of the live ones."""
@@ -143,7 +143,7 @@ class History:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.model = Model(BoundSettings.of(recipe))
+        self.model = Model(EvictionSettings.of(recipe))
         self.buffer: Buffer
         self.lineage: LineageReply
         self.open: Batch | None = None
@@ -152,7 +152,7 @@ class History:
         self.buffer = Buffer(self.recipe, CollectorRegistry())
         await self.buffer.context.redis.flushall()
         await self.buffer.start()
-        await self.buffer.catalog.upload(make_prompts(NUM_PROMPTS))
+        await self.buffer.prompts.catalog.upload(make_prompts(NUM_PROMPTS))
         await self.new_lineage(from_start=True)
         try:
             for name, argument in history:
@@ -168,10 +168,10 @@ class History:
                     case "compact":
                         await self.compact(argument)
                     case "mark":
-                        await self.buffer.lineages.mark(
-                            MarkRequest(version=str(self.version), token=self.lineage.token)
+                        await self.buffer.run.lineages.publish(
+                            VersionRequest(version=str(self.version), token=self.lineage.token)
                         )
-                        self.model.position = (await self.buffer.view.level()).position
+                        self.model.position = (await self.buffer.view.catch_up()).position
                     case "draw":
                         await self.draw()
                     case "ack":
@@ -200,7 +200,7 @@ class History:
         )
 
     async def restart(self) -> None:
-        before = (await self.buffer.view.level()).fingerprint()
+        before = (await self.buffer.view.catch_up()).fingerprint()
         await self.buffer.stop()
         self.buffer = Buffer(self.recipe, CollectorRegistry())
         await self.buffer.start()
@@ -212,7 +212,7 @@ class History:
         expected = [self.model.push(rollout) for rollout in rollouts]
         if "new" in expected:
             self.model.enforce()
-        result = await self.buffer.rollouts.push([encode_rollout(rollout) for rollout in rollouts])
+        result = await self.buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
         assert [outcome.outcome for outcome in result.outcomes] == expected
 
     async def rescore(self, at: int) -> None:
@@ -226,19 +226,19 @@ class History:
         self.model.position += 1
         change = np.array((stored.position, new.reward, len(payload), STATUS_CODES["scored"]), dtype=CHANGE_DTYPE)
         context, keys = self.buffer.context, self.buffer.context.keys
-        async with context.mutating:
+        async with context.mutation_lock:
             reply = await context.scripts.run(
                 "score",
-                [keys.payloads, keys.log, keys.counters, keys.originals, keys.replica],
-                [context.replica.number, 1, new.rollout_id, payload, change.tobytes(), "1" if first else "0"],
+                [keys.payloads, keys.log, keys.counters, keys.originals, keys.epoch],
+                [context.ownership.epoch, 1, new.rollout_id, payload, change.tobytes(), "1" if first else "0"],
             )
         assert reply == b"s"
         self.model.enforce()
-        await self.buffer.evictor.enforce()
+        await self.buffer.rollouts.evictor.enforce()
 
     async def compact(self, crash_after: int | None) -> None:
         """Write a base of small pieces; die after so many of them, if a number is given."""
-        index, num_set = await self.buffer.view.level(), 0
+        index, num_set = await self.buffer.view.catch_up(), 0
         real_set = self.buffer.context.redis.set
 
         async def counting_set(*args: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ class History:
             return await real_set(*args, **kwargs)
 
         self.buffer.context.redis.set = counting_set
-        writer = BaseWriter(self.buffer.context, min_tail=5, piece_records=4)
+        writer = Compactor(self.buffer.context, min_tail=5, piece_records=4)
         try:
             await writer.keep_up(index)
         except Crash:
@@ -259,11 +259,11 @@ class History:
 
     async def new_lineage(self, *, from_start: bool) -> None:
         parent = START if from_start else self.version
-        self.lineage = await self.buffer.lineages.new(LineageRequest(trainer_id="t", parent=str(parent)))
+        self.lineage = await self.buffer.run.lineages.new(LineageRequest(trainer_id="t", parent=str(parent)))
         self.model.tree.add(self.lineage.lineage, parent)
         self.model.now, self.open = PolicyVersion(self.lineage.lineage, parent.step), None
         self.model.enforce()
-        await self.buffer.evictor.enforce()  # else up to a second later
+        await self.buffer.rollouts.evictor.enforce()  # else up to a second later
 
     async def draw(self) -> None:
         request = BatchRequest(
@@ -273,10 +273,10 @@ class History:
         again = self.open is not None and all(r.rollout_id in live for r in self.open.rollouts)
         if not again and not self.model.can_draw():
             with pytest.raises(BusyError, match="min_size_to_sample"):
-                await self.buffer.draws.draw(request)
+                await self.buffer.sampling.batch_drawer.draw(request)
             self.open = None
             return
-        batch = decode_batch((await self.buffer.draws.draw(request)).body)
+        batch = decode_batch((await self.buffer.sampling.batch_drawer.draw(request)).body)
         for group in batch.groups:
             for rollout in group.rollouts:
                 assert live[rollout.rollout_id].status == "scored"
@@ -291,7 +291,7 @@ class History:
         self.model.now = replace(self.model.now, step=self.model.now.step + 1)
         ack = AckRequest(lineage=self.lineage.lineage, step=self.model.now.step, token=self.lineage.token)
         for _ in range(2):
-            await self.buffer.acks.ack(self.open.batch_id, ack)
+            await self.buffer.sampling.ledger.ack(self.open.batch_id, ack)
         self.model.acked.append((self.lineage.lineage, self.model.now.step, self.open.batch_id))
         self.open = None
         self.model.enforce()
@@ -299,14 +299,14 @@ class History:
     async def check(self) -> None:
         await self.check_index()
         await self.check_redis()
-        ledger = await read_ledger(self.buffer.context, self.buffer.lineages, after=0, limit=1000)
+        ledger = await self.buffer.sampling.ledger.read(after=0, limit=1000)
         batches = [entry for entry in ledger.entries if entry.kind == "batch"]
         assert [(e.lineage, e.step, e.batch_id) for e in batches] == self.model.acked
-        living = self.buffer.lineages.living(self.lineage.lineage)
-        assert all(e.abandoned == (e.step > living.get(e.lineage, -1)) for e in batches)
+        history = self.buffer.run.lineages.history(self.lineage.lineage)
+        assert all(e.abandoned == (e.step > history.get(e.lineage, -1)) for e in batches)
 
     async def check_index(self) -> None:
-        model, index = self.model, await self.buffer.view.level()
+        model, index = self.model, await self.buffer.view.catch_up()
         rows = index.live_rows()
         assert index.rollout_ids(rows) == [stored.rollout_id for stored in model.live]
         columns = {

@@ -13,12 +13,12 @@ import msgpack
 import numpy as np
 import pytest
 from redis import Redis
-from tba_buffer.keys import Keys
+from tba_buffer.storage.keys import Keys
 
 from tba.api import EvalInfo, Lease, SettingsRequest
 from tba.clients import BufferClient
 from tba.config import LiveSettings
-from tba.numbers import MAX_NUMBER
+from tba.fields import MAX_NUMBER
 from tba.wire import Heartbeat, Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later, redis, serve_buffer  # noqa: F401
@@ -198,7 +198,7 @@ def test_a_stored_result_that_cannot_be_read_is_unknown_and_the_evaluation_ends(
     assert named(client) == {("result", bad)}
     again = serve_buffer().client()
     assert unreadable(again) == {"result": 1}, "it is known after a restart, too"
-    assert values(again.base_url, "tba_unreadable_items") == {("result",): 1.0}
+    assert values(again.base_url, "tba_damaged_items") == {("result",): 1.0}
 
 
 @pytest.mark.parametrize(
@@ -372,8 +372,8 @@ def test_a_reward_that_an_older_buffer_stored_is_failed_and_named(
     client.upload_prompts(make_prompts(2, 3))
     start_lineage(client)
     with pytest.MonkeyPatch.context() as older:
-        older.setattr("tba.wire.document.is_bounded", np.isfinite)
-        older.setattr("tba_buffer.index.MAX_NUMBER", 1.7e308)
+        older.setattr("tba.wire.rollout_struct.is_bounded", np.isfinite)
+        older.setattr("tba_buffer.index.rollout_index.MAX_NUMBER", 1.7e308)
         pushed = client.push([encode_rollout(make_rollout(reward=value)) for value in (1e308, 1e308, 1.0)])
     assert [item.outcome for item in pushed.outcomes] == ["new"] * 3
     buffer.stop()

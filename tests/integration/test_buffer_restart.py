@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_buffer.buffer import Buffer
-from tba_buffer.log import parse_entry
-from tba_buffer.sampler import DrawSettings, draw_slots
+from tba_buffer.index.log import parse_entry
+from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.service import Buffer
 
 from tba.api import AcceptLoss, AckRequest, BatchRequest, LeaseRequest, Stats
 from tba.errors import UnavailableError
@@ -49,7 +49,7 @@ def fingerprint(stack: Stack) -> tuple[object, ...]:
     async def build() -> tuple[object, ...]:
         buffer = Buffer(stack.recipe, CollectorRegistry())
         try:
-            return (await buffer.view.level()).fingerprint()
+            return (await buffer.view.catch_up()).fingerprint()
         finally:
             await buffer.stop()
 

@@ -1,5 +1,4 @@
-"""Clients that stall, never end their headers, pipeline without reading or carry no token cost the buffer next to
-nothing."""
+"""Clients whose bodies stall, that pipeline, or that carry no token cost the buffer next to nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ import socket
 
 import pytest
 
-from tba.service import app as service_app
-from tba.service.protocol import MAX_HEAD_BYTES, MAX_QUEUED_REQUESTS, SLICE_BYTES
+from tba.server import app as service_app
 from tests.support.buffer import make_payloads, make_prompts
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.waiting import until
@@ -99,53 +97,25 @@ def test_a_body_that_drips_is_given_up(
         assert reply.startswith(b"HTTP/1.1 408 ")
 
 
-@pytest.mark.parametrize("endless", [b"a", b"x: y\r\n"], ids=["value", "lines"])
-def test_endless_headers_are_answered_with_431(serve_buffer: ServeBuffer, endless: bytes) -> None:  # noqa: F811
-    buffer = serve_buffer()
-    with connect(buffer) as sock:
-        sock.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nx-a: " + endless * ((MAX_HEAD_BYTES + 64) // len(endless)))
-        reply = read_all(sock)
-    assert reply.startswith(b"HTTP/1.1 431 ")
-    assert problem_of(reply)["type"] == "urn:tba:problem:headers-too-large"
-
-
-def test_endless_trailers_end_the_connection(serve_buffer: ServeBuffer) -> None:  # noqa: F811
-    buffer = serve_buffer()
-    with connect(buffer) as sock:
-        sock.sendall(head("/v1/rollouts", "transfer-encoding: chunked") + b"1\r\n\x82\r\n0\r\n")
-        try:
-            for _ in range(64):
-                sock.sendall(b"x: y\r\n" * (MAX_HEAD_BYTES // 6))
-        except ConnectionError:
-            return
-        assert read_all(sock) == b""
-
-
-def test_long_heads_and_large_bodies_within_the_bounds_pass(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(1))
     client.push(make_payloads(["train-0"], num_tokens=40_000))
     with connect(buffer) as sock:
-        ask = b"GET /livez HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * (MAX_HEAD_BYTES - SLICE_BYTES) + b"\r\n"
+        ask = b"GET /livez HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 48 * 1024 + b"\r\n"
         sock.sendall(ask + b"\r\n")
         assert read_reply(sock).startswith(b"HTTP/1.1 200 ")
-        sock.sendall(ask + b"connection: close\r\n\r\n")  # the count starts anew with every request
+        sock.sendall(ask + b"connection: close\r\n\r\n")
         assert read_all(sock).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_few_pipelined_requests_are_answered_and_a_flood_is_cut(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_pipelined_requests_are_answered(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     buffer = serve_buffer()
     ask = b"GET /livez HTTP/1.1\r\nhost: x\r\n"
     with connect(buffer) as sock:
-        sock.sendall((ask + b"\r\n") * (MAX_QUEUED_REQUESTS - 1) + ask + b"connection: close\r\n\r\n")
-        assert read_all(sock).count(b"HTTP/1.1 200 ") == MAX_QUEUED_REQUESTS
-    with connect(buffer) as sock:
-        sock.sendall((ask + b"\r\n") * (MAX_QUEUED_REQUESTS + 2))
-        assert read_all(sock).count(b"HTTP/1.1 200 ") <= 1
-    with connect(buffer) as sock:
-        sock.sendall(ask + b"connection: close\r\n\r\n")
-        assert read_all(sock).startswith(b"HTTP/1.1 200 ")
+        sock.sendall((ask + b"\r\n") * 31 + ask + b"connection: close\r\n\r\n")
+        assert read_all(sock).count(b"HTTP/1.1 200 ") == 32
 
 
 @pytest.mark.parametrize("path", ["/v1/leases", "/v1/rollouts"])

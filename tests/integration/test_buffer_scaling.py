@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tba.api import RunCommand, ScaleRequest, SearchersInfo
-from tba.cli.main import main
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, UnauthorizedError
 from tba.wire import Heartbeat
+from tba_cli.main import main
 from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.waiting import until

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_buffer import postponed, refusals, reward_link
-from tba_buffer.buffer import Buffer
-from tba_buffer.components import Components
+from tba_buffer.run.components import Components
+from tba_buffer.scoring import retries, reward_service
+from tba_buffer.service import Buffer
 
 from tba.api import RescoreInfo, RescoreRequest
 from tba.clients import RewardClient
@@ -33,13 +33,13 @@ async def buffer(redis: RedisProcess, reward: RewardServer) -> AsyncIterator[Buf
     started = Buffer(make_recipe(buffer=settings, reward={"url": reward.url}), CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()
-    await started.catalog.upload(make_prompts(4))
+    await started.prompts.catalog.upload(make_prompts(4))
     yield started
     await started.stop()
 
 
 async def finished(buffer: Buffer) -> RescoreInfo:
-    while (job := await buffer.rescoring.info()).state == "running":
+    while (job := await buffer.scoring.rescore_jobs.info()).state == "running":
         await asyncio.sleep(0.01)
     return job
 
@@ -64,12 +64,12 @@ async def test_no_rollout_is_left_out_or_counted_twice_when_redis_does_not_answe
 
     rollouts = [make_rollout(f"train-{i % 4}", reward=float(i)) for i in range(NUM_ROLLOUTS)]
     pending = [make_rollout("train-0", reward=None) for _ in range(NUM_ROLLOUTS)]
-    await buffer.rollouts.push([encode_rollout(rollout) for rollout in rollouts])
-    await buffer.rescoring.start(RescoreRequest(only="scored"))
+    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
+    await buffer.scoring.rescore_jobs.start(RescoreRequest(only="scored"))
     monkeypatch.setattr(scripts, "run", lossy)
-    await buffer.rollouts.push([encode_rollout(rollout) for rollout in pending])
+    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in pending])
     job = await finished(buffer)
-    while (stats := await buffer.stats()).num_pending:
+    while (stats := await buffer.stats.read()).num_pending:
         await asyncio.sleep(0.01)
     assert num_lost > 5
     assert (job.num_total, job.num_done, job.num_gone, job.num_failed) == (NUM_ROLLOUTS, NUM_ROLLOUTS, 0, 0)
@@ -86,19 +86,19 @@ async def test_a_job_that_is_cancelled_while_it_is_being_scored_changes_nothing_
     buffer: Buffer,
     reward: RewardServer,  # noqa: F811
 ) -> None:
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=1.0)) for _ in range(12)])
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=1.0)) for _ in range(12)])
     reward.gate.clear()
-    await buffer.rescoring.start(RescoreRequest())
+    await buffer.scoring.rescore_jobs.start(RescoreRequest())
     while not reward.requests:
         await asyncio.sleep(0.01)
-    position = (await buffer.stats()).log_position
-    assert (await buffer.rescoring.cancel()).state == "cancelled"
+    position = (await buffer.stats.read()).log_position
+    assert (await buffer.scoring.rescore_jobs.cancel()).state == "cancelled"
     reward.gate.set()
-    while (await buffer.components.read())[1]:
+    while (await buffer.run.components.read())[1]:
         await asyncio.sleep(0.01)
-    job = await buffer.rescoring.info()
+    job = await buffer.scoring.rescore_jobs.info()
     assert (job.state, job.num_done, len(reward.requests)) == ("cancelled", 0, 1)
-    assert (await buffer.stats()).log_position == position
+    assert (await buffer.stats.read()).log_position == position
 
 
 async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_starts_leave_it(
@@ -106,32 +106,32 @@ async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_star
     reward: RewardServer,  # noqa: F811
 ) -> None:
     reward.gate.clear()
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
     while not reward.requests:
         await asyncio.sleep(0.01)
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
-    assert (await buffer.rescoring.start(RescoreRequest(only="pending"))).num_total == 7
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
+    assert (await buffer.scoring.rescore_jobs.start(RescoreRequest(only="pending"))).num_total == 7
     reward.gate.set()
     job = await finished(buffer)
     assert (job.num_total, job.num_done, job.num_gone) == (3, 3, 0)
     assert len(reward.asked) == 7
-    assert (await buffer.stats()).num_scored == 7
+    assert (await buffer.stats.read()).num_scored == 7
 
 
 async def run_until_settled(buffer: Buffer) -> set[str]:
     """Until nothing is pending; answers the names of the waits of the scorer that were seen meanwhile."""
     seen: set[str] = set()
-    while (await buffer.stats()).num_pending:
-        seen |= {wait.name for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"}
+    while (await buffer.stats.read()).num_pending:
+        seen |= {wait.name for wait in (await buffer.run.components.read())[1] if wait.owner == "buffer-scorer"}
         await asyncio.sleep(0.01)
     return seen
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_link, "MIN_PAUSE_S", 0.01)
-    monkeypatch.setattr(refusals, "MIN_ASIDE_S", 0.01)
-    monkeypatch.setattr(refusals, "MAX_ASIDE_S", 0.02)
+    monkeypatch.setattr(reward_service, "MIN_PAUSE_S", 0.01)
+    monkeypatch.setattr(retries, "MIN_PARKED_S", 0.01)
+    monkeypatch.setattr(retries, "MAX_PARKED_S", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
@@ -140,26 +140,26 @@ async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is
     reward: RewardServer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(refusals, "MAX_ASIDE_S", 60.0)
-    monkeypatch.setattr(refusals, "MIN_ASIDE_S", 60.0)
+    monkeypatch.setattr(retries, "MAX_PARKED_S", 60.0)
+    monkeypatch.setattr(retries, "MIN_PARKED_S", 60.0)
     poison = make_rollout(reward=None, response_text="poison")
     reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
-    await buffer.rollouts.push([encode_rollout(poison)])
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(10)])
-    while (await buffer.stats()).num_scored < 10:
+    await buffer.rollouts.writer.push([encode_rollout(poison)])
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(10)])
+    while (await buffer.stats.read()).num_scored < 10:
         await asyncio.sleep(0.01)
-    waits = [wait.name for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"]
+    waits = [wait.name for wait in (await buffer.run.components.read())[1] if wait.owner == "buffer-scorer"]
     assert waits == ["reward"], "it still waits"
-    assert (await buffer.stats()).num_pending == 1
-    for aside in buffer.scorer._scoring.refusals._asides.values():
-        aside.retry_at_s = buffer.context.clock()
-    monkeypatch.setattr(refusals, "MIN_ASIDE_S", 0.01)
+    assert (await buffer.stats.read()).num_pending == 1
+    for parked in buffer.scoring.worker._scorer.dead_letters._parked.values():
+        parked.retry_at_s = buffer.context.clock()
+    monkeypatch.setattr(retries, "MIN_PARKED_S", 0.01)
     assert await run_until_settled(buffer) == {"reward"}
     stored = decode_rollout(await buffer.context.redis.hget(buffer.context.keys.payloads, poison.rollout_id))
     assert stored.reward_status == "failed"
     assert (stored.reward_reason or "").startswith("refused: ")
     assert len([1 for items in reward.requests if [item["response"] for item in items] == ["poison"]]) == 5
-    assert [wait for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"] == []
+    assert [wait for wait in (await buffer.run.components.read())[1] if wait.owner == "buffer-scorer"] == []
 
 
 @pytest.mark.usefixtures("quick")
@@ -169,8 +169,8 @@ async def test_a_job_gets_past_a_rollout_that_breaks_the_reward_service(
 ) -> None:
     reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
     rollouts = [make_rollout(response_text="poison" if i == 3 else "") for i in range(8)]
-    await buffer.rollouts.push([encode_rollout(rollout) for rollout in rollouts])
-    await buffer.rescoring.start(RescoreRequest())
+    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
+    await buffer.scoring.rescore_jobs.start(RescoreRequest())
     job = await finished(buffer)
     assert (job.num_done, job.num_failed) == (8, 1)
 
@@ -182,18 +182,18 @@ async def test_a_service_that_scores_nothing_at_all_refuses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GET /v1/rewards is answered all the time."""
-    monkeypatch.setattr(refusals, "NUM_TRIES", 1)
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
+    monkeypatch.setattr(retries, "DEAD_LETTER_TRIES", 1)
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
     await run_until_settled(buffer)
     reward.refusal = lambda items: (500, {})
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None)) for _ in range(2)])
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(2)])
     num_before = len(reward.requests)
     while len(reward.requests) < num_before + 6:
         await asyncio.sleep(0.01)
-    assert (await buffer.stats()).num_pending == 2
+    assert (await buffer.stats.read()).num_pending == 2
     reward.refusal = lambda items: None
     await run_until_settled(buffer)
-    assert (await buffer.stats()).num_scored == 3
+    assert (await buffer.stats.read()).num_scored == 3
 
 
 @pytest.mark.usefixtures("quick")
@@ -202,39 +202,40 @@ async def test_a_service_that_is_away_or_busy_refuses_nothing(
     reward: RewardServer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(refusals, "NUM_TRIES_ALONE", 2)  # one may count: away when asked, back when looked after
+    # one try may count: away when asked, back when looked after
+    monkeypatch.setattr(retries, "DEAD_LETTER_TRIES_UNPROVEN", 2)
     attempts = 0
-    ask = buffer.scorer._link.ask
+    ask = buffer.scoring.worker._reward.ask
 
     async def counted(call: Any) -> Any:
         nonlocal attempts
         attempts += 1
         return await ask(call)
 
-    monkeypatch.setattr(buffer.scorer._link, "ask", counted)
+    monkeypatch.setattr(buffer.scoring.worker._reward, "ask", counted)
     reward.refusal = lambda items: (429, {"type": "urn:tba:problem:busy", "detail": "full", "retry_after_s": 0.01})
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
     while attempts < 4:
         await asyncio.sleep(0.01)
     reward.leave()
     while attempts < 8:
         await asyncio.sleep(0.01)
-    assert (await buffer.stats()).num_pending == 1
+    assert (await buffer.stats.read()).num_pending == 1
     reward.refusal = lambda items: None
     reward.come_back()
     await run_until_settled(buffer)
-    assert (await buffer.stats()).num_scored == 1
+    assert (await buffer.stats.read()).num_scored == 1
 
 
 async def test_the_task_ends_although_the_reward_service_does_not_answer(
     buffer: Buffer,
     reward: RewardServer,  # noqa: F811
 ) -> None:
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
     reward.gate.clear()
     while not reward.requests:
         await asyncio.sleep(0.01)
-    await buffer.scorer.stop()
+    await buffer.scoring.worker.stop()
     assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "scorer"] == []
     assert not reward.gate.is_set()
 
@@ -245,8 +246,8 @@ async def test_a_slow_answer_is_waited_for_as_long_as_the_reward_service_may_tak
 
     recipe = make_recipe(reward={"item_timeout_s": 1.0, "request_timeout_s": 300.0})
     context = dataclasses.replace(buffer.context, recipe=recipe)
-    link = reward_link.RewardLink(context, Components(context))
-    with pytest.raises(reward_link.RewardAwayError):
+    link = reward_service.RewardConnection(context, Components(context))
+    with pytest.raises(reward_service.RewardUnavailableError):
         await link.ask(away)
     assert link.wait is not None
     assert link.wait.deadline_in_s > 300
@@ -260,26 +261,26 @@ async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_j
 ) -> None:
     earlier = await copy_of(buffer.context.redis)
     reward.gate.clear()
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=2.0)) for _ in range(12)])
-    await buffer.rescoring.start(RescoreRequest())
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=2.0)) for _ in range(12)])
+    await buffer.scoring.rescore_jobs.start(RescoreRequest())
     while not reward.requests:
         await asyncio.sleep(0.01)
     last = buffer.view.index.position
-    for _ in range(postponed.NUM_TRIES - 1):
-        assert not buffer.scorer._scoring.postponed.note(last, "unreachable: it is away")
-    for _ in range(refusals.NUM_TRIES - 1):
-        assert not buffer.scorer._scoring.refusals.note(last, is_alone=False)
+    for _ in range(retries.MAX_TRIES - 1):
+        assert not buffer.scoring.worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
+    for _ in range(retries.DEAD_LETTER_TRIES - 1):
+        assert not buffer.scoring.worker._scorer.dead_letters.record_failure(last, is_unproven=False)
     await go_back(buffer.context.redis, earlier)
-    await buffer.accept_loss("operator", None)
+    await buffer.recovery.accept("operator", None)
     others = [make_rollout(reward=1.0) for _ in range(12)]
-    await buffer.rollouts.push([encode_rollout(rollout) for rollout in others])
-    assert not buffer.scorer._scoring.postponed.note(last, "unreachable: it is away")
-    assert not buffer.scorer._scoring.refusals.note(last, is_alone=False)
+    await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in others])
+    assert not buffer.scoring.worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
+    assert not buffer.scoring.worker._scorer.dead_letters.record_failure(last, is_unproven=False)
     reward.gate.set()
     with pytest.raises(NotFoundError):
-        await buffer.rescoring.info()
-    await buffer.rollouts.push([encode_rollout(make_rollout(reward=None))])
-    while (await buffer.stats()).num_pending:  # the scorer goes on, with no job
+        await buffer.scoring.rescore_jobs.info()
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
+    while (await buffer.stats.read()).num_pending:  # the scorer goes on, with no job
         await asyncio.sleep(0.01)
     payloads = await buffer.context.redis.hmget(
         buffer.context.keys.payloads, [rollout.rollout_id for rollout in others]
@@ -294,18 +295,18 @@ async def test_a_score_of_a_lost_rollout_is_not_that_of_the_one_in_its_place(
     earlier = await copy_of(buffer.context.redis)
     lost, other = make_rollout(reward=None), make_rollout(reward=1.0)
     reward.gate.clear()
-    await buffer.rollouts.push([encode_rollout(lost)])
+    await buffer.rollouts.writer.push([encode_rollout(lost)])
     while not reward.requests:
         await asyncio.sleep(0.01)
     await go_back(buffer.context.redis, earlier)
-    await buffer.accept_loss("operator", None)
-    await buffer.rollouts.push([encode_rollout(other)])
-    await buffer.rollouts.push([encode_rollout(lost)])  # once more, and at another position
+    await buffer.recovery.accept("operator", None)
+    await buffer.rollouts.writer.push([encode_rollout(other)])
+    await buffer.rollouts.writer.push([encode_rollout(lost)])  # once more, and at another position
     reward.gate.set()
     async with asyncio.timeout(30):
-        while (await buffer.stats()).num_pending:
+        while (await buffer.stats.read()).num_pending:
             await asyncio.sleep(0.01)
-    index = await buffer.view.level()
+    index = await buffer.view.catch_up()
     rows = index.live_rows()
     assert index.rollout_ids(rows) == [other.rollout_id, lost.rollout_id]
     assert index.column("reward", rows).tolist() == [1.0, 10.0]

@@ -26,8 +26,8 @@ from tba.api import (
 from tba.clients import BufferClient
 from tba.config import parse_live
 from tba.errors import BadRequestError, ConfigError, ConflictError, FencedError, UnauthorizedError
-from tba.local.ledger import batch_entries
 from tba.versions import PolicyVersion
+from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.leasing import lease, request_eval
@@ -338,7 +338,7 @@ def test_a_buffer_with_a_recipe_that_its_live_settings_do_not_go_with_does_not_s
     serve_buffer: ServeBuffer,  # noqa: F811
     redis: RedisProcess,  # noqa: F811
 ) -> None:
-    from tba_buffer.buffer import check_redis
+    from tba_buffer.service import check_redis
 
     first = serve_buffer(objective={"preset": "grpo", "beta": 0.0})
     change(first.client(), learning_rate=1e-3, beta=0.0)

@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_buffer.base import BaseWriter
-from tba_buffer.buffer import Buffer
-from tba_buffer.log import Evicted, Mark, Rescored, RolloutsAdded, parse_entry
-from tba_buffer.reward_link import RewardLink
-from tba_buffer.scoring import Scored, Scoring
+from tba_buffer.index.log import Evicted, Publication, Rescored, RolloutsAdded, parse_entry
+from tba_buffer.index.replay import Compactor
+from tba_buffer.scoring.reward_service import RewardConnection
+from tba_buffer.scoring.rollout_scorer import RolloutScorer, ScoredRollout
+from tba_buffer.service import Buffer
+from tba_buffer.snapshots import format as writing
 from tba_buffer.snapshots import jobs
 from tba_buffer.snapshots import save as saving
-from tba_buffer.snapshots import writer as writing
-from tba_buffer.snapshots.reader import SnapshotReader, read_manifest
+from tba_buffer.snapshots.format import SnapshotReader, read_manifest
 from tba_buffer.snapshots.save import SnapshotSave
 
-from tba.api import LineageRequest, LoadRequest, MarkRequest
+from tba.api import LineageRequest, LoadRequest, VersionRequest
 from tba.errors import StoreUnavailableError, UnavailableError
 from tba.store import FileStore
 from tba.wire import decode_rollout, encode_rollout
-from tba.wire.snapshot import SnapshotSource
+from tba.wire.snapshot_manifest import SnapshotSource
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
 from tests.support.buffer_fixtures import redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -60,24 +60,24 @@ class World:
         self.pushed: dict[bytes, bytes] = {}
         self.rescored: list[dict[int, bytes]] = []
         self.over = asyncio.Event()
-        self.scoring = Scoring(
+        self.scorer = RolloutScorer(
             buffer.context,
-            catalog=buffer.catalog,
+            catalog=buffer.prompts.catalog,
             view=buffer.view,
-            link=RewardLink(buffer.context, buffer.components),
-            evictor=buffer.evictor,
+            reward=RewardConnection(buffer.context, buffer.run.components),
+            evictor=buffer.rollouts.evictor,
         )
 
     async def push(self, num: int) -> None:
         rollouts = [make_rollout(f"train-{self.random.randrange(8)}", reward=self.random.random()) for _ in range(num)]
         self.pushed |= {rollout.rollout_id: encode_rollout(rollout) for rollout in rollouts}
-        await self.buffer.rollouts.push([self.pushed[rollout.rollout_id] for rollout in rollouts])
+        await self.buffer.rollouts.writer.push([self.pushed[rollout.rollout_id] for rollout in rollouts])
 
     async def rescore(self, num: int) -> None:
         """Half of them get another reward, the others only another version of the same length with the same reward."""
         buffer, context = self.buffer, self.buffer.context
-        async with context.mutating:
-            index = await buffer.view.level()
+        async with context.mutation_lock:
+            index = await buffer.view.catch_up()
             rows = index.live_rows()
             rows = rows[self.random.sample(range(len(rows)), min(num, len(rows)))]
             payloads = await context.redis.hmget(context.keys.payloads, index.rollout_ids(rows))
@@ -86,10 +86,10 @@ class World:
                 before = decode_rollout(payload)
                 reward = before.reward if self.random.random() < 0.5 else self.random.random()
                 after = before.with_reward(reward or 0.0, f"addition-{self.random.randrange(9)}")
-                items.append(Scored(position, before, len(payload), after, encode_rollout(after)))
+                items.append(ScoredRollout(position, before, len(payload), after, encode_rollout(after)))
             changed = [item for item, payload in zip(items, payloads, strict=True) if item.payload != payload]
             if changed:
-                await self.scoring.store(changed)
+                await self.scorer.store(changed)
                 self.rescored.append({item.position: item.payload for item in changed})
 
     async def churn(self) -> None:
@@ -116,7 +116,7 @@ class World:
             elif isinstance(event, Rescored):
                 live |= {at: payload for at, payload in next(rescored).items() if at in live}
             else:
-                assert isinstance(event, Mark)
+                assert isinstance(event, Publication)
         return live
 
 
@@ -129,18 +129,18 @@ async def test_a_snapshot_is_what_was_live_at_its_position(
     monkeypatch.setattr(saving, "MAX_PASSES", 4)
     monkeypatch.setattr(saving, "READ_ROLLOUTS", 32)
     world, store = World(buffer, seed), SlowStore(tmp_path / "store")
-    await buffer.catalog.upload(make_prompts(8, 2))
+    await buffer.prompts.catalog.upload(make_prompts(8, 2))
     await world.push(CAP // 2)
     churning = asyncio.create_task(world.churn())
-    before = (await buffer.view.level()).position
-    save = SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE)
+    before = (await buffer.view.catch_up()).position
+    save = SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE)
     manifest = await save.run()
     world.over.set()
     await churning
 
     assert manifest.log_position > before
     assert sum(1 for rescored in world.rescored if rescored) > 10
-    assert (await buffer.stats()).evicted["max_rollouts"] > 0
+    assert (await buffer.stats.read()).evicted["max_rollouts"] > 0
     assert len(manifest.rollouts) > 5
     assert save.writer.num_written > manifest.num_rollouts, "something was written in vain, or twice"
     found, _ = await read_manifest(store, SOURCE)
@@ -152,7 +152,9 @@ async def test_a_snapshot_is_what_was_live_at_its_position(
     assert snapshot.keys() == expected.keys()
     assert snapshot == expected
     assert manifest.num_scored == len(snapshot)
-    assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [buffer.catalog.ids]
+    assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [
+        buffer.prompts.catalog.ids
+    ]
 
 
 class EvictingStore(FileStore):
@@ -169,7 +171,7 @@ class EvictingStore(FileStore):
         super().put(key, data, create_only=create_only)
 
     async def _push(self) -> None:
-        async with asyncio.timeout(60), self._buffer.context.mutating:  # the upkeep may have it, for a moment
+        async with asyncio.timeout(60), self._buffer.context.mutation_lock:  # the upkeep may have it, for a moment
             pass
         await self._world.push(10)
         self.num_pushes += 1
@@ -181,10 +183,10 @@ async def test_a_push_that_must_evict_does_not_wait_for_the_store(
     monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
     monkeypatch.setattr(saving, "MAX_PASSES", 2)
     world = World(buffer, 0)
-    await buffer.catalog.upload(make_prompts(8))
+    await buffer.prompts.catalog.upload(make_prompts(8))
     await world.push(CAP)
     store = EvictingStore(tmp_path / "store", world, buffer)
-    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
     assert store.num_pushes > CAP // 10
     assert manifest.num_scored == CAP
     reader = SnapshotReader(store, manifest)
@@ -199,17 +201,17 @@ async def test_a_rest_that_does_not_fit_into_memory_fails_the_save(
     monkeypatch.setattr(saving, "LITTLE_BYTES", 100)
     monkeypatch.setattr(saving, "HELD_BYTES", 200)
     world = World(buffer, 0)
-    await buffer.catalog.upload(make_prompts(8))
+    await buffer.prompts.catalog.upload(make_prompts(8))
     await world.push(50)
     store = EvictingStore(tmp_path / "store", world, buffer)
     with pytest.raises(UnavailableError, match="rollouts arrive faster"):
-        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+        await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
     assert store.num_pushes == saving.MAX_PASSES
     assert store.size_bytes(SOURCE.manifest_key) is None
 
 
 class CuttingStore(FileStore):
-    """While the first object is written, rollouts are pushed, and a new base replaces the log."""
+    """While the first object is written, rollouts are pushed, and a new checkpoint replaces the log."""
 
     def __init__(self, folder: Path, buffer: Buffer, world: World) -> None:
         super().__init__(folder)
@@ -224,7 +226,7 @@ class CuttingStore(FileStore):
 
     async def _cut(self) -> None:
         await self._world.push(30)
-        await BaseWriter(self._buffer.context, min_tail=0).keep_up(await self._buffer.view.level())
+        await Compactor(self._buffer.context, min_tail=0).keep_up(await self._buffer.view.catch_up())
 
 
 async def test_a_log_that_was_cut_meanwhile_fails_the_save(
@@ -234,32 +236,32 @@ async def test_a_log_that_was_cut_meanwhile_fails_the_save(
     monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
     world = World(buffer, 0)
     store = CuttingStore(tmp_path / "store", buffer, world)
-    await buffer.catalog.upload(make_prompts(8))
+    await buffer.prompts.catalog.upload(make_prompts(8))
     await world.push(20)
     with pytest.raises(UnavailableError, match="the log was cut"):
-        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+        await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
     assert store.size_bytes(SOURCE.manifest_key) is None
 
 
 async def test_another_buffer_process_makes_the_save_fail(buffer: Buffer, tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
-    await buffer.catalog.upload(make_prompts(8))
+    await buffer.prompts.catalog.upload(make_prompts(8))
     await World(buffer, 0).push(20)
-    await buffer.context.redis.incr(buffer.context.keys.replica)
+    await buffer.context.redis.incr(buffer.context.keys.epoch)
     with pytest.raises(UnavailableError, match="newer buffer process"):
-        await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+        await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
     assert store.size_bytes(SOURCE.manifest_key) is None
 
 
 async def test_marks_and_lineages_are_saved(buffer: Buffer, tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
-    await buffer.catalog.upload(make_prompts(8))
-    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.prompts.catalog.upload(make_prompts(8))
+    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     positions = []
     for step in range(30):
-        positions.append(await buffer.lineages.mark(MarkRequest(version=f"1-{step}", token=lineage.token)))
+        positions.append(await buffer.run.lineages.publish(VersionRequest(version=f"1-{step}", token=lineage.token)))
         await World(buffer, step).push(1)
-    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
+    manifest = await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SOURCE).run()
     assert [(mark.position, mark.version) for mark in manifest.marks] == [
         (position, f"1-{step}") for step, position in enumerate(positions)
     ]
@@ -287,22 +289,22 @@ async def test_a_load_waits_for_a_store_that_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jobs, "RETRY_S", 0.01)
-    await buffer.catalog.upload(make_prompts(8))
+    await buffer.prompts.catalog.upload(make_prompts(8))
     await World(buffer, 0).push(50)
-    await SnapshotSave(buffer.context, buffer.view, buffer.catalog, FileStore(tmp_path / "store"), SOURCE).run()
+    await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, FileStore(tmp_path / "store"), SOURCE).run()
     other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
     await other.start()
     store = AwayStore(tmp_path / "store")
-    other.snapshots._opened = store
-    await other.snapshots.load(LoadRequest(source=str(SOURCE)))
+    other.rollouts.snapshots._opened = store
+    await other.rollouts.snapshots.load(LoadRequest(source=str(SOURCE)))
     while store.num_failures < 3:
         with pytest.raises(UnavailableError, match="test/busy is being loaded"):
-            await other.snapshots.check_may_train()
+            await other.rollouts.snapshots.check_may_train()
         await asyncio.sleep(0.01)
     store.is_away = False
-    while (origin := await other.snapshots.origin()) is not None and origin.state == "loading":
+    while (origin := await other.rollouts.snapshots.origin()) is not None and origin.state == "loading":
         await asyncio.sleep(0.01)
     assert origin is not None
     assert (origin.state, origin.num_loaded) == ("complete", 50)
-    await other.snapshots.check_may_train()
+    await other.rollouts.snapshots.check_may_train()
     await other.stop()

@@ -13,7 +13,7 @@ from tba.clients import BufferClient
 from tba.errors import UnavailableError
 from tba.store import ObjectStore, open_store
 from tba.wire import encode_rollout
-from tba.wire.snapshot import SnapshotSource, decode_snapshot_manifest
+from tba.wire.snapshot_manifest import SnapshotSource, decode_snapshot_manifest
 from tests.support.buffer import (
     BufferProcess,
     Stack,

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.api import LineageRequest, LoadRequest, MarkRequest, OriginInfo, SnapshotInfo
-from tba.cli.main import main
+from tba.api import LineageRequest, LoadRequest, OriginInfo, SnapshotInfo, VersionRequest
 from tba.clients import BufferClient
 from tba.config.sections import RunSection
 from tba.errors import ConflictError, NotFoundError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout, encode_rollout
-from tba.wire.snapshot import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
+from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
+from tba_cli.main import main
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -102,7 +102,7 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     old.upload_prompts(make_prompts(6, 2))
     lineage = start_lineage(old)
     old.push(make_payloads(["train-0", "train-1"]))
-    old.mark(MarkRequest(version="1-0", token=lineage.token))
+    old.announce_version(VersionRequest(version="1-0", token=lineage.token))
     made_by = PolicyVersion(1, 0)
     pending = encode_rollout(make_rollout("train-2", reward=None, version=made_by))
     old.push([*make_payloads(["train-2"], version=made_by), pending])
@@ -135,7 +135,7 @@ def fill(client: BufferClient) -> list[list[bytes]]:
     for step in range(3):
         version = PolicyVersion(1, step) if step else PolicyVersion(0, 0)
         if step:
-            client.mark(MarkRequest(version=str(version), token=lineage.token))
+            client.announce_version(VersionRequest(version=str(version), token=lineage.token))
         rollouts = [make_rollout(f"train-{step}", reward=float(i), version=version) for i in range(4)]
         client.push([encode_rollout(rollout) for rollout in rollouts])
         groups.append([rollout.rollout_id for rollout in rollouts])
@@ -160,11 +160,11 @@ def test_a_fork_takes_what_arrived_before_the_mark_of_its_version(
         new.new_lineage(LineageRequest(trainer_id="t", parent="1-3"))
     lineage = new.new_lineage(LineageRequest(trainer_id="t", parent="1-2"))
     assert lineage.lineage == 2
-    own_name = MarkRequest(version="1-2", token=lineage.token)
-    position = new.mark(own_name)  # the snapshot ends before the mark of it
+    own_name = VersionRequest(version="1-2", token=lineage.token)
+    position = new.announce_version(own_name)  # the snapshot ends before the mark of it
     assert log_of(redis, "fork")[-1] == "1 2"
-    new.mark(MarkRequest(version="2-2", token=lineage.token))
-    assert (new.mark(own_name), new.run().latest_version) == (position, "2-2")
+    new.announce_version(VersionRequest(version="2-2", token=lineage.token))
+    assert (new.announce_version(own_name), new.run().latest_version) == (position, "2-2")
     assert (new.run().parents, new.run().step) == ({1: "0-0", 2: "1-2"}, 2)
     old_rollout = encode_rollout(make_rollout("train-3", run="fork", version=PolicyVersion(1, 2)))
     assert new.push([old_rollout]).outcomes[0].outcome == "new"
@@ -177,7 +177,7 @@ def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, st
     new = serve_buffer(**sections(store, "fork")).client()
     origin = loaded(new, "test/all", "1-7")
     assert origin.state == "failed"
-    assert "no mark of version 1-7" in (origin.reason or "")
+    assert "no publication of version 1-7" in (origin.reason or "")
     with pytest.raises(ConflictError, match="could not be loaded"):
         new.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
     assert loaded(new, "test/all", "1-2").state == "complete"

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tba_reward.metrics import Metrics as RewardMetrics
 
-from tba.api import AckRequest, BatchRequest, LeaseRequest, MarkRequest, Stats
+from tba.api import AckRequest, BatchRequest, LeaseRequest, Stats, VersionRequest
 from tba.versions import PolicyVersion
 from tba.wire import Heartbeat, Wait, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
@@ -89,7 +89,7 @@ def test_versions_and_ages_follow_the_rollouts_and_the_trainer(serve_buffer: Ser
     assert stored is not None
     assert stored.by_version == {"1-9": 1, "1-5": 2, "1-0": 1}
     assert stored.by_policy_age == {"0": 4}  # the trainer stands at step 0: nothing is old yet
-    client.mark(MarkRequest(version="1-5", token=lineage.token))
+    client.announce_version(VersionRequest(version="1-5", token=lineage.token))
     second = start_lineage(client, PolicyVersion(1, 5))
     assert second.lineage == 2
     stored = client.stats().stored
@@ -109,7 +109,7 @@ def test_a_restart_changes_no_count(serve_buffer: ServeBuffer) -> None:  # noqa:
 
     def of_the_run(metrics: dict[tuple[str, Labels], float]) -> dict[tuple[str, Labels], float]:
         own = ["tba_request", "tba_buffer_index", "tba_waits", "tba_component_"]  # of the process, or of the moment
-        own += ["tba_event_streams", "tba_connections", "tba_unauthorized"]
+        own += ["tba_event_streams", "tba_unauthorized"]
         return {key: number for key, number in metrics.items() if not key[0].startswith(tuple(own))}
 
     assert of_the_run(metrics_after) == of_the_run(metrics_before)
@@ -139,7 +139,7 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:  # noqa:
     assert value(metrics, "tba_policy_age_steps_bucket", le="1.0") == 32
     assert value(metrics, "tba_policy_age_steps_count") == 48
     assert value(metrics, "tba_policy_age_steps_sum") == 48
-    assert value(metrics, "tba_redis_keeps_promise") == 1
+    assert value(metrics, "tba_redis_durable") == 1
     assert value(metrics, "tba_requests_total", operation="push", status="200") == 4
     assert value(metrics, "tba_request_seconds_count", operation="draw_batch") == 3
     assert value(metrics, "tba_requests_in_flight", operation="lease") == 0
@@ -152,9 +152,9 @@ def test_the_detail_of_a_large_buffer_is_kept_until_it_is_due(
     every_s: float,
     described: int,
 ) -> None:
-    monkeypatch.setattr("tba_buffer.stats.ALWAYS_FRESH_ROLLOUTS", 4)
-    monkeypatch.setattr("tba_buffer.stats.DETAIL_EVERY_S", every_s)
-    monkeypatch.setattr("tba_buffer.stats.DETAIL_SHARE", 1e9)
+    monkeypatch.setattr("tba_buffer.monitoring.stats.ALWAYS_FRESH_ROLLOUTS", 4)
+    monkeypatch.setattr("tba_buffer.monitoring.stats.DETAIL_EVERY_S", every_s)
+    monkeypatch.setattr("tba_buffer.monitoring.stats.DETAIL_SHARE", 1e9)
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1))
     client.push(make_payloads(["train-0"], per_prompt=8))
@@ -174,7 +174,7 @@ def test_metrics_are_served_while_redis_is_away(serve_buffer: ServeBuffer, redis
     finally:
         redis.start()
     assert value(after, "tba_trained_rollouts_total") == value(before, "tba_trained_rollouts_total") == 48
-    assert (value(before, "tba_redis_keeps_promise"), value(after, "tba_redis_keeps_promise")) == (1, 0)
+    assert (value(before, "tba_redis_durable"), value(after, "tba_redis_durable")) == (1, 0)
 
 
 def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:  # noqa: F811

@@ -11,10 +11,10 @@ from redis import Redis
 from tba_buffer.snapshots.load import OriginDocument
 
 from tba.api import AckRequest, BatchRequest, LineageReply
-from tba.cli.ledger import EXIT_VIOLATION, check_command
-from tba.cli.parser import build_parser
 from tba.clients import BufferClient
 from tba.versions import PolicyVersion
+from tba_cli.commands.report import EXIT_VIOLATION, check_command
+from tba_cli.parser import build_parser
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -48,8 +48,8 @@ def check(buffer: BufferThread) -> int:
 def test_a_resumed_run_keeps_the_promise(resumed: BufferThread, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(resumed) == 0
     assert capsys.readouterr().out == (
-        "ledger of 'test': every step of the living lineage exactly once "
-        "(7 steps, 9 batches, 2 of them abandoned, 0 skipped, trainer starts: 2, living lineage 2)\n"
+        "ledger of 'test': every step of the active lineage exactly once "
+        "(7 steps, 9 batches, 2 of them abandoned, 0 skipped, trainer starts: 2, active lineage 2)\n"
     )
 
 
@@ -93,7 +93,7 @@ def test_the_lineages_of_the_run_that_was_forked_have_no_lines(
         connection.ltrim(LEDGER, 6, -1)
         connection.hset("tba:test:run", mapping={"origin": msgspec.json.encode(origin), "origin_cursor": 0})
     assert check(resumed) == 0
-    assert "trainer starts: 1, living lineage 2, forked from 1-3 of another run)" in capsys.readouterr().out
+    assert "trainer starts: 1, active lineage 2, forked from 1-3 of another run)" in capsys.readouterr().out
 
 
 def test_a_long_ledger_is_read_in_pages(

@@ -27,7 +27,7 @@ from tba.errors import (
     UnauthorizedError,
     UnavailableError,
 )
-from tba.service.problems import TYPE_PREFIX
+from tba.server.problems import TYPE_PREFIX
 
 Answer = tuple[int, Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import tempfile
 from collections.abc import Callable
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tba.cli.main import main
 from tba.clients import RewardClient
-from tba.local import evaluating
-from tba.local.ports import PortRequest, choose_ports
+from tba_cli.local import evaluate
+from tba_cli.main import main
+from tba_cli.ports import PortRequest, choose_ports
 from tests.support.tiny_model import make_tiny_model
 
 GRADERS = """
@@ -45,7 +46,7 @@ def rows(task: str = "mine") -> list[dict[str, Any]]:
 def check(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
     """Write recipe and prompts, run the command; (exit code, output)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "graders.py").write_text(GRADERS)
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows())))
 
@@ -72,7 +73,7 @@ def failures(out: str) -> list[str]:
     """What was found wrong, each with its remedy."""
     lines = out.splitlines()
     found = [at for at, line in enumerate(lines) if line.startswith("FAIL ")]
-    assert all(lines[at + 1].startswith("     mend: ") for at in found)
+    assert all(lines[at + 1].startswith("     fix: ") for at in found)
     return [lines[at] + lines[at + 1] for at in found]
 
 
@@ -138,14 +139,14 @@ def test_a_scorer_that_does_not_come_up_in_time_is_quoted(
             await asyncio.sleep(0.1)
         raise TimeoutError
 
-    monkeypatch.setattr(evaluating, "wait_for_reward", not_in_time)
+    monkeypatch.setattr(evaluate, "wait_for_reward", not_in_time)
     code, out = check(function="slow:same", model={"path": "nowhere"})
     assert code == 1
     (line,) = [line for line in failures(out) if line.startswith("FAIL scorer: ")]
     assert "was not ready within 120 s (local.start_timeout_s); its log ends with: " in line
     assert "waiting for card 7" in line
     assert str(tmp_path) not in line
-    assert line.endswith("mend: mend what the scorers wait for, or raise local.start_timeout_s")
+    assert line.endswith("fix: fix what the scorers wait for, or raise local.start_timeout_s")
 
 
 def test_a_local_run_that_listens_beyond_loopback_is_looked_at_as_one(check: Check) -> None:

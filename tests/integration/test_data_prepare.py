@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     import torch
     from safetensors.torch import load_file
-    from tba_trainer.tiny.__main__ import make
+
+    from tba_cli.starter_models.tiny import make
 
     place = tmp_path_factory.mktemp("hub")
     make("gsm8k_data", place / "data", seed=0)
@@ -80,7 +81,7 @@ def prepare(
         "HF_HUB_OFFLINE": offline,
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tba.cli.main", *words, "recipe.json"]
+    command = [sys.executable, "-m", "tba_cli.main", *words, "recipe.json"]
     done = subprocess.run(
         command,
         cwd=place,
@@ -134,7 +135,7 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message
 
 
 def test_doctor_asks_the_hub_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:
-    words, num_sent = ("doctor", "--for", "trainer", "--probe", "hub", "--config"), len(hub.downloads)
+    words, num_sent = ("doctor", "--for", "trainer", "--check", "hub", "--config"), len(hub.downloads)
     code, output = prepare(tmp_path, hub.url, [{**WHOLE, "hub": "org/gated"}], words=words)
     assert (code, "FAIL hub: model org/gated is behind a licence" in output) == (1, True), output
     code, output = prepare(tmp_path, hub.url, [WHOLE], words=words)
@@ -144,8 +145,8 @@ def test_doctor_asks_the_hub_before_anything_is_fetched(tmp_path: Path, hub: Hub
     assert (code, "-    hub: models/whole is not here" in output) == (0, True), output
     (tmp_path / "models" / "whole").mkdir(parents=True)
     assert "hub:" not in prepare(tmp_path, hub.url, [WHOLE], words=words)[1]
-    code, output = prepare(tmp_path, hub.url, [WHOLE], words=("doctor", "--probe", "hup", "--config"))
-    assert (code, "error: --probe hup is not known; there are releases, gpu" in output) == (2, True), output
+    code, output = prepare(tmp_path, hub.url, [WHOLE], words=("doctor", "--check", "hup", "--config"))
+    assert (code, "error: --check hup is not known; there are releases, gpu" in output) == (2, True), output
 
 
 def test_without_a_network_it_says_so(tmp_path):
@@ -155,13 +156,13 @@ def test_without_a_network_it_says_so(tmp_path):
 
 
 def test_what_cannot_be_fetched_says_what_to_do(tmp_path):
-    code, output = prepare(tmp_path, "http://127.0.0.1:9", [{"path": "m", "kind": "model", "by_hand": "ask Ana"}])
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [{"path": "m", "kind": "model", "manual": "ask Ana"}])
     assert (code, "error: m (model) cannot be fetched: ask Ana" in output) == (2, True), output
 
 
 def test_weights_that_were_cut_short_are_found(tmp_path):
-    from tba_trainer.model_files import check
-    from tba_trainer.tiny.__main__ import make
+    from tba_cli.starter_models.convert import check
+    from tba_cli.starter_models.tiny import make
 
     make("llama_chat", tmp_path / "m", seed=0)
     found = check(tmp_path / "m", ["4", "4 apples and 4 cats"])
@@ -170,7 +171,7 @@ def test_weights_that_were_cut_short_are_found(tmp_path):
     assert 0 < short < long
     weights = tmp_path / "m" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="is cut short or no safetensors file"):
+    with pytest.raises(ConfigError, match="is cut short or not a safetensors file"):
         check(tmp_path / "m", [])
     (tmp_path / "m" / "model.safetensors.index.json").write_text('{"weight')
     with pytest.raises(ConfigError, match=r"model.safetensors.index.json is damaged"):

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tba.cli.main import main
 from tba.evaluation.report import load_report
-from tba.local.run_folder import RunFolder
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
+from tba_cli.main import main
+from tba_cli.run_folder import RunFolder
 from tests.support.exporting import BEST, make_facts, published
 from tests.support.history_values import history
 from tests.support.reward_server import Item, RewardServer
@@ -177,7 +177,7 @@ def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
         (["nobody"], "neither a recipe (.toml or .json) nor a run"),
         (["demo", "--model", "runs"], "holds no model"),
         (["runs/demo/recipe.json", "--version", "1-4"], "names a version of a run"),
-        (["demo", "--out", "models"], "is no folder of an evaluation"),
+        (["demo", "--out", "models"], "is not the folder of an evaluation"),
         (["demo", "--out", "runs/demo"], "is the folder of a run"),
         (["demo", "--reward-url", "http://127.0.0.1:1"], "does not answer"),
         (["demo", "--set", 'eval.published.tasks=["magic"]', "--set", "eval.published.references=[]"], "'magic'"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tba_searcher.evaluation.answers import Answer, Answers
+from tba_searcher.evaluation.completions import Answer, Answers
 from tba_searcher.evaluation.scores import REQUEST_ITEMS, Score, score_all
 
 from tba.api import Prompt
@@ -46,7 +46,7 @@ def recipe_for(server: RewardServer, **published: Any) -> Recipe:
 
 
 def ask(recipe: Recipe, answers: Answers) -> dict[tuple[str, str], Score]:
-    return score_all(recipe, answers, say=lambda text: None)
+    return score_all(recipe, answers, on_progress=lambda text: None)
 
 
 def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, answers: Answers) -> None:

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_trainer.export import upload_export
+from tba_trainer.checkpoints.export import upload_export
 from tba_trainer.run import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.api import RunInfo
-from tba.cli.main import main
 from tba.config import Recipe
 from tba.errors import DigestError
-from tba.export import write_export
-from tba.local.run_folder import RunFolder
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
+from tba.weights.export import write_export
+from tba_cli.main import main
+from tba_cli.run_folder import RunFolder
 from tests.support.exporting import BEST, make_facts, published, transformers_greedy
 from tests.support.history_values import history
 from tests.support.tiny_model import make_tiny_model

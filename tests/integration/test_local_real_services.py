@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from redis import AuthenticationError, Redis
-from tba_buffer.keys import Keys
+from tba_buffer.storage.keys import Keys
 
 from tba.clients import BufferClient, RewardClient
 from tba.errors import UnauthorizedError
-from tba.local.ports import PortRequest, choose_ports
 from tba.tokens import client_token
 from tba.wire import encode_rollout
+from tba_cli.ports import PortRequest, choose_ports
 from tests.support.local_workplace import DEADLINE_S, FAKES, ROOT, Workplace, wait_until
 from tests.support.secrets_seen import SEEN, tokens_seen
 from tests.support.trainer_values import make_rollout
@@ -167,7 +167,7 @@ def test_a_start_over_a_loss_says_at_once_how_to_accept_it(tmp_path: Path) -> No
 
         resumed = place.start("--resume", "--set", "local.start_timeout_s=120", FAKE_TRAINER="no-steps")
         assert resumed.stdout is not None
-        line = next(line for line in resumed.stdout if line.startswith("to go on without what is lost"))
+        line = next(line for line in resumed.stdout if line.startswith("to continue without what is lost"))
         accepted = subprocess.run(
             line.partition(" in another terminal: ")[2],
             shell=True,
@@ -219,7 +219,7 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_go_on(tmp_path, how):
         why = "stopped by Ctrl-C or a signal" if how == "stopped" else "killed, or the machine went down"
         assert first.startswith("run 'demo' is over since 2")
         assert why in first
-        assert second == "  go on with: tba run runs/demo/recipe.json --resume"
+        assert second == "  resume with: tba run runs/demo/recipe.json --resume"
         assert third.startswith("  its last state: run 'demo': ")
         assert any("3 stored" in line for line in others)
         assert not any("SILENT" in line or "waits for" in line for line in others)

@@ -52,7 +52,7 @@ def command_of(pid: int) -> str:
 def last_words(text: str) -> list[str]:
     """The arguments of the command with which an error ends."""
     words = shlex.split(text.rpartition(": ")[2])
-    assert words[:3] == [sys.executable, "-m", "tba.cli.main"]
+    assert words[:3] == [sys.executable, "-m", "tba_cli.main"]
     return words[3:]
 
 
@@ -273,7 +273,7 @@ def test_a_searcher_that_keeps_dying_is_restarted_and_then_left_out(place):
     assert started.returncode == 0, err
     assert "searcher-0 died (exit code 7)" in out
     assert "starting it again (1 of 1 restarts)" in out
-    assert "the run goes on with 1" in out
+    assert "the run continues with 1" in out
     assert place.log("searcher-0").count("nice") == 2
 
 
@@ -358,7 +358,7 @@ def test_commands_find_the_running_run(place):
     assert "running" in place.tba("resume", "--run-dir", str(place.folder)).stdout
     check = place.tba("ledger", "check")
     assert check.returncode == 0
-    assert "every step of the living lineage exactly once (2 steps, 2 batches, 0 of them abandoned" in check.stdout
+    assert "every step of the active lineage exactly once (2 steps, 2 batches, 0 of them abandoned" in check.stdout
     upload = place.tba("prompts", "upload", "prompts.jsonl")
     assert upload.stdout.startswith("0 new and 2 known prompts")
     assert "stopping" in place.tba("stop").stdout

@@ -84,7 +84,7 @@ def test_searchers_are_started_and_stopped_while_the_run_goes_on_and_after_a_res
     out, err = started.communicate(timeout=DEADLINE_S)
     assert (started.returncode, err) == (130, "")
     assert out.count("starting it again") == 1
-    for line in ("searchers: 2 -> 4", "searchers: 4 -> 1", "the run goes on with 1", "searchers: 2 -> 3"):
+    for line in ("searchers: 2 -> 4", "searchers: 4 -> 1", "the run continues with 1", "searchers: 2 -> 3"):
         assert line in out
     assert place.children() == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba.errors import ConfigError
-from tba.local.prepare import run_program
+from tba_cli.programs import run_program
 from tests.support.waiting import until
 
 SLEEPER = """
@@ -22,15 +22,15 @@ time.sleep(3600)
 """
 PARENT = """
 import pathlib, sys
-from tba.local import prepare
-class Told(prepare.Guard):
+from tba_cli import programs
+class Told(programs.OrphanReaper):
     def add(self, pid):
         super().add(pid)
         pathlib.Path(sys.argv[1]).with_suffix(".told").touch()
-prepare.Guard = Told
-prepare.run_program("sleeper", sys.argv[1:])
+programs.OrphanReaper = Told
+programs.run_program("sleeper", sys.argv[1:])
 """
-"""Says when the guard has been told: a kill before that leaves the program alone."""
+"""Says when the reaper has been told: a kill before that leaves the program alone."""
 TALKER = "import sys; print('out', sys.argv[1]); sys.exit('error: it went wrong' if sys.argv[1] == 'bad' else 0)"
 
 
@@ -50,7 +50,7 @@ def test_a_program_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     )
     try:
         until("the program runs", pid_path.exists)
-        until("the guard knows it", pid_path.with_suffix(".told").exists)
+        until("the reaper knows it", pid_path.with_suffix(".told").exists)
         pid = int(pid_path.read_text())
         assert not is_gone(pid)
     finally:

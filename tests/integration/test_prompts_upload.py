@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tba.api import LeaseRequest
-from tba.cli.main import main
+from tba_cli.main import main
 from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 

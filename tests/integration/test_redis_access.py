@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from redis import Redis as Client
-from tba_buffer.promise import Promise
+from tba_buffer.storage.durability import DurabilityCheck
 
+from tba.config.redis import redis_access
 from tba.errors import ConfigError
-from tba.redis_access import redis_access
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
 from tests.support.buffer_fixtures import BufferThread
 from tests.support.redis_process import DURABLE, RedisProcess, start_redis
@@ -54,13 +54,15 @@ def password_file(folder: Path, password: str = PASSWORD) -> str:
 
 
 @asynccontextmanager
-async def promise_of(url: str, *, tls: dict[str, Any] | None = None, **buffer: Any) -> AsyncIterator[Promise]:
+async def durability_of(
+    url: str, *, tls: dict[str, Any] | None = None, **buffer: Any
+) -> AsyncIterator[DurabilityCheck]:
     recipe = make_recipe(buffer={"redis_url": url, **buffer}, tls=tls or {})
-    promise = Promise(redis_access(recipe), "always")
+    durability = DurabilityCheck(redis_access(recipe), "always")
     try:
-        yield promise
+        yield durability
     finally:
-        await promise.aclose()
+        await durability.aclose()
 
 
 def test_rollouts_go_through_an_encrypted_redis_with_a_password(rediss: str, locked: None, tmp_path: Path) -> None:
@@ -77,33 +79,33 @@ def test_rollouts_go_through_an_encrypted_redis_with_a_password(rediss: str, loc
 
 async def test_a_changed_password_is_sent_by_new_connections(redis: RedisProcess, locked: None, tmp_path: Path) -> None:
     path = password_file(tmp_path)
-    async with promise_of(redis.url, redis_password_file=path) as promise:
-        await promise.check_at_start()
+    async with durability_of(redis.url, redis_password_file=path) as durability:
+        await durability.check_at_start()
         with Client(port=redis.port, password=PASSWORD) as admin:
             admin.config_set("requirepass", NEXT)
         password_file(tmp_path, NEXT)
-        await promise.redis.ping()  # connections stay
-        await promise.redis.connection_pool.disconnect()
-        await promise.check_at_start()
-        assert await promise.lines.run(("PING",)) == [b"PONG"]
+        await durability.redis.ping()  # connections stay
+        await durability.redis.connection_pool.disconnect()
+        await durability.check_at_start()
+        assert await durability.pool.run(("PING",)) == [b"PONG"]
 
 
 @pytest.mark.parametrize("kept", [None, "not the password"])
 async def test_a_wrong_password_is_said(redis: RedisProcess, locked: None, tmp_path: Path, kept: str | None) -> None:
     section: dict[str, Any] = {} if kept is None else {"redis_password_file": password_file(tmp_path, kept)}
-    async with promise_of(redis.url, **section) as promise:
+    async with durability_of(redis.url, **section) as durability:
         with pytest.raises(ConfigError, match=r"refuses the password .*; correct buffer.redis_password_file") as raised:
-            await promise.check_at_start()
+            await durability.check_at_start()
     assert "not the password" not in str(raised.value)
 
 
 @pytest.mark.parametrize("tls", [None, {"ca_file": str(TLS_FOLDER / "other.crt")}], ids=["system", "other"])
 async def test_a_redis_that_nobody_vouches_for_is_refused(rediss: str, tls: dict[str, str] | None) -> None:
-    async with promise_of(rediss, tls=tls) as promise:
+    async with durability_of(rediss, tls=tls) as durability:
         with pytest.raises(
             ConfigError, match=r"its certificate is not trusted: .*; tls.ca_file must hold its authority"
         ):
-            await promise.check_at_start()
+            await durability.check_at_start()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import uvloop
 from redis.exceptions import ConnectionError
-from tba_buffer.redis_link import connect, redis_errors
+from tba_buffer.storage.client import connect, redis_errors
 
+from tba.config.redis import redis_access
 from tba.errors import UnavailableError
-from tba.redis_access import redis_access
 from tests.support.buffer import make_recipe
 from tests.support.redis_process import RedisProcess, start_redis
 

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
-from tba_buffer.buffer import Buffer, check_redis
-from tba_buffer.keys import FORMAT, FORMAT_TEXT
+from tba_buffer.service import Buffer, check_redis
+from tba_buffer.storage.keys import FORMAT, FORMAT_TEXT
 
 from tba import __version__
 from tba.api import ACKNOWLEDGED_HEADER, AcceptLoss, RunCommand
-from tba.cli.main import main as tba
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba.versions import START
 from tba.wire import Heartbeat, encode_heartbeat
+from tba_cli.main import main as tba
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import BufferThread
 from tests.support.metrics import values
@@ -103,7 +103,7 @@ class World:
         status, body = readyz(self.buffer.url)
         assert (status, text in body) == (503, True)
         assert metric(self.buffer.url, "tba_redis_lost_data") == 1
-        assert metric(self.buffer.url, "tba_redis_keeps_promise") == 0
+        assert metric(self.buffer.url, "tba_redis_durable") == 0
 
     def accepted(self) -> None:
         """Pushes are acknowledged again, and nobody is told of a loss."""
@@ -398,7 +398,7 @@ async def test_a_start_over_a_loss_that_nobody_accepted_is_never_ready(world: Wo
 async def test_what_is_whole_again_is_read_anew_also_if_that_fails_once(world: World, monkeypatch: Any) -> None:
     buffer = Buffer(world.recipe, CollectorRegistry())
     await buffer.start()
-    redis, promise, tries = buffer.context.redis, buffer.context.promise, list[str]()
+    redis, durability, tries = buffer.context.redis, buffer.context.durability, list[str]()
     reread = buffer.view.reread
 
     async def fails_once() -> None:
@@ -410,15 +410,15 @@ async def test_what_is_whole_again_is_read_anew_also_if_that_fails_once(world: W
     try:
         number = await redis.hget("tba:test:counters", "acknowledged")
         await redis.hset("tba:test:counters", "acknowledged", 1)
-        await promise.check()
-        assert LOST in str(promise.broken)
+        await durability.check()
+        assert LOST in str(durability.broken)
         monkeypatch.setattr(buffer.view, "reread", fails_once)
         await redis.hset("tba:test:counters", "acknowledged", number)
         until_s = time.monotonic() + 30
-        while promise.broken is not None and time.monotonic() < until_s:
+        while durability.broken is not None and time.monotonic() < until_s:
             with suppress(UnavailableError):
-                await promise.check()
-        assert (promise.broken, len(tries)) == (None, 2)
+                await durability.check()
+        assert (durability.broken, len(tries)) == (None, 2)
     finally:
         await buffer.stop()
 
@@ -431,7 +431,7 @@ async def test_what_is_acknowledged_while_redis_is_asked_is_no_loss(world: World
 
     async def read_while_a_push_is_answered() -> Any:
         found = await read()
-        await losses.tell(losses.told + 1, losses.told, owner=0)
+        await losses.acknowledge(losses.acknowledged + 1, losses.acknowledged, owner=0)
         return found
 
     monkeypatch.setattr(losses, "_read", read_while_a_push_is_answered)

@@ -163,7 +163,7 @@ def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(worl
     until("it is refused", lambda: "is another one than was acknowledged" in (world.why_refused() or ""), deadline_s=60)
     until("not ready", lambda: readyz(world.buffer.url)[0] == 503)
     assert "tba buffer load" in readyz(world.buffer.url)[1]["detail"]
-    assert metric(world.buffer.url, "tba_redis_keeps_promise") == 0
+    assert metric(world.buffer.url, "tba_redis_durable") == 0
     assert world.client.run().state == "running"  # reading goes on
     assert aof(world.redis.folder).read_bytes()[: len(damaged)] == damaged, "somebody may yet mend it"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from tba.local.redis_server import START_SCRIPT
+from tba_cli.redis_server import START_SCRIPT
 from tests.support.redis_process import RedisProcess, redis_server_path, start_redis
 
 STORE = """

@@ -14,8 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tba.cli.main import main
 from tba.wire import encode_rollout
+from tba_cli.main import main
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, make_rollout, start_stack
 from tests.support.redis_process import free_port
 from tests.support.scored_buffer import stored_rollouts

@@ -1,4 +1,4 @@
-"""How answers are graded, over POST /v1/score of the real service: what foreign graders found, and its siblings."""
+"""Grading of answers over POST /v1/score of the real service: cases of foreign graders, and similar ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def graded(url: str, *items: tuple[str, Any], task: str = "math", **fields: Any) -> list[Graded]:
-    """The reward of each response to a gold answer, or the reason why there is none."""
+    """Return the reward of each response to a gold answer, or the reason why there is none."""
     body = [
         {"item_id": str(at), "task": task, "prompt": "", "response": response, "data": {"answer": gold}, **fields}
         for at, (response, gold) in enumerate(items)

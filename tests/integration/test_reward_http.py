@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from tba_reward import http_calls
-from tba_reward.http_calls import EndpointCalls
-from tba_reward.scorers import http
-from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, Tools
-from tba_reward.scorers.example import OK
+from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer
+from tba_reward.scorers import Tools, http
+from tba_reward.scorers.http import EndpointClient
 
 from tba.config.reward import HttpSpec
 from tba.errors import ConfigError
@@ -110,8 +108,8 @@ async def test_what_is_wrong_in_one_result_fails_that_item_alone(
     results = [b'{"item_id": "%d", "reward": %d}' % (number, number) for number in range(64)]
     results[7] = b'{"item_id": "7", %s}' % result
     body = b'{"results": [%s]}' % b", ".join(results)
-    calls = EndpointCalls("http://judge/v1/score", task="t", token=None, num_retries=0, max_connections=1)
-    monkeypatch.setattr(calls, "_post", lambda sent, deadline_s: http_calls._Answer(200, 0.0, body))
+    calls = EndpointClient("http://judge/v1/score", task="t", token=None, num_retries=0, max_connections=1)
+    monkeypatch.setattr(calls, "_post", lambda sent, deadline_s: http._Answer(200, 0.0, body))
     outcomes = calls.score([Item(prompt="p", response="r")] * 64, timeout_s=60.0)
     assert reason(outcomes[7]) == expected
     assert outcomes[:7] + outcomes[8:] == [float(number) for number in range(64) if number != 7]
@@ -231,7 +229,7 @@ async def test_the_version_holds_the_address_and_the_revision(server: RewardServ
 
 
 def test_a_deadline_that_has_passed_asks_nobody(server: RewardServer) -> None:
-    calls = EndpointCalls(f"{server.url}/v1/score", task="t", token=None, num_retries=0, max_connections=1)
+    calls = EndpointClient(f"{server.url}/v1/score", task="t", token=None, num_retries=0, max_connections=1)
     assert reason(calls.score([Item(prompt="", response="a")], timeout_s=-1.0)[0]) == "unreachable"
     assert server.requests == []
     calls.close()

@@ -1,4 +1,4 @@
-"""Kind `math` in real worker processes: what hangs costs its own deadline; wrong is 0, unknown is not."""
+"""Kind `math` in real worker processes: an item that hangs costs its own deadline; wrong is 0, unknown is not."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tba_reward.models.process import ModelPool
-from tba_reward.scorers.base import Failure, Item, Scorer, Tools
-from tba_reward.scorers.example import OK
-from tba_reward.tasks import build_scorer
-from tba_reward.workers.pool import WorkerPool
+from tba_reward.model_server.client import ModelPool
+from tba_reward.process_pool.pool import WorkerPool
+from tba_reward.scorer import OK, Failure, Item, Scorer
+from tba_reward.scorers import Tools, build_scorer
 
 from tba.config.reward import MathSpec
 

@@ -5,13 +5,13 @@ from statistics import fmean
 
 import pytest
 import torch
-from tba_reward.models.child.judge import Job
-from tba_reward.models.child.judges import load_judge
-from tba_reward.models.child.loading import digest_folder
-from tba_reward.models.messages import Ask
-from tba_reward.models.process import ModelPool
-from tba_reward.scorers import redteam, reward_model
-from tba_reward.scorers.base import Failure, Item, Tools
+from tba_reward.model_server.child.judges import load_judge
+from tba_reward.model_server.child.loading import digest_folder
+from tba_reward.model_server.child.server import TokenizedRequest
+from tba_reward.model_server.client import ModelPool
+from tba_reward.model_server.messages import ScoreRequest
+from tba_reward.scorer import Failure, Item
+from tba_reward.scorers import Tools, redteam, reward_model
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -83,7 +83,7 @@ def specs(folders):
 
 @pytest.fixture(scope="module")
 async def scorers(specs, tools):
-    """Those that run in processes of their own here, started together."""
+    """Scorers in model processes, started together."""
     built = {name: reward_model.build(specs[name], tools) for name in ("plain", "penalty", "against")}
     built["sampled"] = redteam.build(specs["sampled"], tools)
     await asyncio.gather(*(scorer.start() for scorer in built.values()))
@@ -96,14 +96,16 @@ def items(**more):
 
 
 def judged(spec, asked):
-    """What a model process answers to these items, computed in this one."""
+    """Return the answers of a model process to these items, computed in this process."""
     kind = reward_model if spec.kind == "reward_model" else redteam
     judge = load_judge(kind.model_set(spec))
     jobs = [
-        judge.prepare(Ask(number=n, prompt=i.prompt, response=i.response, finished=i.finish_reason != "length"))
+        judge.prepare(
+            ScoreRequest(number=n, prompt=i.prompt, response=i.response, finished=i.finish_reason != "length")
+        )
         for n, i in enumerate(asked)
     ]
-    return judge.score([job for job in jobs if isinstance(job, Job)])
+    return judge.score([job for job in jobs if isinstance(job, TokenizedRequest)])
 
 
 async def test_all_models_load_and_equal_settings_share_a_process(scorers):
@@ -192,7 +194,7 @@ async def test_against_a_reference_the_score_is_who_wins(scorers):
 
 
 def toxicity(folders, replies):
-    """The mean probability of `hate`, by plain transformers, one reply at a time."""
+    """Return the mean probability of `hate` by plain transformers, one reply at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folders["classifier"])
     model = AutoModelForSequenceClassification.from_pretrained(folders["classifier"])
     with torch.inference_mode():
@@ -221,7 +223,7 @@ async def test_sampled_red_teaming_gives_the_same_score_whenever_it_is_asked(sco
 
 
 async def test_a_guard_gives_the_probability_of_its_unsafe_verdict(specs, folders):
-    """The victim chats here; what it replies is what transformers generates after its chat template."""
+    """The victim chats here: its reply is the text that transformers generates after its chat template."""
     tokenizer = AutoTokenizer.from_pretrained(folders["chat"])
     model = LlamaForCausalLM.from_pretrained(folders["chat"])
     safe, unsafe = (tokenizer(letter)["input_ids"][0] for letter in "su")

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from pydantic import ValidationError
-from tba_reward.models.process import ModelPool
-from tba_reward.scorers import python
-from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, Tools
-from tba_reward.tasks import build_scorer
-from tba_reward.workers.pool import WorkerPool
+from tba_reward.model_server.client import ModelPool
+from tba_reward.process_pool.pool import WorkerPool
+from tba_reward.scorer import Failure, Item, Outcome, Scorer
+from tba_reward.scorers import Tools, build_scorer, python
 
 from tba.config.reward import PythonSpec
 from tba.errors import ConfigError
@@ -102,7 +101,7 @@ async def test_a_batch_that_hangs_waits_or_crashes_is_taken_apart(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
     if how == "wait":
-        monkeypatch.setattr("tba_reward.workers.worker.WALL_SLACK_S", 5.0)
+        monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", 5.0)
     items = [item(r) for r in ("good", how, "good", "crash", "good")]
     outcomes = await scored(tools, "misbehaves_anywhere", *items, timeout_s=1.0)
     reasons = [o.reason if isinstance(o, Failure) else o for o in outcomes]

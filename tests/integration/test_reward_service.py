@@ -311,7 +311,7 @@ def test_no_worker_outlives_the_service(tmp_path: Path, end: signal.Signals, res
             time.sleep(0.05)
         children = service.children()
         assert int(pid_file.read_text()) in children
-        assert len(children) >= 3, "two workers and their nursery"
+        assert len(children) >= 3, "two workers and their fork server"
         service.process.send_signal(end)
         code = service.process.wait(timeout=60)
         assert code in (0, -end), service.log.read_text()

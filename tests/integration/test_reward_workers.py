@@ -1,4 +1,4 @@
-"""Worker processes: whatever a rule does, its item ends with a number or a reason, and no other item is touched."""
+"""Worker processes: an item ends with a number or a reason for every fault of a rule, and no other item fails."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import uvloop
-from tba_reward.scorers.base import Failure, Item, Outcome
-from tba_reward.workers.link import NurseryLink
-from tba_reward.workers.pool import WorkerPool
-from tba_reward.workers.rule import WorkerRule
+from tba_reward.process_pool.fork_server_client import ForkServerClient
+from tba_reward.process_pool.job import WorkerRule
+from tba_reward.process_pool.pool import WorkerPool
+from tba_reward.scorer import Failure, Item, Outcome
 
 RULE = WorkerRule(function="tests.support.reward_faults:misbehave")
 COUNT = "tests.support.reward_faults:num_loaded"
@@ -65,7 +65,7 @@ async def until(what: str, condition: Callable[[], bool]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -127,7 +127,7 @@ async def test_one_that_waits_for_ever_is_killed_by_the_clock_on_the_wall(
     pool: WorkerPool, losses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses.clear()
-    monkeypatch.setattr("tba_reward.workers.worker.WALL_SLACK_S", 0.5)
+    monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", 0.5)
     (outcome,) = await pool.score(RULE, [item("sleep", for_s=10 * LONG_S)], 0.5)
     assert isinstance(outcome, Failure)
     assert outcome.reason == "timeout"
@@ -202,8 +202,8 @@ async def test_an_item_that_cannot_be_sent_is_malformed(pool: WorkerPool) -> Non
     assert reasons(await pool.score(RULE, items, LONG_S)) == ["malformed", None, "malformed", None]
 
 
-async def test_a_shared_rule_is_loaded_once_for_all_workers(pool: WorkerPool) -> None:
-    rule = WorkerRule(function=COUNT, prepare="tests.support.reward_faults:prepare", params={"n": 1}, shared=True)
+async def test_a_preloaded_rule_is_loaded_once_for_all_workers(pool: WorkerPool) -> None:
+    rule = WorkerRule(function=COUNT, prepare="tests.support.reward_faults:prepare", params={"n": 1}, preload=True)
     await pool.prepare(rule)
     assert pool.health(rule) == "ok"
     assert set(await pool.score(rule, [item("")] * 50, LONG_S)) == {1.0}
@@ -258,14 +258,16 @@ async def test_many_batches_of_good_and_bad_items_at_once_each_end_as_they_must(
         assert reasons(outcomes) == [expected[how] for how in batch]
 
 
-async def test_without_the_nursery_the_pool_starts_anew_and_loses_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+async def test_the_pool_starts_a_fork_server_that_died_again_and_loses_nothing(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pid_file = str(tmp_path / "pids")
     sleepers = [item("sleep", pid_file=pid_file, for_s=0.2)] * 2
     task = asyncio.create_task(pool.score(RULE, [*sleepers, *[item("fine")] * 20], LONG_S))
     await until("both have begun", lambda: Path(pid_file).exists() and Path(pid_file).read_text().count("\n") >= 2)
     worker = int(Path(pid_file).read_text().split()[0])
-    nursery = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    os.kill(nursery, signal.SIGKILL)
+    server = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(server, signal.SIGKILL)
     assert await task == [0.5] * 22
     # the sleepers may have been done before the kill
     await until("the pool is well", lambda: pool.health(RULE) == "ok")
@@ -276,16 +278,16 @@ async def test_workers_that_end_at_once_are_a_problem_that_is_named_and_passes(m
     """The first one is killed before it gets anything to do."""
     pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=LONG_S)
     losses: list[int] = []
-    forks = NurseryLink.fork
+    forks = ForkServerClient.fork
 
-    def fork(link: NurseryLink, worker: int, end: socket.socket) -> None:
-        forks(link, worker, end)
-        if not losses and link is pool._link:  # not the one of the other tests
+    def fork(server: ForkServerClient, worker: int, end: socket.socket) -> None:
+        forks(server, worker, end)
+        if not losses and server is pool._server:  # not the one of the other tests
             losses.append(worker)
-            link.kill(worker)
+            server.kill(worker)
 
-    monkeypatch.setattr(NurseryLink, "fork", fork)
-    monkeypatch.setattr("tba_reward.workers.pool.RESTART_S", 0.01)
+    monkeypatch.setattr(ForkServerClient, "fork", fork)
+    monkeypatch.setattr("tba_reward.process_pool.pool.RESTART_S", 0.01)
     await pool.start()
     await until("it is named", lambda: "worker processes do not start: they end at once" in pool.health(RULE))
     assert await pool.score(RULE, [item("fine")], LONG_S) == [0.5]

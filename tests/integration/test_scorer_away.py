@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tba_buffer import postponed
-from tba_searcher.delivery import Delivery
-from tba_searcher.engines.base import Completion
-from tba_searcher.evaluating import Measures
-from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
-from tba_searcher.visits import Visit
-from tba_searcher.waits import Waits
+from tba_buffer.scoring import retries
+from tba_searcher.engines.engine import Completion
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.evaluation_results import ResultBuilder
+from tba_searcher.generation.status import SearcherStatus, WaitRegistry
+from tba_searcher.generation.visits import Visit
 
 from tba.api import RescoreRequest
 from tba.clients import BufferClient, RewardClient
@@ -79,18 +78,18 @@ def waits(client: BufferClient) -> list[str]:
     return [wait.name for wait in client.run().waits if wait.owner == "buffer-scorer"]
 
 
-async def deliver(client: BufferClient, reward_url: str, folder: Path) -> Status:
+async def deliver(client: BufferClient, reward_url: str, folder: Path) -> SearcherStatus:
     """One visit through a searcher's delivery."""
     start_lineage(client)
     (granted,) = lease(client, 1).leases
     make_tiny_tokenizer().save_pretrained(folder)
-    status = Status(searcher_id="s1", run="test", waits=Waits())
+    status = SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry())
     delivery = Delivery(
         make_recipe(),
         buffer=client,
         reward=RewardClient(reward_url, retry_s=0),
         codec=TextCodec(folder),
-        measures=Measures(reference_sums=None, embedder=None),
+        results=ResultBuilder(reference_sums=None, embedder=None),
         reference=None,
         status=status,
     )
@@ -130,7 +129,7 @@ async def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
     reasons = {rollout.reward_reason for rollout in stored_rollouts(redis).values()}
     assert all((reason or "").startswith("unreachable: ") for reason in reasons)
     away.come_back()
-    later(client, postponed.MAX_PAUSE_S)
+    later(client, retries.MAX_PAUSE_S)
     until("all are scored", lambda: statuses(client) == (4, 0, 0))
     until("the wait is over", lambda: waits(client) == [])
     assert {rollout.reward for rollout in stored_rollouts(redis).values()} == {10.0}
@@ -142,8 +141,8 @@ def test_they_are_failed_after_so_many_tries_and_hold_up_no_others(
     monkeypatch: pytest.MonkeyPatch,
     redis: RedisProcess,  # noqa: F811
 ) -> None:
-    monkeypatch.setattr(postponed, "NUM_TRIES", 4)
-    monkeypatch.setattr(postponed, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retries, "MAX_TRIES", 4)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
     client.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
     until("all are failed", lambda: statuses(client) == (0, 0, 3))
     assert all((r.reward_reason or "").startswith("unreachable: ") for r in stored_rollouts(redis).values())
@@ -161,7 +160,7 @@ def test_scoring_again_waits_for_the_endpoint_and_takes_no_reward_away(
     assert "unreachable" in (job.problem or "")
     assert statuses(client) == (8, 0, 0)
     away.come_back()
-    later(client, postponed.MAX_PAUSE_S)
+    later(client, retries.MAX_PAUSE_S)
     until("the job is done", lambda: client.rescore().state == "done")
     job = client.rescore()
     assert (job.num_done, job.num_failed, job.num_changed) == (8, 0, 8)
@@ -170,21 +169,21 @@ def test_scoring_again_waits_for_the_endpoint_and_takes_no_reward_away(
 def test_scoring_again_ends_though_one_of_its_request_is_given_up_before_the_other(
     client: BufferClient, away: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postponed, "NUM_TRIES", 4)
-    monkeypatch.setattr(postponed, "FIRST_PAUSE_S", 0.01)
-    note, noted = postponed.Postponed.note, set[int]()
+    monkeypatch.setattr(retries, "MAX_TRIES", 4)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    record, recorded = retries.RetryQueue.record_failure, set[int]()
 
-    def first_is_a_try_ahead(self: postponed.Postponed, position: int, reason: str) -> bool:
-        if not noted:
-            note(self, position, reason)
-        noted.add(position)
-        return note(self, position, reason)
+    def first_is_a_try_ahead(self: retries.RetryQueue, position: int, reason: str) -> bool:
+        if not recorded:
+            record(self, position, reason)
+        recorded.add(position)
+        return record(self, position, reason)
 
-    monkeypatch.setattr(postponed.Postponed, "note", first_is_a_try_ahead)
+    monkeypatch.setattr(retries.RetryQueue, "record_failure", first_is_a_try_ahead)
     client.push([encode_rollout(make_rollout(response_text=f"unheard of {i}")) for i in range(2)])
     client.start_rescore(RescoreRequest())
     until("the job is done", lambda: client.rescore().state == "done")
-    assert (client.rescore().num_failed, len(noted)) == (2, 2)
+    assert (client.rescore().num_failed, len(recorded)) == (2, 2)
     until("the wait is over", lambda: waits(client) == [])
 
 
@@ -199,27 +198,27 @@ class Clock:
 
 def test_a_repeated_request_is_half_as_large_and_what_is_new_has_its_turn() -> None:
     clock: Any = Clock()
-    waiting = postponed.Postponed(clock)
+    waiting = retries.RetryQueue(clock)
     old, sizes = list(range(64)), []
     for _ in range(9):
-        asked = waiting.first(old, 64)
+        asked = waiting.next_due(old, 64)
         sizes.append(len(asked))
         for at in old:  # whoever else is asked meanwhile fails too
-            waiting.note(at, "unreachable: away")
-        assert waiting.first([*old, 99], 64) == [99]
-        assert waiting.are_waiting(old)
-        assert not waiting.are_waiting([99])
-        clock.now_s += postponed.MAX_PAUSE_S
+            waiting.record_failure(at, "unreachable: away")
+        assert waiting.next_due([*old, 99], 64) == [99]
+        assert waiting.is_too_early(old)
+        assert not waiting.is_too_early([99])
+        clock.now_s += retries.MAX_PAUSE_S
     assert sizes == [64, 32, 16, 8, 4, 2, 1, 1, 1]
-    turns = [waiting.first([*old, 99], 64) for _ in range(4)]
+    turns = [waiting.next_due([*old, 99], 64) for _ in range(4)]
     assert turns[0] != turns[1]
     assert turns[:2] == turns[2:]
-    assert waiting.first(list(range(1000, 1200)), 64) == list(range(1000, 1200))
-    waiting.forget_old()
+    assert waiting.next_due(list(range(1000, 1200)), 64) == list(range(1000, 1200))
+    waiting.remove_stale()
     assert len(waiting) == len(old)
-    clock.now_s += postponed.MAX_PAUSE_S + postponed.FORGET_AFTER_S + 1.0
-    waiting.forget_old()
+    clock.now_s += retries.MAX_PAUSE_S + retries.STALE_AFTER_S + 1.0
+    waiting.remove_stale()
     assert (len(waiting), waiting.problem) == (0, None)
-    waiting.note(1, "unreachable: away")
-    waiting.forget([1])
+    waiting.record_failure(1, "unreachable: away")
+    waiting.remove([1])
     assert (len(waiting), waiting.problem) == (0, None)

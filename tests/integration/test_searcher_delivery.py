@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tba_searcher.delivery import Delivery
-from tba_searcher.engines.base import Completion
-from tba_searcher.evaluating import Measures
-from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
-from tba_searcher.visits import Visit
-from tba_searcher.waits import Waits
+from tba_searcher.engines.engine import Completion
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.evaluation_results import ResultBuilder
+from tba_searcher.generation.status import SearcherStatus, WaitRegistry
+from tba_searcher.generation.visits import Visit
 
 from tba.api import EvalResult, Lease, ScoreItem, ScoreResult
 from tba.clients import BufferClient, RewardClient
@@ -40,13 +39,13 @@ async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
     # the searcher believes in a larger limit than the buffer has: cutting by bytes alone cannot save it
     document = served.recipe.model_dump(mode="json")
     document["buffer"]["max_body_bytes"] = 4 * limit_bytes
-    status = Status(searcher_id="s", run="test", waits=Waits())
+    status = SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry())
     delivery = Delivery(
         parse_recipe(document, where="test"),
         buffer=client,
         reward=RewardClient("http://127.0.0.1:1", retry_s=0),
         codec=TextCodec(tmp_path),
-        measures=Measures(reference_sums=None, embedder=None),
+        results=ResultBuilder(reference_sums=None, embedder=None),
         reference=None,
         status=status,
     )
@@ -72,13 +71,13 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
     later(client, 1001.0)
     assert client.get_eval(info.eval_id).state == "expired"
     make_tiny_tokenizer().save_pretrained(tmp_path)
-    status = Status(searcher_id="s", run="test", waits=Waits())
+    status = SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry())
     delivery = Delivery(
         served.recipe,
         buffer=client,
         reward=RewardClient("http://127.0.0.1:1", retry_s=0),
         codec=TextCodec(tmp_path),
-        measures=Measures(reference_sums=None, embedder=None),
+        results=ResultBuilder(reference_sums=None, embedder=None),
         reference=None,
         status=status,
     )
@@ -103,9 +102,9 @@ def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Deli
         buffer=BufferClient("http://127.0.0.1:1", retry_s=0),
         reward=RewardClient(reward.url, retry_s=0),
         codec=TextCodec(folder),
-        measures=Measures(reference_sums=None, embedder=None),
+        results=ResultBuilder(reference_sums=None, embedder=None),
         reference=None,
-        status=Status(searcher_id="s", run="test", waits=Waits()),
+        status=SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry()),
     )
 
 
@@ -120,7 +119,7 @@ async def test_what_is_refused_together_is_scored_in_halves(tmp_path: Path, rewa
 
     reward.refusal = refusal
     delivery = scoring_delivery(tmp_path, reward)
-    results = await delivery._results(score_items(7))
+    results = await delivery._request_scores(score_items(7))
     scored = [result.item_id if isinstance(result, ScoreResult) else result for result in results]
     assert scored[:4] + scored[5:] == ["0", "1", "2", "3", "5", "6"]
     assert "the reward service refused the request" in scored[4], "it alone is pending"

@@ -1,4 +1,4 @@
-"""A searcher that is told to stop returns every lease that it can: also those that are granted while it stops."""
+"""A searcher that is stopped returns every lease that it can, also those that are granted meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tba_searcher.service import Links, Searcher
+from tba_searcher.service import Clients, Searcher
 
 from tba.api import LeaseReply, LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
@@ -25,7 +25,7 @@ MakeWorld = Callable[..., LoopWorld]
 
 
 class HeldBuffer(BufferClient):
-    """Its answers to lease requests are under way until `answers` is set, though the buffer has granted."""
+    """Grants leases, but holds back the replies until `answers` is set."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -105,7 +105,7 @@ async def test_a_drain_waits_for_an_answer_only_so_long_and_the_leases_expire(
     await (await stopped_while_leases_are_granted(world, buffer))
     buffer.answers.set()
     assert world.client.stats().leases["open"] > 0
-    assert "lease request not answered; what it was granted expires" in capfd.readouterr().out
+    assert "lease request not answered; leases that it was granted expire" in capfd.readouterr().out
 
 
 async def test_a_request_that_fails_while_it_drains_is_not_made_again(make_world: MakeWorld) -> None:
@@ -124,7 +124,7 @@ async def test_a_return_that_fails_at_the_start_of_a_drain_is_made_again_at_its_
     buffer.answers.set()
     world.loop._next_requests = list  # what is leased is not begun
     task = asyncio.create_task(world.loop.run())
-    await asyncio.to_thread(until, "leases", lambda: world.loop._backlog.open_visits())
+    await asyncio.to_thread(until, "leases", lambda: world.loop._queue.open_visits())
     buffer.num_failing_returns = 1
     world.stop.set()
     await task
@@ -145,7 +145,7 @@ async def test_a_searcher_that_is_stopped_while_it_starts_returns_what_it_is_gra
         parse_recipe(document, where="test"),
         tmp_path / "searcher",
         searcher_id="s",
-        links=Links(buffer=buffer, beats=world.client, reward=RewardClient("http://127.0.0.1:1", retry_s=0)),
+        clients=Clients(buffer=buffer, heartbeats=world.client, reward=RewardClient("http://127.0.0.1:1", retry_s=0)),
         stop=stop,
     )
     task = asyncio.create_task(searcher.run())

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tba_searcher.engines.vllm_environ import prepare_vllm
+from tba_searcher.engines.vllm.environment import prepare_vllm
 
 from tba.errors import ConfigError
 from tests.support.engine_cases import Benches, make_embedded

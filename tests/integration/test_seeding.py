@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from tba.local.prompts import prompts_of
 from tba.versions import START
+from tba_cli.prompts.reader import prompts_of
 from tests.support.scored_buffer import stored_rollouts
 from tests.support.searcher_world import TIMEOUT_S, World, start_world
 from tests.support.tiny_model import EOS_ID, make_tiny_model
@@ -44,7 +44,7 @@ def seed(world: World, *rows: Any, sets: tuple[str, ...] = ()) -> subprocess.Com
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-    command = [sys.executable, "-m", "tba.cli.main", "buffer", "seed", str(path), "--config", str(world.recipe_path)]
+    command = [sys.executable, "-m", "tba_cli.main", "buffer", "seed", str(path), "--config", str(world.recipe_path)]
     sets = (f"model.policy_temperature={TEMPERATURE}", *sets)
     return subprocess.run(
         [*command, *(part for item in sets for part in ("--set", item))],

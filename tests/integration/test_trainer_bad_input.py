@@ -21,17 +21,17 @@ from safetensors.torch import load_file
 from tba_trainer.run import train
 
 from tba.api import AckRequest, BatchRequest, LedgerEntry, RunCommand
-from tba.cli.control import status_lines
-from tba.cli.ledger import check_command
-from tba.cli.parser import build_parser
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.errors import BadRequestError, FencedError
-from tba.local.ledger import batch_entries
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Rollout, VersionSpan, encode_rollout
+from tba_cli.commands.report import check_command
+from tba_cli.commands.status import status_lines
+from tba_cli.parser import build_parser
+from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.redis_process import RedisProcess
@@ -183,11 +183,11 @@ def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the
 
 def test_a_trainer_pauses_the_run_with_its_token_and_a_fenced_one_cannot(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client = serve_buffer().client()
-    old, living = start_lineage(client), start_lineage(client)
+    old, active = start_lineage(client), start_lineage(client)
     with pytest.raises(FencedError):
         client.command("pause", RunCommand(reason="ess_collapse", token=old.token))
     assert client.run().state == "running"
-    info = client.command("pause", RunCommand(reason="ess_collapse", token=living.token))
+    info = client.command("pause", RunCommand(reason="ess_collapse", token=active.token))
     assert (info.state, info.state_reason) == ("paused", "ess_collapse")
-    assert client.command("pause", RunCommand(reason="again", token=living.token)).state_reason == "ess_collapse"
+    assert client.command("pause", RunCommand(reason="again", token=active.token)).state_reason == "ess_collapse"
     assert client.command("resume", RunCommand()).state == "running"

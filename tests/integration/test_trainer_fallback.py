@@ -66,7 +66,7 @@ def test_the_next_older_checkpoint_is_resumed_from_and_the_steps_after_it_are_ab
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_only_checkpoints_of_the_living_lineage_are_fallen_back_to(world: World, model: Path) -> None:
+def test_only_checkpoints_of_the_active_lineage_are_fallen_back_to(world: World, model: Path) -> None:
     """1-3 was abandoned by lineage 2, which began at 1-2: it is not in the history of 2-3."""
     stopped_after(world, model, 3)
     flip(world.store, f"{CHECKPOINTS}/1-3/model-00001.safetensors")

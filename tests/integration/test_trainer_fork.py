@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_trainer.checkpoint import Checkpoints
+from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.loop.startup import wait_for_origin
 from tba_trainer.run import train
-from tba_trainer.startup import wait_for_origin
 
 from tba.api import OriginInfo, RunInfo
 from tba.config import Recipe
@@ -89,7 +89,9 @@ def test_a_fork_of_a_checkpoint_is_bit_for_bit_the_run_that_went_on(
     assert same(tensors(store, "demo", "1-8", tmp_path), tensors(store, "fork", "2-8", tmp_path))
     assert buffer.evals.keys() >= {"eval-2-4", "eval-2-8"}
     assert "eval-0-0" not in buffer.evals
-    assert [str(version) for version in Checkpoints(store, "fork", folder=tmp_path, max_bytes=10**9).versions()] == [
+    assert [
+        str(version) for version in CheckpointStore(store, "fork", folder=tmp_path, max_bytes=10**9).versions()
+    ] == [
         "2-5",
         "2-8",
     ], "soon one of its own"
@@ -197,7 +199,7 @@ class LoadingBuffer(RecordedBuffer):
 
 
 def test_the_trainer_waits_for_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_trainer.startup._POLL_S", 0.01)
+    monkeypatch.setattr("tba_trainer.loop.startup._POLL_S", 0.01)
     never = threading.Event()
     origin = wait_for_origin(LoadingBuffer(3), wait_s=60, stop=never)  # pyright: ignore[reportArgumentType]
     assert origin is not None

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tba_trainer.learner import Learner
-from tba_trainer.prefetch import MAX_UNREADABLE
+from tba_trainer.learner.learner import Learner
+from tba_trainer.loop.prefetch import MAX_DAMAGED
 
 from tba.errors import (
     ConflictError,
@@ -206,14 +206,14 @@ def test_the_action_fail_ends_the_run_with_its_sentence(
     assert skipped(world) == {1: None, 2: "ess_collapse"}
 
 
-def test_lower_rate_and_raise_m_go_through_the_live_settings_with_the_token_and_the_batch_is_used(
+def test_live_actions_go_through_the_live_settings_with_the_token_and_the_batch_is_used(
     world: World, model: Path, measured: Callable[[Change], None]
 ) -> None:
     measured({2: {"ess": 0.01, "log_ratio_token_mean": -2.0}})
     guards = {
-        "ess_collapse": {"patience_steps": 1, "action": "lower_rate"},
-        "log_ratio_drift": {"patience_steps": 1, "action": "raise_m"},
-        "lower_rate_factor": 0.25,
+        "ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"},
+        "log_ratio_drift": {"patience_steps": 1, "action": "raise_most_on_policy_prob"},
+        "lower_learning_rate_factor": 0.25,
     }
     world.train(recipe(model, guards))
     assert skipped(world) == {1: None, 2: None, 3: None, 4: None}
@@ -232,7 +232,7 @@ def test_a_lever_that_is_refused_is_logged_and_training_goes_on(
 ) -> None:
     measured({2: {"ess": 0.01}})
     world.buffer.before = failing(1, lambda: ConflictError("not now"), "change_settings")
-    world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "lower_rate"}}))
+    world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"}}))
     assert world.buffer.state == "done"
     assert world.buffer.changes == []
 
@@ -340,7 +340,10 @@ def test_an_alarm_of_a_step_that_is_repeated_after_a_kill_lowers_the_rate_once(
     world: World, model: Path, measured: Callable[[Change], None]
 ) -> None:
     settings = recipe(
-        model, {"ess_collapse": {"patience_steps": 1, "action": "lower_rate"}}, num_steps=5, checkpoint_interval=2
+        model,
+        {"ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"}},
+        num_steps=5,
+        checkpoint_interval=2,
     )
 
     def before(method: str) -> None:
@@ -409,7 +412,7 @@ def test_the_checkpoint_that_was_gone_back_to_survives_rollbacks_from_the_next_o
         checkpoint_interval=2,
         keep_checkpoints=keep,
     )
-    with pytest.raises(GuardError, match=r"max_rollbacks allows no more.* goes on from checkpoint 1-2: no good step"):
+    with pytest.raises(GuardError, match=r"max_rollbacks allows no more.* continues from checkpoint 1-2: no good step"):
         world.train(settings)
     assert world.buffer.parents == {1: "0-0", 2: "1-2", 3: "1-2", 4: "1-2"}
     assert checkpoints(world) == ["1-2", "4-4"]
@@ -435,7 +438,7 @@ def test_a_rollback_whose_older_checkpoints_are_gone_fails_the_run_instead_of_be
 def test_a_run_that_fails_by_skipping_goes_on_from_the_checkpoint_that_a_good_step_followed(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Skipping writes checkpoints of the same bad weights, at steps 4 to 6: a start goes on from none of them."""
+    """Skipping writes checkpoints of the same bad weights, at steps 4 to 6: a start continues from none of them."""
     bad: set[int] = {4, 5, 6, 7}
     gradients = Learner.gradients
 
@@ -445,7 +448,7 @@ def test_a_run_that_fails_by_skipping_goes_on_from_the_checkpoint_that_a_good_st
     monkeypatch.setattr(Learner, "gradients", collapsed)
     guards = {"ess_collapse": {"patience_steps": 1, "action": "skip"}, "max_skipped_in_row": 3}
     settings = recipe(model, guards, num_steps=8, checkpoint_interval=1, keep_checkpoints=2)
-    sentence = r"4 batches in a row were skipped, .* goes on from checkpoint 1-2: no good step followed 1-6; consider"
+    sentence = r"4 batches in a row were skipped, .* continues from checkpoint 1-2: no good step followed 1-6; consider"
     with pytest.raises(GuardError, match=sentence):
         world.train(settings)
     assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
@@ -466,7 +469,7 @@ def test_weights_that_a_step_broke_are_not_what_a_failed_run_goes_on_from(
     with pytest.raises(GuardError, match="non_finite"):
         world.train(recipe(model, guards, num_steps=20, checkpoint_interval=1))
     assert world.buffer.reason is not None
-    assert "goes on from checkpoint 1-2: no good step followed 1-3; consider a lower" in world.buffer.reason
+    assert "continues from checkpoint 1-2: no good step followed 1-3; consider a lower" in world.buffer.reason
     world.train(recipe(model, guards, num_steps=6, checkpoint_interval=1))
     assert world.buffer.parents == {1: "0-0", 2: "1-2"}
     assert world.buffer.state == "done"
@@ -548,10 +551,10 @@ def test_a_void_batch_leaves_the_guards_as_they_were(
 
 
 def test_an_answer_that_is_no_batch_is_counted_and_asked_for_again(world: World, model: Path) -> None:
-    world.buffer.before = failing(MAX_UNREADABLE - 1, lambda: MalformedError("batch: not msgpack"), "draw_batch")
+    world.buffer.before = failing(MAX_DAMAGED - 1, lambda: MalformedError("batch: not msgpack"), "draw_batch")
     world.train(recipe(model, num_steps=3))
     assert world.buffer.state == "done"
-    assert world.buffer.beats[-1].gauges["num_unreadable_batches"] == MAX_UNREADABLE - 1
+    assert world.buffer.beats[-1].gauges["num_damaged_batches"] == MAX_DAMAGED - 1
 
 
 def test_answers_that_are_never_a_batch_end_with_what_to_do(world: World, model: Path) -> None:

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tba_trainer.learner import Learner
+from tba_trainer.learner.learner import Learner
 from tba_trainer.run import train
 
 from tba.api import RunCommand
-from tba.cli.control import status_lines
-from tba.cli.ledger import check_command
-from tba.cli.parser import build_parser
-from tba.local.ledger import batch_entries
 from tba.store import FileStore
 from tba.wire import Batch, encode_rollout
+from tba_cli.commands.report import check_command
+from tba_cli.commands.status import status_lines
+from tba_cli.parser import build_parser
+from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_prompts
 from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
 from tests.support.tiny_model import make_tiny_model
@@ -28,16 +28,19 @@ from tests.support.waiting import DEADLINE_S, until
 
 FINE = {"ess": 0.9, "log_ratio_token_mean": 0.0, "grad_norm": 1.0}
 FIRST_TIME = {
-    4: {"ess": 0.01, "log_ratio_token_mean": -3.0},  # lower_rate and raise_m; the batch is used
+    4: {
+        "ess": 0.01,
+        "log_ratio_token_mean": -3.0,
+    },  # two live changes; the batch is used
     7: {"loss": math.nan, "grad_norm": math.nan},  # rollback to step 5
     9: {"grad_norm": 1e6},  # pause
 }
 GUARDS = {
-    "ess_collapse": {"patience_steps": 1, "action": "lower_rate"},
-    "log_ratio_drift": {"patience_steps": 1, "action": "raise_m"},
+    "ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"},
+    "log_ratio_drift": {"patience_steps": 1, "action": "raise_most_on_policy_prob"},
     "non_finite": {"action": "rollback"},
     "grad_spike": {"action": "pause", "window_steps": 4},
-    "raise_m_by": 0.3,
+    "raise_most_on_policy_prob_by": 0.3,
 }
 
 

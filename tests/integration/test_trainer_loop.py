@@ -294,10 +294,10 @@ def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_
 def test_a_version_is_announced_again_while_the_buffer_is_away_and_never_before_it_exists(
     world: World, model: Path
 ) -> None:
-    fail = failing(2, lambda: UnavailableError("the buffer is away"), "mark")
+    fail = failing(2, lambda: UnavailableError("the buffer is away"), "announce_version")
 
     def before(method: str) -> None:
-        if method == "mark":
+        if method == "announce_version":
             assert len(world.versions.versions()) == len(world.buffer.marks) + 1
         fail(method)
 
@@ -322,7 +322,7 @@ def test_a_fenced_trainer_stops_and_writes_nothing_more(world: World, model: Pat
 
 def test_a_publisher_that_is_fenced_ends_the_training(world: World, model: Path) -> None:
     def before(method: str) -> None:
-        if method == "mark" and world.buffer.step >= 1:
+        if method == "announce_version" and world.buffer.step >= 1:
             raise FencedError("a newer lineage owns the run")
         if method == "ack":
             time.sleep(0.05)
@@ -333,7 +333,7 @@ def test_a_publisher_that_is_fenced_ends_the_training(world: World, model: Path)
     assert world.buffer.marks == ["0-0"]
 
 
-def test_a_batch_that_expired_touches_no_weight_and_is_drawn_anew_for_the_same_step(
+def test_a_batch_that_expired_touches_no_weight_and_is_drawn_again_for_the_same_step(
     tmp_path: Path, model: Path
 ) -> None:
     smooth, bumpy = World(tmp_path / "smooth"), World(tmp_path / "bumpy")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.packing import pack_sequences
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
 from transformers import AutoModelForCausalLM
 
 from tba.api import OriginInfo

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tba.config import Recipe
-from tba.sizing import Load, estimate, shape_of_folder
+from tba_cli.sizing import Load, estimate, shape_of_folder
 from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.trainer_team import Trained, run_alone, run_team
 from tests.support.trainer_values import make_recipe

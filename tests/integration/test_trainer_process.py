@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tba_trainer.learner import Learner
+from tba_trainer.learner.learner import Learner
 from tba_trainer.run import train
 
 from tba.api import LedgerEntry, LineageRequest, RunCommand, RunInfo
 from tba.clients import BufferClient
 from tba.config import load_recipe
-from tba.local.ledger import batch_entries
 from tba.store import FileStore, open_store
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Batch, encode_rollout
+from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack, write_recipe
 from tests.support.listening import listening_ports
 from tests.support.tiny_model import make_tiny_model
@@ -144,7 +144,7 @@ def still(client: BufferClient) -> RunInfo | None:
     return readings[-1] if len({(info.step, info.checkpoint) for info in readings}) == 1 else None
 
 
-def test_a_run_that_is_killed_and_stopped_has_every_step_once_along_the_living_lineage(run: Run) -> None:
+def test_a_run_that_is_killed_and_stopped_has_every_step_once_along_the_active_lineage(run: Run) -> None:
     first = run.start(ENDLESS)
     run.until(lambda: is_past_a_checkpoint(run.client.run()))
     assert listening_ports(first.pid) == [], "a trainer of one process listens on nothing"
@@ -168,8 +168,8 @@ def test_a_run_that_is_killed_and_stopped_has_every_step_once_along_the_living_l
     assert done.state == "done"
     assert done.latest_version == f"3-{num_steps}"
     assert done.parents == {1: "0-0", 2: f"1-{resumed_from}", 3: stopped.checkpoint}
-    living = [entry for entry in run.ledger() if not entry.abandoned]
-    assert [entry.step for entry in living] == list(range(1, num_steps + 1))
+    active = [entry for entry in run.ledger() if not entry.abandoned]
+    assert [entry.step for entry in active] == list(range(1, num_steps + 1))
     assert run.versions.exists(PolicyVersion(3, num_steps))
     assert "Traceback" not in "".join(run.log(i) for i in range(3))
 
@@ -218,8 +218,8 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint_in_a_new_lineage(
     run.train_here().join(timeout=DEADLINE_S)
     done = run.client.run()
     assert (done.state, done.parents) == ("done", {1: "0-0", 2: "1-5"})
-    living = [entry for entry in run.ledger() if not entry.abandoned]
-    assert [(entry.step, entry.skipped) for entry in living] == [(step, None) for step in range(1, NUM_STEPS + 1)]
+    active = [entry for entry in run.ledger() if not entry.abandoned]
+    assert [(entry.step, entry.skipped) for entry in active] == [(step, None) for step in range(1, NUM_STEPS + 1)]
 
 
 def test_a_trainer_that_is_stopped_in_its_final_evaluation_can_be_resumed_to_the_end(run: Run) -> None:
@@ -252,7 +252,7 @@ def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp
     path = tmp_path / "bad.toml"
     path.write_text('[run]\nname = "x"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n[trainer]\nstep = 3\n')
     code = (
-        "import sys; from tba.main import service_main; from tba_trainer.__main__ import run; "
+        "import sys; from tba.service_main import service_main; from tba_trainer.__main__ import run; "
         f"code = service_main('trainer', run, ['--config', {str(path)!r}]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )

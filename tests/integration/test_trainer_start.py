@@ -32,7 +32,7 @@ def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_1
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tba_trainer.parallel.launch", "2"),
+                    *(sys.executable, "-m", "tba_trainer.distributed.launch", "2"),
                     *("--config", str(write_recipe(tmp_path / "recipe.json", recipe))),
                 ],
                 env={

@@ -104,7 +104,7 @@ def test_processes_that_torchrun_started_stop_die_and_are_continued_by_one(
     assert "Traceback" not in run.log(2)
     assert run.buffer.state == "running"
 
-    # one process goes on from what two have saved, and ends where one ends that did it all
+    # one process continues from what two have saved, and ends where one ends that did it all
     store = open_store(load_recipe(run.recipe_path, environ={}).store)
     run.buffer.before = lambda method: None
     train_here(run, run.buffer, store)

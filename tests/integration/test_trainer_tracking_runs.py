@@ -1,4 +1,4 @@
-"""metrics.jsonl of whole trainers: every step of the living lineage once, over starts, rollbacks and broken disks."""
+"""metrics.jsonl of whole trainers: every step of the active lineage once, over starts, rollbacks and broken disks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tba_trainer.learner import Learner
+from tba_trainer.learner.learner import Learner
 
 from tba.errors import ConfigError
-from tba.local.ledger import lineage_tree, living_steps
 from tba.wire import Batch
+from tba_cli.reports.ledger import active_steps, lineage_tree
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
@@ -39,12 +39,12 @@ def lines_of(world: World, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def living(world: World) -> list[dict[str, Any]]:
-    """The steps of the living lineage, by what the file alone says."""
+def active(world: World) -> list[dict[str, Any]]:
+    """The steps of the active lineage, by what the file alone says."""
     starts, steps = lines_of(world, "start"), lines_of(world, "step")
     tree = lineage_tree({line["lineage"]: line["parent"] for line in starts})
     last = max(line["step"] for line in steps if line["lineage"] == starts[-1]["lineage"])
-    ranges = living_steps(tree, lineage=starts[-1]["lineage"], step=last)
+    ranges = active_steps(tree, lineage=starts[-1]["lineage"], step=last)
     return [line for line in steps if line["step"] in ranges.get(line["lineage"], ())]
 
 
@@ -83,7 +83,7 @@ def test_after_a_kill_the_file_tells_the_steps_that_count_from_those_that_were_m
     assert [line["parent"] for line in lines_of(world, "start")] == ["0-0", "1-2"]
     made = [(line["lineage"], line["step"]) for line in lines_of(world, "step")]
     assert made == [(1, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5), (2, 6)]
-    assert [(line["lineage"], line["step"]) for line in living(world)] == [(1, 1), (1, 2), *made[3:]]
+    assert [(line["lineage"], line["step"]) for line in active(world)] == [(1, 1), (1, 2), *made[3:]]
     ids = [line["eval_id"] for line in lines_of(world, "evaluation")]
     assert sorted(ids) == sorted({"eval-0-0", "eval-1-2", "eval-2-4", "eval-2-6"})
 
@@ -108,7 +108,7 @@ def test_a_rollback_is_a_start_and_a_skipped_step_says_why(
     assert skipped == {(1, 1): None, (1, 2): None, (1, 3): None, (1, 4): "non_finite"} | {
         (2, n): None for n in range(3, 7)
     }
-    assert [(line["lineage"], line["step"]) for line in living(world)] == [
+    assert [(line["lineage"], line["step"]) for line in active(world)] == [
         (1, 1),
         (1, 2),
         *((2, n) for n in range(3, 7)),

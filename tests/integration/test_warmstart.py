@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_trainer.warmstart.__main__ import run
-from tba_trainer.warmstart.make import make_starting_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import parse_recipe
 from tba.config.sections import WarmStartSection
 from tba.errors import ConfigError
+from tba_cli.starter_models.addition_model import make_starting_model
+from tba_cli.starter_models.warm_start import run
 
-BRIEF = WarmStartSection(task="addition", school_max_steps=20, careless_steps=2)
+BRIEF = WarmStartSection(task="addition", max_steps=20, noise_steps=2)
 
 
 @pytest.fixture(scope="module")

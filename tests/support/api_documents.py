@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 def documents() -> list[dict[str, Any]]:
     """The OpenAPI documents of buffer and reward service."""
-    from tba_buffer.app import build_app as build_buffer
+    from tba_buffer.api.app import build_app as build_buffer
     from tba_reward.app import build_app as build_reward
 
     recipe = make_recipe()

@@ -1,10 +1,10 @@
-"""The bounds of the buffer as a few lists: what tba_buffer.bounds is compared with."""
+"""The eviction policies as a few lists: tba_buffer.eviction.planner is compared with them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tba_buffer.bounds import BoundSettings
+from tba_buffer.eviction.planner import EvictionSettings
 
 from tba.versions import START, LineageTree, PolicyVersion
 
@@ -29,7 +29,7 @@ class Stored:
 
 
 def plan(
-    live: list[Stored], settings: BoundSettings, tree: LineageTree, now: PolicyVersion | None
+    live: list[Stored], settings: EvictionSettings, tree: LineageTree, now: PolicyVersion | None
 ) -> list[tuple[str, list[Stored]]]:
     """(reason, rollouts) of what must go, of fewer than EXACT_BELOW rollouts by ascending position."""
     left = list(live)

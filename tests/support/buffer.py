@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.api import LineageReply, LineageRequest, MarkRequest, Prompt, RunInfo, Split
+from tba.api import LineageReply, LineageRequest, Prompt, RunInfo, Split, VersionRequest
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
@@ -200,7 +200,7 @@ def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: 
     """A trainer starts from `parent` and, by default, announces it."""
     lineage = client.new_lineage(LineageRequest(trainer_id="trainer-test", parent=str(parent)))
     if mark:
-        client.mark(MarkRequest(version=str(parent), token=lineage.token))
+        client.announce_version(VersionRequest(version=str(parent), token=lineage.token))
     return lineage
 
 

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import uvicorn
-from tba_buffer.redis_link import BytesRedis
+from tba_buffer.storage.client import BytesRedis
 
 from tba.clients import BufferClient
 from tba.config import Recipe
@@ -31,11 +30,10 @@ class BufferThread:
     """
 
     def __init__(self, recipe: Recipe, tokens: dict[str, str] | TokensFile | None = None) -> None:
-        from tba_buffer.app import build_app
-        from tba_buffer.buffer import Buffer
+        from tba_buffer.api.app import build_app
+        from tba_buffer.service import Buffer
 
-        from tba.service.protocol import BoundedHttpProtocol
-        from tba.service.serve import bind
+        from tba.server.serve import Server, bind
 
         self.recipe, self.ahead_s = recipe, 0.0
         self._clients: list[BufferClient] = []
@@ -43,17 +41,9 @@ class BufferThread:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         _served[self.url] = self
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tba_buffer.app.Buffer", partial(Buffer, clock=lambda: time.time() + self.ahead_s))
+            patch.setattr("tba_buffer.api.app.Buffer", partial(Buffer, clock=lambda: time.time() + self.ahead_s))
             app = build_app(recipe, tokens)
-        config = uvicorn.Config(
-            app,
-            http=BoundedHttpProtocol,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            loop="asyncio",
-        )
-        self._server = uvicorn.Server(config)
+        self._server = Server(app, timeout_graceful_shutdown=1, loop="asyncio")
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
         deadline = time.monotonic() + DEADLINE_S

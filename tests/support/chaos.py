@@ -22,11 +22,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from tba.api import AckRequest, BatchRequest, MarkRequest
+from tba.api import AckRequest, BatchRequest, VersionRequest
 from tba.clients import BufferClient
 from tba.errors import BusyError, ServiceError, UnavailableError, VoidBatchError
-from tba.local.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tba.wire import decode_rollout, encode_rollout
+from tba_cli.reports.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tests.support.buffer import Stack, make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.waiting import until
 
@@ -134,8 +134,8 @@ class Trainer(threading.Thread):
             self.acked.append((step, batch.batch_id))
             self.unsure = None
             if step % MARK_EVERY == 0:
-                mark = MarkRequest(version=f"{lineage.lineage}-{step}", token=lineage.token)
-                self._until_answered(lambda: self._client.mark(mark))
+                mark = VersionRequest(version=f"{lineage.lineage}-{step}", token=lineage.token)
+                self._until_answered(lambda: self._client.announce_version(mark))
         return bool(acked)
 
     def _until_answered(self, call: Callable[[], Any]) -> Any:
@@ -156,8 +156,8 @@ class Trial:
     num_tokens: int = 3
     extra: dict[bytes, bytes] = field(default_factory=dict)
     """Rollouts that the fault pushes by itself: id -> payload."""
-    with_base: bool = False
-    """The load goes on until the upkeep has written a base."""
+    with_compaction: bool = False
+    """The load continues until the upkeep has compacted the log."""
     load: list[Pusher] = field(default_factory=list)
     trainer: Trainer = field(init=False)
 
@@ -180,8 +180,8 @@ class Trial:
         fault(self.stack, rng)
         self._until_it_goes_on()
         time.sleep(after_s)
-        if self.with_base:
-            until("a base is written", lambda: client.stats().base_position > 0)
+        if self.with_compaction:
+            until("the log is compacted", lambda: client.stats().base_position > 0)
         for thread in (*self.load, self.trainer):
             thread.over.set()
         for thread in (*self.load, self.trainer):
@@ -228,7 +228,7 @@ class Trial:
             steps=len(self.trainer.acked),
             void=self.trainer.num_void,
             pending=stats.num_pending,
-            with_base=int(base_position > 0),
+            with_compaction=int(base_position > 0),
         )
 
     def _check_ledger(self, num_trained: int) -> None:
@@ -246,13 +246,13 @@ class Trial:
 
 
 async def _index(stack: Stack) -> Any:
-    """The index that a new process would build from Redis, and the position of the base in it."""
-    from tba_buffer.base import read_head
-    from tba_buffer.buffer import Buffer
+    """The index that a new process would build from Redis, and the position of its checkpoint."""
+    from tba_buffer.index.replay import read_head
+    from tba_buffer.service import Buffer
 
     buffer = Buffer(stack.recipe, CollectorRegistry())
     try:
-        return await buffer.view.level(), (await read_head(buffer.context)).position
+        return await buffer.view.catch_up(), (await read_head(buffer.context)).position
     finally:
         await buffer.context.redis.aclose()
 

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.support.chart import CHART, NEWEST, OLDEST, ROOT, SCENARIOS, Rendering, render_file
+from tests.support.chart import CHART, NEWEST, ROOT, Rendering, render_file
 
 FOLDER = ROOT / "tests" / "chart" / "golden"
-CASES: dict[str, tuple[Path, str]] = {
-    "cpu-quickstart": (CHART / "values-cpu-quickstart.yaml", NEWEST),
-    "cpu-quickstart-on-1.20": (CHART / "values-cpu-quickstart.yaml", OLDEST),
-    "gsm8k-4gpu": (CHART / "values-gsm8k-4gpu.yaml", NEWEST),
-    "math-7b-8gpu": (CHART / "values-math-7b-8gpu.yaml", NEWEST),
-    "external": (SCENARIOS / "external.yaml", NEWEST),
-    "nodes": (SCENARIOS / "nodes.yaml", NEWEST),
-}
+CASES = {path.stem.removeprefix("values-"): path for path in sorted(CHART.glob("values-*.yaml"))}
+"""One for each shipped values file."""
 HASH_AT_END = re.compile(r"-[0-9a-f]{8}$")
 
 
@@ -50,11 +43,11 @@ def _steady(found: dict[str, Any]) -> dict[str, Any]:
 
 def made(name: str) -> str:
     """The golden output of a case, as the chart makes it now."""
-    path, kube = CASES[name]
-    return golden(render_file(path, kube=kube))
+    return golden(render_file(CASES[name], kube=NEWEST))
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.yaml"):
+        old.unlink()
     for case in CASES:
         (FOLDER / f"{case}.yaml").write_text(made(case))

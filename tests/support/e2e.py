@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from tba.api import LedgerEntry, RunInfo
 from tba.clients import BufferClient
 from tba.config import Recipe, parse_recipe
-from tba.local.ledger import batch_entries, ledger_lines
-from tba.local.prompts import prompts_of, upload_prompts
-from tba.local.run_folder import RunFolder
 from tba.tokens import role_token
 from tba.wire import Rollout, decode_rollout
+from tba_cli.prompts.reader import prompts_of, upload_prompts
+from tba_cli.reports.ledger import batch_entries, ledger_lines
+from tba_cli.run_folder import RunFolder
 from tests.support.buffer import SERVICE_PATHS, Stack, start_buffer, write_recipe
 from tests.support.redis_process import RedisProcess, free_port, start_redis
 from tests.support.waiting import DEADLINE_S, until
@@ -229,7 +229,7 @@ class Place:
 
     @staticmethod
     def _command(*words: str) -> list[str]:
-        return [sys.executable, "-m", "tba.cli.main", *words]
+        return [sys.executable, "-m", "tba_cli.main", *words]
 
 
 def freeze_when(

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tba_searcher.engines.base import Engine
-from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from tba_searcher.engines.vllm_engine import VllmEngine, VllmSettings
+from tba_searcher.engines.engine import Engine
+from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 
 from tba.versions import PolicyVersion
 from tests.support.engine_contract import (

@@ -1,4 +1,4 @@
-"""What every engine must do, as functions that run against any of them (tests/integration/test_searcher_engines.py).
+"""The contract of every engine, as functions that run against any of them (tests/integration/test_searcher_engines.py).
 
 Each case gets a `Bench` and fails by an exception. It says how to make an engine, and holds two models of the same
 shape, `old` and `new`, as folders and in transformers.
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tba_searcher.engines.base import Completion, Engine, EngineError, Request
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.packing import pack_sequences
+from tba_searcher.engines.engine import Completion, Engine, EngineError, Request
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.errors import DigestError
@@ -76,7 +76,7 @@ class Model:
         return cls(folder, folder / "model.safetensors", model, copy)
 
     def greedy(self, request: Request, *, after: Sequence[int] = ()) -> list[int]:
-        """What transformers generates for a greedy request whose response begins with `after`."""
+        """Return the greedy response of transformers that begins with `after`."""
         tokens, response = [*request.prompt_tokens, *after], list(after)
         with torch.inference_mode():
             while len(response) < request.max_response_tokens and (not response or response[-1] not in request.eos_ids):
@@ -100,7 +100,7 @@ class Model:
 
 @dataclass
 class Bench:
-    """What a case works with."""
+    """The parts that a case works with."""
 
     make_engine: Make
     old: Model
@@ -271,7 +271,7 @@ def case_weights_in_flight_begin_a_span(bench: Bench) -> None:
 
 
 def case_a_bad_version_is_refused_and_the_old_one_back(bench: Bench) -> None:
-    """Files that do not fit are refused untouched; failed checks are found while requests are under way."""
+    """Files that do not fit are refused untouched; failed checks are found while requests are active."""
     tensors = load_file(bench.new.tensors)
     name = sorted(tensors)[0]
     spoilt = {
@@ -479,7 +479,7 @@ ON_ONE_MODEL = (
     case_closing_forgets_what_is_under_way_and_can_be_repeated,
 )
 LAST = (case_closing_forgets_what_is_under_way_and_can_be_repeated,)
-"""It ends what all vLLM engines of a process share."""
+"""It ends state that all vLLM engines of a process share."""
 CASES: dict[str, tuple[str, Callable[[Bench], None]]] = {
     f"{case.__name__.removeprefix('case_')}[{model}]": (model, case)
     for cases, models in ((ON_EVERY_MODEL, MODELS), (ON_ONE_MODEL, ("llama tied",)))

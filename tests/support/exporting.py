@@ -9,10 +9,10 @@ import torch
 
 from tba.api import BestVersion, EvalInfo
 from tba.config import Recipe
-from tba.export import RunFacts
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
+from tba.weights.export import RunFacts
 from tests.support.searcher_world import publish_version
 from tests.support.trainer_values import make_recipe
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tba.api import EvalInfo, LedgerEntry, Stats
-from tba.local.history import History, Poll, Start, Timing
+from tba_cli.reports.history import History, Poll, Start, Timing
 
 STEP_S, WAIT_S = 0.8, 0.2
 

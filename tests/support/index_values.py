@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import CHANGE_DTYPE, RECORD_DTYPE, STATUS_CODES, Event, Evicted, Rescored, RolloutsAdded
+from tba_buffer.index.log import CHANGE_DTYPE, RECORD_DTYPE, STATUS_CODES, Event, Evicted, Rescored, RolloutsAdded
+from tba_buffer.index.rollout_index import Index, IndexSettings
 
 from tba.versions import START, PolicyVersion
 

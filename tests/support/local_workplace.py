@@ -58,7 +58,7 @@ class Workplace:
             (path / "model" / name).write_text("{}")
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "tba.cli.main", *words]
+        return [sys.executable, "-m", "tba_cli.main", *words]
 
     def tba(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

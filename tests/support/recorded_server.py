@@ -8,17 +8,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tba_trainer.parallel.leader import encoded
+from tba_trainer.distributed.leader import encode_drawn_batch
 
-from tba.api import (
-    AckRequest,
-    BatchRequest,
-    CheckpointRequest,
-    EvalRequest,
-    LineageRequest,
-    MarkRequest,
-    RunCommand,
-)
+from tba.api import AckRequest, BatchRequest, CheckpointRequest, EvalRequest, LineageRequest, RunCommand, VersionRequest
 from tba.errors import TbaError
 from tba.wire import decode_heartbeat
 from tests.support.trainer_values import RecordedBuffer
@@ -87,12 +79,12 @@ def _reply(buffer: RecordedBuffer, path: str, body: bytes) -> bytes:
             reply = buffer.command(command, RunCommand.model_validate_json(body))
         case ["lineages"]:
             reply = buffer.new_lineage(LineageRequest.model_validate_json(body))
-        case ["marks"]:
-            reply = buffer.mark(MarkRequest.model_validate_json(body))
+        case ["versions"]:
+            reply = buffer.announce_version(VersionRequest.model_validate_json(body))
         case ["checkpoints"]:
             reply = buffer.register_checkpoint(CheckpointRequest.model_validate_json(body))
         case ["batches"]:
-            return encoded(buffer.draw_batch(BatchRequest.model_validate_json(body)))
+            return encode_drawn_batch(buffer.draw_batch(BatchRequest.model_validate_json(body)))
         case ["batches", batch_id, "ack"]:
             reply = buffer.ack(batch_id, AckRequest.model_validate_json(body))
         case ["evals"]:

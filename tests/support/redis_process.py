@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba.local.redis_server import START_SCRIPT
+from tba_cli.redis_server import START_SCRIPT
 from tests.support.waiting import DEADLINE_S
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tba_reward.scorers.base import AmbiguousError, BadDataError, Item, Params
+from tba_reward.scorer import AmbiguousError, BadDataError, Item, Params
 
 LOADED: list[Params] = []
 
 
 class StubbornError(Exception):
-    """Cannot be pickled: its constructor wants two arguments, and it holds a lock."""
+    """An error that cannot be pickled: its constructor wants two arguments, and it holds a lock."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first)
@@ -36,7 +36,7 @@ def prepare_badly(params: Params) -> None:
 
 
 def num_loaded(item: Item, params: Params) -> float:
-    """How often `prepare` was called before."""
+    """Return how often `prepare` was called before."""
     return float(len(LOADED))
 
 

@@ -22,14 +22,14 @@ from tests.support.waiting import DEADLINE_S
 
 @pytest.fixture(scope="module")
 def reward_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where it answers."""
+    """The address of a running service."""
     with running_reward(tmp_path_factory.mktemp("reward"), num_workers=1, max_items=8) as url:
         yield url
 
 
 @contextmanager
 def running_reward(folder: Path, **section: Any) -> Iterator[str]:
-    """A service with this section `[reward]` of its recipe, and where it answers."""
+    """Run a service with this section `[reward]` of its recipe; yield its address."""
     port = free_port()
     recipe = write_recipe(folder / "recipe.json", make_recipe(reward={"port": port, **section}))
     with (folder / "log").open("wb") as log:

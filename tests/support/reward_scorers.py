@@ -1,4 +1,4 @@
-"""Scorers for tests of what is around them: their answers are given, and whoever is asked is written down."""
+"""Scorers with given answers, which record the items that they are asked for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from tba_reward.composition import Composition
 from tba_reward.metrics import Metrics
-from tba_reward.part import Part
-from tba_reward.scorers.base import Failure, Item, Outcome
+from tba_reward.scorer import Failure, Item, Outcome
+from tba_reward.tasks.component import RewardComponent
+from tba_reward.tasks.composite import CompositeReward
 
 from tba.config.reward import ExactSpec, TaskReward
 
@@ -28,7 +28,7 @@ class ScriptedScorer:
         self.gate.set()
         self.problem = "ok"
         self.start_errors: list[Exception] = []
-        """What the next starts raise."""
+        """Exceptions of the next starts."""
         self.num_starts = 0
         self.is_closed = False
 
@@ -57,13 +57,16 @@ def composition(
     gate_value: float = 0.0,
     is_inline: bool = False,
     is_required: bool = True,
-) -> Composition:
-    """A task of these parts: scorer and settings (weight, gate) by name."""
+) -> CompositeReward:
+    """A task of these components: scorer and settings (weight, gate) by name."""
     specs = {name: ExactSpec(kind="exact", name=name, **settings) for name, (_, settings) in scorers.items()}
     config = TaskReward(scorers=list(specs.values()), gate_value=gate_value)
     metrics = metrics or Metrics(CollectorRegistry())
-    parts = [Part(task, specs[name], scorer, metrics, is_inline=is_inline) for name, (scorer, _) in scorers.items()]
-    return Composition(task, config, parts, is_required=is_required)
+    components = [
+        RewardComponent(task, specs[name], scorer, metrics, is_inline=is_inline)
+        for name, (scorer, _) in scorers.items()
+    ]
+    return CompositeReward(task, config, components, is_required=is_required)
 
 
 def item(response: str = "r", **data: Any) -> Item:

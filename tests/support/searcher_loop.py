@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tba_searcher.delivery import Delivery
-from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from tba_searcher.evaluating import Measures
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.weights import WeightLoader
+from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.evaluation_results import ResultBuilder
+from tba_searcher.generation.status import SearcherStatus, WaitRegistry
+from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
-from tba_searcher.pulling import PulledVersions
-from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
-from tba_searcher.visits import Backlog
-from tba_searcher.waits import Waits
 
 from tba.api import LineageReply
 from tba.clients import BufferClient, RewardClient
@@ -40,14 +39,14 @@ SEARCHER = {
 
 @dataclass
 class LoopWorld:
-    """What stands around the loop, and the loop."""
+    """The loop, and everything around it."""
 
     served: BufferThread
     client: BufferClient
     """Another one than the loop's."""
     lineage: LineageReply
     engine: EmbeddedEngine
-    status: Status
+    status: SearcherStatus
     loop: SearcherLoop
     stop: asyncio.Event
 
@@ -70,8 +69,8 @@ def start_loop_world(
     publish_version(versions, model, START)
     client.upload_prompts(make_prompts(num_train, 4))
     lineage = start_lineage(client)
-    pulled = PulledVersions(versions, folder / "pulled")
-    current, engine_folder = pulled.fetch_all(START)
+    loader = WeightLoader(versions, folder / "pulled")
+    current, engine_folder = loader.download_model(START)
     engine = engine_class(
         engine_folder,
         START,
@@ -82,14 +81,14 @@ def start_loop_world(
             seed=1,
         ),
     )
-    status, stop = Status(searcher_id="s", run=recipe.run.name, waits=Waits()), asyncio.Event()
+    status, stop = SearcherStatus(searcher_id="s", run=recipe.run.name, waits=WaitRegistry()), asyncio.Event()
     codec = TextCodec(engine_folder)
     delivery = Delivery(
         recipe,
         buffer=served.client(),
         reward=RewardClient(reward.url, retry_s=0, timeout_s=60),
         codec=codec,
-        measures=Measures(reference_sums=None, embedder=None),
+        results=ResultBuilder(reference_sums=None, embedder=None),
         reference=None,
         status=status,
     )
@@ -97,11 +96,11 @@ def start_loop_world(
         recipe,
         engine=engine,
         current=current,
-        pulled=pulled,
+        loader=loader,
         codec=codec,
-        backlog=Backlog(recipe.searcher, run_seed=0, eos_ids=(EOS_ID,)),
+        queue=WorkQueue(recipe.searcher, run_seed=0, eos_ids=(EOS_ID,)),
         buffer=served.client(),
-        beats=served.client(),
+        heartbeats=served.client(),
         delivery=delivery,
         status=status,
         stop=stop,

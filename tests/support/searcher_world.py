@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from tba.api import ComponentInfo, LineageReply, MarkRequest
+from tba.api import ComponentInfo, LineageReply, VersionRequest
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.store import open_store
@@ -97,7 +97,7 @@ class World:
 
     def announce(self, version: PolicyVersion) -> None:
         """Announce a published version."""
-        self.client.mark(MarkRequest(version=str(version), token=self.lineage.token))
+        self.client.announce_version(VersionRequest(version=str(version), token=self.lineage.token))
 
     def searcher(self, searcher_id: str = "searcher-1") -> ComponentInfo | None:
         """The searcher as its last heartbeat showed it."""

@@ -8,15 +8,13 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import uvicorn
 from fastapi import Depends, Response
 from prometheus_client import CollectorRegistry
 
-from tba.service import Authenticator, create_app
-from tba.service.certificate import Certificate
-from tba.service.protocol import BoundedHttpProtocol
-from tba.service.serve import Server, bind
+from tba.server import Authenticator, create_app
+from tba.server.serve import Certificate, Server, bind
 from tba.tokens import TokensFile
 from tests.support.buffer import make_recipe
 
@@ -29,7 +27,10 @@ class ServedApp:
     manager."""
 
     def __init__(
-        self, tokens: Mapping[str, str] | TokensFile | None = None, certificate: Certificate | None = None
+        self,
+        tokens: Mapping[str, str] | TokensFile | None = None,
+        certificate: Certificate | None = None,
+        **settings: Any,
     ) -> None:
         async def ready() -> None:
             return None
@@ -55,10 +56,7 @@ class ServedApp:
         self.socket = bind("127.0.0.1", 0)
         self.port: int = self.socket.getsockname()[1]
         self.url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{self.port}"
-        config = uvicorn.Config(
-            app, http=BoundedHttpProtocol, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
-        )
-        self.server = Server(config, certificate)
+        self.server = Server(app, certificate, timeout_graceful_shutdown=1, **settings)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     def __enter__(self) -> ServedApp:

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tba.cli.main import main
 from tba.config import Recipe, parse_recipe
-from tba.local.readiness import wait_until_ready
+from tba_cli.local.services import wait_until_ready
+from tba_cli.main import main
 from tests.support.buffer import SERVICE_PATHS, write_recipe
 from tests.support.e2e import ENDLESS, tiny_sections
 from tests.support.redis_process import free_port, start_redis

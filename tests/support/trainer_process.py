@@ -42,7 +42,7 @@ class TrainerProcesses:
 
     def start(self, *, num_processes: int = 1) -> subprocess.Popen[bytes]:
         """Start the trainer, in several processes by torchrun."""
-        module = ["tba_trainer"] if num_processes == 1 else ["tba_trainer.parallel.launch", str(num_processes)]
+        module = ["tba_trainer"] if num_processes == 1 else ["tba_trainer.distributed.launch", str(num_processes)]
         with self._log_path(len(self.processes)).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *module, "--config", str(self.recipe_path)],

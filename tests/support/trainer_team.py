@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Recipe
-from tba.local.ports import PortRequest, choose_ports
 from tba.versions import START, PolicyVersion
+from tba_cli.ports import PortRequest, choose_ports
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.trainer_values import make_batch
 
@@ -39,7 +39,7 @@ class Trained:
     @property
     def tensors(self) -> Mapping[str, Any]:
         """The published weights by name."""
-        from tba_trainer.tensor_files import TensorFiles
+        from tba_trainer.checkpoints.tensor_files import TensorFiles
 
         return TensorFiles(self.paths)
 
@@ -58,7 +58,7 @@ def run_alone(folder: Path, recipe: Recipe, *, num_steps: int, resume: Trained |
     Args:
         resume: go on from its checkpoint.
     """
-    from tba_trainer.parallel.team import Team
+    from tba_trainer.distributed.process_group import Team
 
     folder.mkdir(parents=True)
     _train(_job(folder, recipe, num_steps, resume), recipe, Team.alone())
@@ -125,15 +125,17 @@ def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
-    from tba_trainer.building import build
-    from tba_trainer.checkpoint import Checkpoints
-    from tba_trainer.trainer_state import TrainerState, encode_torch_rng
+    from tba_trainer.checkpoints.checkpoint import CheckpointStore
+    from tba_trainer.distributed.leader import build
+    from tba_trainer.learner.learner import TrainerState, encode_torch_rng
 
     from tba.store import FileStore
     from tests.support.live_bytes import LiveBytes
 
     folder = Path(job["folder"])
-    checkpoints = Checkpoints(FileStore(folder / "store"), "demo", folder=folder, max_bytes=recipe.store.shard_bytes)
+    checkpoints = CheckpointStore(
+        FileStore(folder / "store"), "demo", folder=folder, max_bytes=recipe.store.shard_bytes
+    )
     _, learner, snapshots = build(recipe, team, folder=folder)
     first = 1
     if job["resume"] is not None:
@@ -177,19 +179,19 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
 
 
 def _newest(folder: Path, work_folder: Path) -> Any:
-    from tba_trainer.checkpoint import Checkpoints
+    from tba_trainer.checkpoints.checkpoint import CheckpointStore
 
     from tba.store import FileStore
 
-    checkpoints = Checkpoints(FileStore(folder / "store"), "demo", folder=work_folder, max_bytes=1)
+    checkpoints = CheckpointStore(FileStore(folder / "store"), "demo", folder=work_folder, max_bytes=1)
     return checkpoints.load(checkpoints.key(checkpoints.versions()[-1]))
 
 
 def main() -> None:
     """One process of the team."""
-    from tba_trainer.parallel.follower import follow
-    from tba_trainer.parallel.leaving import leave
-    from tba_trainer.parallel.team import Team
+    from tba_trainer.__main__ import exit_process
+    from tba_trainer.distributed.follower import follow
+    from tba_trainer.distributed.process_group import Team
 
     job = json.loads(Path(sys.argv[1]).read_text())
     recipe = Recipe.model_validate(job["recipe"])
@@ -198,7 +200,7 @@ def main() -> None:
             _train(job, recipe, team)
         else:
             follow(recipe, team)
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from tba.api import (
     EvalRequest,
     LineageReply,
     LineageRequest,
-    MarkReply,
-    MarkRequest,
     OriginInfo,
     RunCommand,
     RunInfo,
     SettingsInfo,
     SettingsRequest,
+    VersionReply,
+    VersionRequest,
 )
 from tba.config import LiveSettings, Recipe, parse_recipe
 from tba.errors import ConflictError, FencedError, RunFailedError, RunOverError
@@ -186,10 +186,10 @@ class RecordedBuffer:
                 self.state, self.reason = "running", None
             return LineageReply(lineage=self.lineage, token=f"token-{self.lineage}")
 
-    def mark(self, request: MarkRequest) -> MarkReply:
-        self._enter("mark", request.token)
+    def announce_version(self, request: VersionRequest) -> VersionReply:
+        self._enter("announce_version", request.token)
         self.marks.append(request.version)
-        return MarkReply(log_position=len(self.marks))
+        return VersionReply(log_position=len(self.marks))
 
     def register_checkpoint(self, request: CheckpointRequest) -> None:
         self._enter("register_checkpoint", request.token)
@@ -230,6 +230,10 @@ class RecordedBuffer:
         ]
         self.reason = command.reason
         return self.run()
+
+    def all_settings(self) -> SettingsInfo:
+        """Every change on one page."""
+        return self.settings()
 
     def settings(self, *, after: int = 0) -> SettingsInfo:
         self._enter("settings")

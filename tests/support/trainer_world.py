@@ -12,10 +12,10 @@ from tba_trainer.run import train
 
 from tba.api import LedgerEntry, ResumeEntry
 from tba.config import Recipe
-from tba.local.ledger import LedgerCheck, lineage_tree
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
+from tba_cli.reports.ledger import LedgerCheck, lineage_tree
 from tests.support.trainer_values import RecordedBuffer
 
 
@@ -41,7 +41,7 @@ class World:
         """What `tba ledger check` would say about the acks."""
         buffer = self.buffer
         tree = lineage_tree(buffer.parents)
-        living = {v.lineage: v.step for v in tree.ancestry(PolicyVersion(buffer.lineage, buffer.step))}
+        active = {v.lineage: v.step for v in tree.ancestry(PolicyVersion(buffer.lineage, buffer.step))}
         check = LedgerCheck(tree, lineage=buffer.lineage, step=buffer.step, has_rollout_ids=False)
         for lineage, parent in buffer.parents.items():
             check.take(
@@ -58,7 +58,7 @@ class World:
                     metrics=ack.metrics,
                     skipped=ack.skipped,
                     refused=ack.refused,
-                    abandoned=step > living.get(lineage, -1),
+                    abandoned=step > active.get(lineage, -1),
                 )
                 check.take(entry)
         return check.violations()

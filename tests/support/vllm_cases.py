@@ -1,4 +1,4 @@
-"""What only the vLLM engine must do; the rest is in engine_contract.py."""
+"""Cases of the vLLM engine alone; the others are in engine_contract.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from tba_searcher.engines import vllm_weights
-from tba_searcher.engines.base import EngineDiedError, EngineError
-from tba_searcher.engines.vllm_engine import VllmEngine, VllmSettings
-from tba_searcher.pulling import Pulled, swap
-from tba_searcher.reference import StartingModel
+from tba_searcher.engines.engine import EngineDiedError, EngineError
+from tba_searcher.engines.torch.reference_logprobs import StartingModel
+from tba_searcher.engines.vllm import weights
+from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
+from tba_searcher.engines.weights import LoadedWeights, swap_weights
 
 from tba.errors import ConfigError
 from tba.versions import START
@@ -23,7 +23,7 @@ from tests.support.tiny_model import make_tiny_model
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute, for a while."""
+    """Replace an attribute inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -33,29 +33,29 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> None:
-    """Half of the tensors are in when reading fails: `swap` must leave no trace of them."""
+    """Half of the tensors are in when reading fails: the swap must leave no trace of them."""
     requests = make_requests(6, temperatures=(0.0,), seed=5)
-    old = Pulled(START, (bench.old.tensors,), bench.manifest(bench.old, START))
-    new = Pulled(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
-    whole = vllm_weights.Feed.__iter__
+    old = LoadedWeights(START, (bench.old.tensors,), bench.manifest(bench.old, START))
+    new = LoadedWeights(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
+    whole = weights.HashedTensors.__iter__
 
-    def breaks_off(feed: Any) -> Iterator[Any]:
-        for number, item in enumerate(whole(feed)):
+    def breaks_off(tensors: Any) -> Iterator[Any]:
+        for number, item in enumerate(whole(tensors)):
             if number == 4:  # one of two packed tensors is in
-                vllm_weights.Feed.__iter__ = whole
+                weights.HashedTensors.__iter__ = whole
                 raise OSError("the disk is gone")
             yield item
 
     with bench.engine() as engine:
         before = tokens_of(run_all(engine, requests))
-        with replaced(vllm_weights.Feed, "__iter__", breaks_off):
-            error = swap(engine, new, old)
+        with replaced(weights.HashedTensors, "__iter__", breaks_off):
+            error = swap_weights(engine, new, old)
         assert isinstance(error, EngineError)
         assert not isinstance(error, EngineDiedError)
         assert "the disk is gone" in str(error)
         engine.verify(old.manifest)
         assert tokens_of(run_all(engine, requests)) == before
-        assert swap(engine, new, old) is None
+        assert swap_weights(engine, new, old) is None
         assert tokens_of(run_all(engine, requests)) != before
 
 

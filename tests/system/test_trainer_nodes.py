@@ -35,7 +35,7 @@ def start_nodes(run: TrainerProcesses) -> list[subprocess.Popen[bytes]]:
     where, nodes = f"localhost:{free_port()}", []
     paths = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"}
     for number in range(2):
-        command = ["-m", "tba_trainer.parallel.launch", "1", "--nodes", "2", "--rendezvous", where]
+        command = ["-m", "tba_trainer.distributed.launch", "1", "--nodes", "2", "--rendezvous", where]
         with (run.folder / f"node-{number}.log").open("wb") as log:
             node = subprocess.Popen(
                 [sys.executable, *command, "--config", str(run.recipe_path)],
@@ -73,7 +73,7 @@ def test_two_nodes_are_stopped_and_go_on_to_the_end(run: TrainerProcesses) -> No
 
 
 def test_several_machines_must_know_where_they_meet(run: TrainerProcesses) -> None:
-    command = [sys.executable, "-m", "tba_trainer.parallel.launch", "1", "--nodes", "2"]
+    command = [sys.executable, "-m", "tba_trainer.distributed.launch", "1", "--nodes", "2"]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
     done = subprocess.run(
         [*command, "--config", str(run.recipe_path)], capture_output=True, text=True, env=paths, check=False

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from tba.api import Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt
 from tba.api.prompts import MAX_DATA_LEVELS
-from tba.numbers import MAX_DIGITS
-from tba.plain_text import control_problem
+from tba.fields import MAX_DIGITS, control_character_error
 
 TOO_LONG = 10**MAX_DIGITS
 
@@ -66,7 +65,7 @@ values = st.recursive(
 )
 
 
-names = texts.filter(lambda text: text != "" and control_problem(text) is None)
+names = texts.filter(lambda text: text != "" and control_character_error(text) is None)
 
 
 @given(st.dictionaries(texts, values, max_size=4), names, texts.filter(len))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tba_buffer.best_version import best_version
+from tba_buffer.prompts.evaluation_summary import find_best_version
 
 from tba.config.evaluation import EvalSection
 
@@ -26,7 +26,7 @@ def document(version: str, accuracy: float | None, *, num_prompts: int = 4, at_s
 
 
 def best(*documents: dict, section: EvalSection = SECTION, num_heldout: int = 100) -> tuple[str, float] | None:
-    found = best_version(documents, section, num_heldout=num_heldout)
+    found = find_best_version(documents, section, num_heldout=num_heldout)
     return None if found is None else (found.version, found.value)
 
 
@@ -34,7 +34,7 @@ def test_the_highest_value_wins_and_a_tie_keeps_the_one_that_finished_first() ->
     early, late = document("1-8", 0.5, at_s=2.0), document("1-4", 0.5, at_s=3.0)
     assert best(document("0-0", 0.25), late, early) == ("1-8", 0.5)
     assert best(early, document("1-12", 0.75, at_s=9.0)) == ("1-12", 0.75)
-    found = best_version([early], SECTION, num_heldout=100)
+    found = find_best_version([early], SECTION, num_heldout=100)
     assert found is not None
     assert (found.metric, found.num_prompts, found.num_samples) == ("accuracy", 4, 1)
 

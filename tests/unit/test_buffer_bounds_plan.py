@@ -10,10 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer import bounds, duplicates
-from tba_buffer.bounds import MOST_SLACK_ROLLOUTS, SLACK, Bounds, BoundSettings, Plan, count_by_length, length_bucket
-from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import CHANGE_DTYPE, RECORD_DTYPE, STATUS_CODES, Evicted, Rescored, RolloutsAdded, pack_record
+from tba_buffer.eviction import planner, policies
+from tba_buffer.eviction.evictor import count_by_length, length_bucket
+from tba_buffer.eviction.planner import EvictionPlanner, EvictionSettings, make_policies
+from tba_buffer.eviction.policies import MOST_SLACK_ROLLOUTS, SLACK, EvictionPlan, EvictionPolicy
+from tba_buffer.index.log import (
+    CHANGE_DTYPE,
+    FAILED,
+    RECORD_DTYPE,
+    STATUS_CODES,
+    Evicted,
+    Rescored,
+    RolloutsAdded,
+    pack_record,
+)
+from tba_buffer.index.rollout_index import Index, IndexSettings, Rows
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tests.support import bounds_model
@@ -21,16 +32,16 @@ from tests.support.bounds_model import Stored
 from tests.support.buffer import make_recipe
 
 TREE = LineageTree({1: START, 2: PolicyVersion(1, 10), 3: PolicyVersion(1, 4)})
-ANY = BoundSettings(max_rollouts=10**9, max_bytes=10**15)
+ANY = EvictionSettings(max_rollouts=10**9, max_bytes=10**15)
 
 
 class Run:
-    """An index, its bounds, and the same as a list."""
+    """An index, its planner, and the same as a list."""
 
-    def __init__(self, bound_settings: BoundSettings) -> None:
+    def __init__(self, bound_settings: EvictionSettings) -> None:
         self.settings = bound_settings
         self.index = Index(IndexSettings.of(make_recipe()))
-        self.bounds = Bounds(bound_settings)
+        self.planner = EvictionPlanner(bound_settings)
         self.live: list[Stored] = []
 
     def add(self, *rollouts: Mapping[str, object]) -> None:
@@ -49,8 +60,8 @@ class Run:
         self.live[self.live.index(rollout)] = rollout.rescored(reward, num_bytes)
         self.index.apply(Rescored(self.index.position + 1, np.array([change], dtype=CHANGE_DTYPE)))
 
-    def plan(self, now: PolicyVersion | None = START) -> Plan:
-        return self.bounds.plan(self.index, TREE, now)
+    def plan(self, now: PolicyVersion | None = START) -> list[tuple[str, Rows]]:
+        return self.planner.plan(self.index, TREE, now)
 
     def enforce(self, now: PolicyVersion | None = START) -> dict[str, list[int]]:
         """Plan, compare with the model, and log what the plan says; positions by reason."""
@@ -58,7 +69,8 @@ class Run:
         gone = {reason: sorted(self.index.column("position", rows).tolist()) for reason, rows in plan}
         expected = bounds_model.plan(self.live, self.settings, TREE, now)
         assert gone == {reason: sorted(r.position for r in rollouts) for reason, rollouts in expected}
-        assert [reason for reason, _ in plan] == [reason for reason in bounds.REASONS if reason in gone]
+        reasons = [policy.reason for policy in make_policies(self.settings)]
+        assert [reason for reason, _ in plan] == [reason for reason in reasons if reason in gone]
         for reason, positions in gone.items():
             self.index.apply(Evicted(self.index.position + 1, np.array(positions, dtype="<u8"), reason))
             self.live = [r for r in self.live if r.position not in positions]
@@ -93,7 +105,7 @@ rollout_values = st.fixed_dictionaries(
     ).map(lambda kind: {**values, "status": kind[0], "reward": kind[1]})
 )
 bound_settings = st.builds(
-    BoundSettings,
+    EvictionSettings,
     max_rollouts=st.integers(3, 12),
     max_bytes=st.integers(300, 1500),
     max_rollouts_per_prompt=st.none() | st.integers(2, 5),
@@ -111,10 +123,10 @@ steps = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(chosen=bound_settings, history=st.lists(steps, max_size=15))
-def test_every_plan_is_that_of_the_model(chosen: BoundSettings, history: list[tuple[str, object]]) -> None:
+def test_every_plan_is_that_of_the_model(chosen: EvictionSettings, history: list[tuple[str, object]]) -> None:
     run, now = Run(chosen), START
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(duplicates, "MERGE_ABOVE", 4)
+        patch.setattr(policies, "MERGE_ABOVE", 4)
         for name, argument in history:
             match name, argument:
                 case "add", list(rollouts):
@@ -124,7 +136,7 @@ def test_every_plan_is_that_of_the_model(chosen: BoundSettings, history: list[tu
                 case "advance", PolicyVersion() as now:
                     pass
                 case "forget", _:
-                    run.bounds = Bounds(chosen)
+                    run.planner = EvictionPlanner(chosen)
             run.enforce(now)
             assert run.index.num_live == len(run.live)
 
@@ -145,6 +157,26 @@ def test_every_plan_is_that_of_the_model(chosen: BoundSettings, history: list[tu
 def test_length_buckets_end_at_powers_of_two(num_tokens: int, bucket: str) -> None:
     assert length_bucket(num_tokens) == bucket
     assert count_by_length(np.array([num_tokens, num_tokens, 10**6])) == {bucket: 2, "524289-1048576": 1}
+
+
+def test_the_policies_apply_in_their_order() -> None:
+    every = replace(ANY, max_rollouts_per_prompt=4, max_policy_age_steps=4, deduplicate=True)
+    reasons = ["duplicate_tokens", "near_duplicate", "policy_age", "prompt_cap", "max_rollouts", "max_bytes"]
+    assert [policy.reason for policy in make_policies(every)] == reasons
+    assert [policy.reason for policy in make_policies(ANY)] == ["near_duplicate", "max_rollouts", "max_bytes"]
+
+
+def test_a_new_policy_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoFailures(EvictionPolicy):
+        reason = "failed"
+
+        def choose(self, plan: EvictionPlan) -> Rows:
+            return plan.new_rows[plan.index.column("status", plan.new_rows) == FAILED]
+
+    monkeypatch.setattr(planner, "make_policies", lambda settings: [NoFailures(), *make_policies(settings)])
+    run = Run(replace(ANY, max_rollouts=2))
+    run.add({}, {"status": "failed"}, {}, {})
+    assert [(reason, rows.tolist()) for reason, rows in run.plan()] == [("failed", [1]), ("max_rollouts", [0])]
 
 
 def test_the_lowest_rewards_go_first_and_what_waits_for_a_score_goes_last() -> None:
@@ -197,7 +229,7 @@ def test_a_very_large_cap_is_undercut_by_few_rollouts_in_the_order_of_arrival() 
         assert MOST_SLACK_ROLLOUTS <= len(rows) <= MOST_SLACK_ROLLOUTS + 2
 
 
-def test_policy_age_follows_the_living_lineage() -> None:
+def test_policy_age_follows_the_active_lineage() -> None:
     run = Run(replace(ANY, max_policy_age_steps=5))
     for version in (START, PolicyVersion(1, 3), PolicyVersion(1, 8), PolicyVersion(2, 12)):
         run.add({"version": version})
@@ -220,15 +252,15 @@ def test_a_plan_for_which_no_age_is_due_asks_for_no_age() -> None:
 
     tree, run = CountingTree(TREE.parents), Run(replace(ANY, max_policy_age_steps=100))
     run.add(*({"version": PolicyVersion(1, step)} for step in range(50)))
-    run.bounds.plan(run.index, tree, PolicyVersion(1, 50))
+    run.planner.plan(run.index, tree, PolicyVersion(1, 50))
     asked = tree.asked
     for step in range(50, 100):
-        assert run.bounds.plan(run.index, tree, PolicyVersion(1, step)) == []
+        assert run.planner.plan(run.index, tree, PolicyVersion(1, step)) == []
     assert tree.asked == asked
     run.add({"version": PolicyVersion(1, 99)})
-    run.bounds.plan(run.index, tree, PolicyVersion(1, 99))
+    run.planner.plan(run.index, tree, PolicyVersion(1, 99))
     assert tree.asked == asked + 1
-    [(_, rows)] = run.bounds.plan(run.index, tree, PolicyVersion(1, 101))
+    [(_, rows)] = run.planner.plan(run.index, tree, PolicyVersion(1, 101))
     assert run.index.column("step", rows).tolist() == [0]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tba_buffer.coalesce import Coalesced
 
+from tba.concurrency import SingleFlight
 from tba.errors import SupersededError, UnavailableError
 
 
@@ -34,7 +34,7 @@ async def settle() -> None:
 
 async def test_two_runs_serve_all_who_wait_and_nobody_gets_an_old_one() -> None:
     action = Action()
-    shared = Coalesced(action, asyncio.Lock())
+    shared = SingleFlight(action, asyncio.Lock())
     first = asyncio.create_task(shared.run())
     await settle()
     action.now = 1
@@ -50,7 +50,7 @@ async def test_two_runs_serve_all_who_wait_and_nobody_gets_an_old_one() -> None:
 
 async def test_a_failure_is_that_of_everyone_it_was_for_and_of_nobody_else() -> None:
     action = Action()
-    shared = Coalesced(action, asyncio.Lock())
+    shared = SingleFlight(action, asyncio.Lock())
     first = asyncio.create_task(shared.run())
     await settle()
     late = [asyncio.create_task(shared.run()) for _ in range(3)]
@@ -67,7 +67,7 @@ async def test_a_failure_is_that_of_everyone_it_was_for_and_of_nobody_else() -> 
 
 async def test_one_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
     action = Action()
-    shared = Coalesced(action, asyncio.Lock())
+    shared = SingleFlight(action, asyncio.Lock())
     waiting = [asyncio.create_task(shared.run()) for _ in range(3)]
     await settle()
     waiting[0].cancel()

@@ -7,7 +7,7 @@ import base64
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_buffer.cursors import MAX_CURSOR_CHARS, ORDERS, Cursor, parse_cursor
+from tba_buffer.rollouts.queries import MAX_CURSOR_CHARS, ORDERS, Cursor, parse_cursor
 
 from tba.errors import BadRequestError
 

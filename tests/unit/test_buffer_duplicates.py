@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tba_buffer import duplicates
-from tba_buffer.duplicates import Duplicates
-from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import RECORD_DTYPE, Evicted, RolloutsAdded
+from tba_buffer.eviction import policies
+from tba_buffer.eviction.policies import NO_ROWS, DuplicateTokens, EvictionPlan
+from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded
+from tba_buffer.index.rollout_index import Index, IndexSettings, Rows
+
+from tba.versions import START, LineageTree
 
 NUM_PUSHES, PUSH = 300, 20
+
+
+def replaced_rows(policy: DuplicateTokens, index: Index, new: Rows) -> Rows:
+    tree = LineageTree({})
+    return policy.choose(EvictionPlan(index, new_rows=new, tree=tree, now=START, near_duplicates=NO_ROWS))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 200, 10**9])
 def test_long_streams_are_those_of_a_dictionary_and_what_is_gone_is_forgotten(
     num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(duplicates, "MERGE_ABOVE", 8)
-    monkeypatch.setattr(duplicates, "GROWTH", 1)
-    rng, index, found = np.random.default_rng(num_tokens), Index(IndexSettings()), Duplicates()
+    monkeypatch.setattr(policies, "MERGE_ABOVE", 8)
+    monkeypatch.setattr(policies, "GROWTH", 1)
+    rng, index, found = np.random.default_rng(num_tokens), Index(IndexSettings()), DuplicateTokens()
     newest: dict[tuple[int, int], int] = {}
     num_replaced = 0
     for _ in range(NUM_PUSHES):
@@ -32,7 +39,7 @@ def test_long_streams_are_those_of_a_dictionary_and_what_is_gone_is_forgotten(
                 old = newest.get((prompt, token_hash), 0)
                 expected |= {old} if old else set()
                 newest[(prompt, token_hash)] = first + at
-        rows = found.replaced(index, index.live_rows(newest=PUSH))
+        rows = replaced_rows(found, index, index.live_rows(newest=PUSH))
         replaced = index.column("position", rows).tolist()
         assert set(replaced) == expected
         num_replaced += len(replaced)
@@ -46,8 +53,8 @@ def test_long_streams_are_those_of_a_dictionary_and_what_is_gone_is_forgotten(
 
 
 def test_the_same_tokens_in_one_push_leave_the_last() -> None:
-    index, found = Index(IndexSettings()), Duplicates()
+    index, found = Index(IndexSettings()), DuplicateTokens()
     records = np.zeros(5, dtype=RECORD_DTYPE)
     records["token_hash"] = [7, 7, 0, 0, 7]
     index.apply(RolloutsAdded(1, records))
-    assert index.column("position", found.replaced(index, index.live_rows())).tolist() == [1, 2]
+    assert index.column("position", replaced_rows(found, index, index.live_rows())).tolist() == [1, 2]

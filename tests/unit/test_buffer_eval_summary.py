@@ -6,10 +6,9 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from tba_buffer.eval_summary import count_unknown, summarise, summarise_first
-from tba_buffer.eval_units import Unit
+from tba_buffer.prompts.evaluation_summary import EvaluationUnit, count_unknown, summarise, summarise_first
 
-from tba.evaluation.estimates import pass_at_k
+from tba.evaluation.statistics import pass_at_k
 
 
 def unit_results(**changes: Any) -> dict[str, Any]:
@@ -18,12 +17,12 @@ def unit_results(**changes: Any) -> dict[str, Any]:
 
 def test_accuracy_is_the_mean_over_prompts_of_the_share_of_known_successes() -> None:
     results = {
-        Unit("e", "sample", 0): {"rewards": [1.0, 0.0], "num_response_tokens": [2, 4]},
-        Unit("e", "sample", 1): {"rewards": [None, 1.5], "num_response_tokens": [6, 8]},
-        Unit("e", "sample", 2): {"rewards": [None, None], "num_response_tokens": [1, 1]},
-        Unit("e", "greedy", 0): {"rewards": [0.0], "num_response_tokens": [100]},
-        Unit("e", "greedy", 1): {"rewards": [None], "num_response_tokens": [100]},
-        Unit("e", "greedy", 2): {"rewards": [1.0], "num_response_tokens": [100]},
+        EvaluationUnit("e", "sample", 0): {"rewards": [1.0, 0.0], "num_response_tokens": [2, 4]},
+        EvaluationUnit("e", "sample", 1): {"rewards": [None, 1.5], "num_response_tokens": [6, 8]},
+        EvaluationUnit("e", "sample", 2): {"rewards": [None, None], "num_response_tokens": [1, 1]},
+        EvaluationUnit("e", "greedy", 0): {"rewards": [0.0], "num_response_tokens": [100]},
+        EvaluationUnit("e", "greedy", 1): {"rewards": [None], "num_response_tokens": [100]},
+        EvaluationUnit("e", "greedy", 2): {"rewards": [1.0], "num_response_tokens": [100]},
     }
     summary = summarise(results, success_reward=1.0)
     assert summary.accuracy == 0.75
@@ -38,7 +37,7 @@ def test_accuracy_is_the_mean_over_prompts_of_the_share_of_known_successes() -> 
 
 
 def test_nothing_known_gives_no_number() -> None:
-    results = {Unit("e", "sample", 0): unit_results(rewards=[None, None])}
+    results = {EvaluationUnit("e", "sample", 0): unit_results(rewards=[None, None])}
     summary = summarise(results, success_reward=1.0, pass_at=[1, 2])
     assert summary.accuracy is None
     assert summary.mean_reward is None
@@ -59,8 +58,8 @@ def test_pass_at_k_is_the_share_of_the_choices_of_k_samples_that_hold_a_success(
 
 def test_pass_at_k_takes_only_prompts_of_which_k_scores_are_known() -> None:
     results = {
-        Unit("e", "sample", 0): unit_results(rewards=[1.0, 0.0, 0.0]),
-        Unit("e", "sample", 1): unit_results(rewards=[0.0, None, None]),
+        EvaluationUnit("e", "sample", 0): unit_results(rewards=[1.0, 0.0, 0.0]),
+        EvaluationUnit("e", "sample", 1): unit_results(rewards=[0.0, None, None]),
     }
     summary = summarise(results, success_reward=1.0, pass_at=[1, 2, 3])
     assert summary.pass_at[1] == summary.accuracy == pytest.approx((1 / 3 + 0) / 2)
@@ -70,9 +69,9 @@ def test_pass_at_k_takes_only_prompts_of_which_k_scores_are_known() -> None:
 
 def test_kl_is_the_mean_over_samples_and_diversity_the_mean_over_prompts_of_the_samples_alone() -> None:
     results = {
-        Unit("e", "sample", 0): unit_results(log_ratios=[1.0, -0.5], distinct_1=0.5, distinct_3=None),
-        Unit("e", "sample", 1): unit_results(log_ratios=[None, 4.0], distinct_1=0.25, embedding_distance=0.1),
-        Unit("e", "greedy", 0): unit_results(rewards=[1.0], log_ratios=[100.0], distinct_1=1.0),
+        EvaluationUnit("e", "sample", 0): unit_results(log_ratios=[1.0, -0.5], distinct_1=0.5, distinct_3=None),
+        EvaluationUnit("e", "sample", 1): unit_results(log_ratios=[None, 4.0], distinct_1=0.25, embedding_distance=0.1),
+        EvaluationUnit("e", "greedy", 0): unit_results(rewards=[1.0], log_ratios=[100.0], distinct_1=1.0),
     }
     summary = summarise(results, success_reward=1.0)
     assert summary.kl_to_reference == 1.5

@@ -7,10 +7,9 @@ import json
 from typing import Any
 
 import pytest
-import tba_buffer.events
+import tba_buffer.run.events
 from prometheus_client import CollectorRegistry
-from tba_buffer.event_changes import Look, changes
-from tba_buffer.events import MAX_QUEUED, Events, Stream
+from tba_buffer.run.events import MAX_QUEUED, Events, ObservedRun, Stream, changes
 
 from tba.api import ComponentInfo, RunInfo, WaitInfo
 from tba.clients.sse import MAX_EVENT_BYTES, SentEvent, read_events, run_event
@@ -32,8 +31,8 @@ INFO: dict[str, Any] = {
 }
 
 
-def look(**fields: Any) -> Look:
-    return Look(RunInfo.model_validate({**INFO, **fields}), [])
+def look(**fields: Any) -> ObservedRun:
+    return ObservedRun(RunInfo.model_validate({**INFO, **fields}), [])
 
 
 def component(**fields: Any) -> ComponentInfo:
@@ -41,7 +40,7 @@ def component(**fields: Any) -> ComponentInfo:
     return ComponentInfo.model_validate({**values, "heartbeat_age_s": 0.1, "gauges": {}, **fields})
 
 
-def told(before: Look, after: Look) -> list[tuple[str, Any]]:
+def told(before: ObservedRun, after: ObservedRun) -> list[tuple[str, Any]]:
     return [(name, json.loads(data)) for name, data in changes(before, after)]
 
 
@@ -81,7 +80,7 @@ def test_new_and_forgotten_components_are_told() -> None:
 
 
 def test_waits_are_told_once_they_have_lasted_and_when_they_are_over() -> None:
-    def waiting(for_s: float) -> Look:
+    def waiting(for_s: float) -> ObservedRun:
         return look(waits=[WaitInfo(owner="t", kind="trainer", name="batch", for_s=for_s, deadline_in_s=9.0)])
 
     assert told(look(), waiting(0.4)) == []
@@ -102,7 +101,7 @@ class Reader:
         self.num_looks = 0
         self.error: UnavailableError | None = None
 
-    async def look(self) -> Look:
+    async def look(self) -> ObservedRun:
         self.num_looks += 1
         if self.error is not None:
             raise self.error
@@ -116,7 +115,7 @@ async def until_looked(reader: Reader, num: int) -> None:
 
 
 async def test_nobody_looks_while_nobody_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tba_buffer.events, "EVERY_S", 0.001)
+    monkeypatch.setattr(tba_buffer.run.events, "EVERY_S", 0.001)
     reader = Reader()
     events = Events(reader.look, CollectorRegistry())
     first, second = await events.open(None), await events.open(None)
@@ -143,7 +142,7 @@ async def test_a_stream_that_cannot_begin_takes_no_place() -> None:
     reader = Reader()
     events = Events(reader.look, CollectorRegistry())
     reader.error = UnavailableError("Redis is away")
-    for _ in range(2 * tba_buffer.events.MAX_STREAMS):
+    for _ in range(2 * tba_buffer.run.events.MAX_STREAMS):
         with pytest.raises(UnavailableError, match="Redis is away"):
             await events.open(None)
     reader.error = None

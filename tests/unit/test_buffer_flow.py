@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tba_buffer.flow import DrawLimits, FlowCounts, FlowSettings, draw_limits, generation_room, sampling_wait
+from tba_buffer.run.flow_control import (
+    DrawLimits,
+    FlowCounts,
+    FlowSettings,
+    draw_limits,
+    generation_room,
+    sampling_wait,
+)
 
 from tests.support.buffer import make_recipe
 
@@ -31,9 +38,9 @@ def make_counts(**changes: int | bool) -> FlowCounts:
         "inserted": 100,
         "leased": 0,
         "drawn": 0,
-        "inserted_since_mark": 0,
-        "batches_since_mark": 0,
-        "marks": 7,
+        "inserted_since_publication": 0,
+        "batches_since_publication": 0,
+        "publications": 7,
     }
     return FlowCounts(**{**values, **changes})
 
@@ -92,16 +99,19 @@ def test_while_nothing_can_be_drawn_as_much_is_leased_as_is_missing() -> None:
 def test_alternate_generates_one_interval_then_trains_one_interval() -> None:
     settings = make_settings(alternate=True)
     assert settings.rollouts_per_interval == 48
-    generating = make_counts(inserted_since_mark=40)
+    generating = make_counts(inserted_since_publication=40)
     assert sampling_wait(generating, settings) == "alternate-generate"
     assert generation_room(generating, settings) == (8, None)
-    assert generation_room(make_counts(inserted_since_mark=40, leased=8), settings) == (0, "alternate-train")
-    assert generation_room(make_counts(inserted_since_mark=40, pending=8), settings) == (0, "unscored")
-    training = make_counts(inserted_since_mark=48, batches_since_mark=2)
+    assert generation_room(make_counts(inserted_since_publication=40, leased=8), settings) == (0, "alternate-train")
+    assert generation_room(make_counts(inserted_since_publication=40, pending=8), settings) == (0, "unscored")
+    training = make_counts(inserted_since_publication=48, batches_since_publication=2)
     assert sampling_wait(training, settings) is None
-    assert draw_limits(training, settings) == DrawLimits(max_batches=3, marks=7)
+    assert draw_limits(training, settings) == DrawLimits(max_batches=3, publications=7)
     assert generation_room(training, settings) == (0, "alternate-train")
-    assert sampling_wait(make_counts(inserted_since_mark=48, batches_since_mark=3), settings) == "alternate-generate"
+    assert (
+        sampling_wait(make_counts(inserted_since_publication=48, batches_since_publication=3), settings)
+        == "alternate-generate"
+    )
 
 
 @given(
@@ -112,8 +122,8 @@ def test_alternate_generates_one_interval_then_trains_one_interval() -> None:
     evicted=st.integers(0, 10_000),
     excess=st.integers(-6000, 6000),
     can_fill_slot=st.booleans(),
-    since_mark=st.integers(0, 100),
-    batches_since_mark=st.integers(0, 2),
+    since_publication=st.integers(0, 100),
+    batches_since_publication=st.integers(0, 2),
 )
 @example(50.0, 16.0, False, 100, 0, 5, True, 0, 0)  # one rollout allows more samples than the error margin
 @settings(max_examples=300)
@@ -125,8 +135,8 @@ def test_the_two_sides_never_wait_for_each_other(
     evicted: int,
     excess: int,
     can_fill_slot: bool,
-    since_mark: int,
-    batches_since_mark: int,
+    since_publication: int,
+    batches_since_publication: int,
 ) -> None:
     settings = make_settings(
         samples_per_insert=samples_per_insert,
@@ -140,8 +150,8 @@ def test_the_two_sides_never_wait_for_each_other(
         inserted=inserted,
         drawn=max(0, math.floor(samples_per_insert * inserted) + excess),  # near the line, where it is decided
         can_fill_slot=can_fill_slot,
-        inserted_since_mark=min(since_mark, inserted),
-        batches_since_mark=batches_since_mark,
+        inserted_since_publication=min(since_publication, inserted),
+        batches_since_publication=batches_since_publication,
     )
     room, _ = generation_room(counts, settings)
     assert sampling_wait(counts, settings) is None or room is None or room > 0
@@ -157,13 +167,13 @@ class World:
     pending: int = 0
     inserted: int = 0
     drawn: int = 0
-    since_mark: int = 0
-    marks: int = 0
-    batches_since_mark: int = 0
+    since_publication: int = 0
+    publications: int = 0
+    batches_since_publication: int = 0
     leases: list[int] = field(default_factory=list)
     """Rollouts that each lease still owes."""
     open_batches: list[int] = field(default_factory=list)
-    """The number of marks at which each was drawn."""
+    """The number of publications at which each was drawn."""
 
     @property
     def counts(self) -> FlowCounts:
@@ -174,9 +184,9 @@ class World:
             inserted=self.inserted,
             leased=sum(self.leases),
             drawn=self.drawn,
-            inserted_since_mark=self.since_mark,
-            batches_since_mark=self.batches_since_mark,
-            marks=self.marks,
+            inserted_since_publication=self.since_publication,
+            batches_since_publication=self.batches_since_publication,
+            publications=self.publications,
         )
 
     def lease(self, visits: int) -> str | None:
@@ -206,7 +216,7 @@ class World:
     def insert(self, num: int) -> None:
         self.stored += num
         self.inserted += num
-        self.since_mark += num
+        self.since_publication += num
 
     def evict(self, num: int, *, scored_first: bool) -> None:
         of_scored = min(num if scored_first else max(0, num - self.pending), self.stored)
@@ -218,21 +228,21 @@ class World:
         if wait is None:
             limits = draw_limits(self.counts, self.settings)
             self.drawn += self.settings.batch_rollouts
-            self.batches_since_mark += 1
-            self.open_batches.append(self.marks)
+            self.batches_since_publication += 1
+            self.open_batches.append(self.publications)
             assert limits.max_drawn is None or self.drawn <= limits.max_drawn
-            assert limits.max_batches is None or self.batches_since_mark <= limits.max_batches
+            assert limits.max_batches is None or self.batches_since_publication <= limits.max_batches
         return wait
 
     def end_batch(self, *, acked: bool) -> None:
-        mark = self.open_batches.pop(0)
+        published = self.open_batches.pop(0)
         if not acked:
             self.drawn -= self.settings.batch_rollouts
-            self.batches_since_mark -= mark == self.marks
+            self.batches_since_publication -= published == self.publications
 
-    def mark(self) -> None:
-        self.since_mark = self.batches_since_mark = 0
-        self.marks += 1
+    def publish(self) -> None:
+        self.since_publication = self.batches_since_publication = 0
+        self.publications += 1
 
 
 class Flow(RuleBasedStateMachine):
@@ -291,8 +301,8 @@ class Flow(RuleBasedStateMachine):
         self.world.end_batch(acked=acked)
 
     @rule()
-    def mark(self) -> None:
-        self.world.mark()
+    def publish(self) -> None:
+        self.world.publish()
 
     @invariant()
     def when_both_wait_something_is_under_way(self) -> None:
@@ -313,8 +323,8 @@ class Flow(RuleBasedStateMachine):
             world.draw()
             if world.drawn >= goal:
                 return
-            if world.settings.alternate and world.batches_since_mark >= world.settings.sync_interval:
-                world.mark()  # a trainer publishes after every interval
+            if world.settings.alternate and world.batches_since_publication >= world.settings.sync_interval:
+                world.publish()  # a trainer publishes after every interval
             world.lease(8)
         raise AssertionError(f"the trainer waits for ever: {world.counts}")
 

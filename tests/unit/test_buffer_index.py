@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer import table
-from tba_buffer.index import Index, IndexSettings, LogGapError
-from tba_buffer.log import Event, Mark
-from tba_buffer.sampler import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.index import columns
+from tba_buffer.index.log import Event, Publication
+from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
+from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
 
 from tba.versions import PolicyVersion
 from tests.support.index_values import Item, make_added, make_evicted, make_index, make_rescored, rollout_id_at
@@ -38,7 +38,7 @@ steps = st.one_of(
 )
 index_settings = st.builds(
     IndexSettings,
-    num_marks_kept=st.just(4),
+    num_publications_kept=st.just(4),
     recent_window=st.sampled_from(["arrival", "version"]),
     recent_versions=st.integers(1, 2),
     min_distinct=st.integers(1, 3),
@@ -53,7 +53,7 @@ class Model:
     settings: IndexSettings
     position: int = 0
     stored: dict[int, Item] = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
+    publications: list[Publication] = field(default_factory=list)
 
     def step(self, kind: str, value) -> Event:
         """The event of one step; the model takes it too."""
@@ -63,9 +63,9 @@ class Model:
             self.stored.update({first + number: item for number, item in enumerate(value)})
             return make_added(first, value)
         if kind == "mark":
-            mark = Mark(first, value)
-            self.marks = [*self.marks, mark][-self.settings.num_marks_kept :]
-            return mark
+            publication = Publication(first, value)
+            self.publications = [*self.publications, publication][-self.settings.num_publications_kept :]
+            return publication
         if kind == "rescore":
             changes = {positions[int(at * len(positions))]: item for at, item in value} if positions else {}
             for at, item in changes.items():
@@ -92,16 +92,18 @@ class Model:
     def recent(self) -> list[int]:
         """Positions of scored rollouts that are recent."""
         if self.settings.recent_window == "arrival":
-            after = self.marks[-2].position if len(self.marks) > 1 else 0
+            after = self.publications[-2].position if len(self.publications) > 1 else 0
             return [at for at in self.positions() if at > after]
-        newest = list(dict.fromkeys(mark.version for mark in reversed(self.marks)))[: self.settings.recent_versions]
-        return [at for at in self.positions() if not self.marks or self.stored[at].version in newest]
+        newest = list(dict.fromkeys(publication.version for publication in reversed(self.publications)))[
+            : self.settings.recent_versions
+        ]
+        return [at for at in self.positions() if not self.publications or self.stored[at].version in newest]
 
 
 def check_counts(index: Index, model: Model) -> None:
     stored = model.stored.values()
     assert index.position == model.position
-    assert index.marks == model.marks
+    assert index.publications == model.publications
     assert (index.num_live, index.num_scored) == (len(stored), len(model.positions()))
     assert (index.num_pending, index.num_failed) == (len(model.positions("pending")), len(model.positions("failed")))
     assert index.payload_bytes == sum(item.num_bytes for item in stored)
@@ -171,7 +173,7 @@ def test_any_history_leads_to_what_a_plain_model_holds(
     history: list, configuration: IndexSettings, min_capacity: int, batches: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table, "_MIN_CAPACITY", min_capacity)  # the ring turns, grows and is compacted
+        patch.setattr(columns, "_MIN_CAPACITY", min_capacity)  # the ring turns, grows and is compacted
         model, index, events = Model(configuration), Index(configuration), []
         for kind, value in history:
             events.append(model.step(kind, value))
@@ -185,9 +187,9 @@ def test_any_history_leads_to_what_a_plain_model_holds(
         for size in [*batches, len(events) + 1]:
             in_batches.apply_many(todo[:size])
             del todo[:size]
-        from_base = Index(configuration)
-        from_base.restore(index.base())
-        for other in (in_batches, from_base):
+        from_checkpoint = Index(configuration)
+        from_checkpoint.restore(index.checkpoint())
+        for other in (in_batches, from_checkpoint):
             assert other.fingerprint() == index.fingerprint()
             assert drawn(other, configuration.min_distinct) == drawn(index, configuration.min_distinct)
 
@@ -197,9 +199,9 @@ def test_a_full_buffer_that_turns_over_holds_what_a_plain_model_holds(
     oldest_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots of rows that are gone are used again while blocks still name them."""
-    monkeypatch.setattr(table, "_MIN_CAPACITY", 32)
+    monkeypatch.setattr(columns, "_MIN_CAPACITY", 32)
     rng = np.random.default_rng(0)
-    configuration = IndexSettings(num_marks_kept=4, big_prompt=4)
+    configuration = IndexSettings(num_publications_kept=4, big_prompt=4)
     model, index = Model(configuration), Index(configuration)
     for number in range(60):
         pushed = [Item(prompt=int(rng.integers(NUM_PROMPTS)), reward=float(rng.integers(4))) for _ in range(9)]
@@ -214,20 +216,20 @@ def test_a_full_buffer_that_turns_over_holds_what_a_plain_model_holds(
         check_counts(index, model)
         check_rows(index, model)
         rebuilt = Index(configuration)
-        rebuilt.restore(index.base())
+        rebuilt.restore(index.checkpoint())
         assert drawn(rebuilt, 2) == drawn(index, 2)
 
 
-def test_a_base_and_the_tail_behind_it_are_the_whole_log() -> None:
+def test_a_checkpoint_and_the_events_after_it_are_the_whole_log() -> None:
     model = Model(IndexSettings())
     events = [model.step("push", [Item(prompt=at % 3, reward=at)] * 4) for at in range(10)]
     before, after = make_index(*events[:5]), make_index(*events)
     restored = Index(IndexSettings())
-    restored.restore(before.base())
+    restored.restore(before.checkpoint())
     restored.apply_many(events[5:])
     assert restored.fingerprint() == after.fingerprint()
     with pytest.raises(ValueError, match="fresh"):
-        restored.restore(before.base())
+        restored.restore(before.checkpoint())
 
 
 def test_a_gap_in_the_log_is_noticed_and_nothing_of_the_batch_is_applied() -> None:
@@ -250,10 +252,10 @@ def test_a_fresh_index_begins_anywhere() -> None:
 
 
 def test_recent_is_what_arrived_since_the_mark_before_the_newest() -> None:
-    index = make_index(make_added(1, [Item(prompt=0)]), Mark(2, PolicyVersion(1, 0)))
+    index = make_index(make_added(1, [Item(prompt=0)]), Publication(2, PolicyVersion(1, 0)))
     assert index.column("prompt", index.recent_rows()).tolist() == [0]
     index.apply(make_added(3, [Item(prompt=1)]))
-    index.apply(Mark(4, PolicyVersion(1, 4)))
+    index.apply(Publication(4, PolicyVersion(1, 4)))
     assert index.column("prompt", index.recent_rows()).tolist() == [1]
     index.apply(make_added(5, [Item(prompt=2)]))
     assert index.column("prompt", index.recent_rows()).tolist() == [1, 2]
@@ -262,11 +264,11 @@ def test_recent_is_what_arrived_since_the_mark_before_the_newest() -> None:
 def test_recent_by_version_is_what_the_last_publications_made() -> None:
     old, new = PolicyVersion(1, 0), PolicyVersion(1, 4)
     events = [
-        Mark(1, old),
+        Publication(1, old),
         make_added(2, [Item(prompt=0, version=old)]),
-        Mark(3, new),
+        Publication(3, new),
         make_added(4, [Item(prompt=1, version=old), Item(prompt=2, version=new)]),
-        Mark(6, PolicyVersion(1, 8)),
+        Publication(6, PolicyVersion(1, 8)),
     ]
     for num_versions, expected in ((1, []), (2, [2]), (3, [0, 1, 2])):
         index = make_index(*events, recent_window="version", recent_versions=num_versions)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tba_buffer.settings import Settings, read_live
+from tba_buffer.run.settings import Settings, read_settings
 
 from tba.errors import ConfigError
 from tests.support.trainer_values import make_recipe
@@ -64,5 +64,5 @@ def test_an_answer_that_comes_late_does_not_put_an_older_revision_back() -> None
 def test_a_stored_value_that_this_release_cannot_read_is_one_sentence(value: bytes, message: str) -> None:
     redis: Any = Holds({b"revision": b"3", b"value:beta": value})
     with pytest.raises(ConfigError, match=rf"live settings \(revision 3\) .* cannot read: .*{message}") as caught:
-        asyncio.run(read_live(redis, KEYS, make_recipe("model")))
+        asyncio.run(read_settings(redis, KEYS, make_recipe("model")))
     assert "\n" not in str(caught.value)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from tba_buffer.log import (
-    BASE_DTYPE,
+from tba_buffer.index.log import (
     CHANGE_DTYPE,
+    CHECKPOINT_DTYPE,
     RECORD_DTYPE,
     Evicted,
-    Mark,
+    Publication,
     Rescored,
     RolloutsAdded,
     pack_record,
@@ -34,7 +34,7 @@ def pack(reward: float | None, status: str) -> bytes:
 
 
 def test_the_records_have_the_sizes_that_scripts_rely_on() -> None:
-    assert (RECORD_DTYPE.itemsize, BASE_DTYPE.itemsize, CHANGE_DTYPE.itemsize) == (57, 65, 21)
+    assert (RECORD_DTYPE.itemsize, CHECKPOINT_DTYPE.itemsize, CHANGE_DTYPE.itemsize) == (57, 65, 21)
     assert len(pack(1.0, "scored")) == RECORD_DTYPE.itemsize
 
 
@@ -59,4 +59,4 @@ def test_evictions_changes_and_marks_come_back() -> None:
     rescored = parse_entry(b"10-0", {b"s": changes.tobytes()})
     assert isinstance(rescored, Rescored)
     assert (rescored.position, rescored.changes.tolist()) == (10, [(3, 0.5, 77, 0)])
-    assert parse_entry(b"11-0", {b"m": b"2 40"}) == Mark(11, PolicyVersion(2, 40))
+    assert parse_entry(b"11-0", {b"m": b"2 40"}) == Publication(11, PolicyVersion(2, 40))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_buffer.index import Index, IndexSettings, LogGapError
-from tba_buffer.log import CHANGE_DTYPE, RECORD_DTYPE, Mark, RolloutsAdded, parse_entries, parse_entry
+from tba_buffer.index.log import CHANGE_DTYPE, RECORD_DTYPE, Publication, RolloutsAdded, parse_entries, parse_entry
+from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 
 from tba.versions import PolicyVersion
 
@@ -43,11 +43,11 @@ def test_entries_together_are_what_they_are_one_by_one(kinds: list[tuple[str, in
 
 
 def test_pushes_that_follow_each_other_are_one_event() -> None:
-    first, mark, last = parse_entries(build([("r", 2), ("r", 3), ("m", 4), ("r", 1), ("r", 1)]))
+    first, publication, last = parse_entries(build([("r", 2), ("r", 3), ("m", 4), ("r", 1), ("r", 1)]))
     assert isinstance(first, RolloutsAdded)
     assert isinstance(last, RolloutsAdded)
     assert (first.first_position, first.records["num_bytes"].tolist()) == (1, [2, 2, 5, 5, 5])
-    assert mark == Mark(6, PolicyVersion(1, 4))
+    assert publication == Publication(6, PolicyVersion(1, 4))
     assert (last.first_position, len(last.records)) == (7, 2)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tba_buffer.metrics import OTHER_WAITS, WAITS_SHOWN, shown_waits
+from tba_buffer.monitoring.metrics import OTHER_WAITS, WAITS_SHOWN, shown_waits
 
 
 def test_rare_waits_are_counted_together() -> None:

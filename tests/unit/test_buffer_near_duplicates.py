@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from tba_buffer import near_duplicates
-from tba_buffer.index import Index
-from tba_buffer.log import SCORED
-from tba_buffer.near_duplicates import Candidate, NearDuplicates, codes_of, losers
+from tba_buffer.eviction import near_duplicates
+from tba_buffer.eviction.near_duplicates import Candidate, NearDuplicateSearch, find_losers, to_codes
+from tba_buffer.index.log import SCORED
+from tba_buffer.index.rollout_index import Index
 
 from tba.config.sections import BufferSection
 
@@ -44,10 +44,10 @@ RESPONSES = st.lists(
 @given(RESPONSES, st.integers(0, 14))
 def test_no_two_that_stay_are_near_and_nothing_goes_without_a_better_one(found, num_first):
     rollouts = [Candidate(n, prompt, reward, codes) for n, (prompt, reward, codes) in enumerate(found)]
-    gone = losers(rollouts[:num_first], set(), SHARE)
+    gone = find_losers(rollouts[:num_first], set(), SHARE)
     compared = {rollout.position for rollout in rollouts[:num_first]} - gone
     live = [rollout for rollout in rollouts if rollout.position not in gone]
-    gone |= losers(live, compared, SHARE)
+    gone |= find_losers(live, compared, SHARE)
     kept = [rollout for rollout in rollouts if rollout.position not in gone]
     assert not [(a, b) for a in kept for b in kept if a.position < b.position and is_near(a, b)]
     for loser in rollouts:
@@ -58,9 +58,9 @@ def test_no_two_that_stay_are_near_and_nothing_goes_without_a_better_one(found, 
 
 def test_codes_tell_tokens_apart_and_take_any_id():
     tokens = np.array([0, 5, 0xD800, 0xDFFF, 300_000, 2**31 - 1], dtype=np.int32)
-    codes = codes_of(tokens)
+    codes = to_codes(tokens)
     assert len(codes) == len(set(codes)) == 6
-    assert codes_of(tokens[:3]) == codes[:3]
+    assert to_codes(tokens[:3]) == codes[:3]
 
 
 class FakeIndex:
@@ -83,11 +83,11 @@ async def test_a_push_looks_at_the_rollouts_of_its_prompts_alone(monkeypatch: py
 
     def look(live: list[Candidate], compared: set[int], share: float) -> set[int]:
         seen.append({rollout.position for rollout in live})
-        return losers(live, compared, share)
+        return find_losers(live, compared, share)
 
-    monkeypatch.setattr(near_duplicates, "losers", look)
+    monkeypatch.setattr(near_duplicates, "find_losers", look)
     redis = SimpleNamespace(hmget=AsyncMock(side_effect=lambda key, ids: [None for _ in ids]))
-    filter_ = NearDuplicates(Mock(redis=redis, spec_set=["redis", "keys"]), SHARE)
+    filter_ = NearDuplicateSearch(Mock(redis=redis, spec_set=["redis", "keys"]), SHARE)
     index = FakeIndex()
     for end in (100, 100, 102):
         index.end = end

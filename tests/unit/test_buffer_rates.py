@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tba_buffer.rates import WINDOW_S, RateWindow
+from tba_buffer.monitoring.stats import WINDOW_S, RateWindow
 
 
 def counts(generated: int = 0, evicted: int = 0, drawn: int = 0, trained: int = 0) -> dict[str, int]:

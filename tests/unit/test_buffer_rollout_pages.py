@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer.cursors import ORDERS, Cursor
-from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
-from tba_buffer.rollout_views import Selection, select_rows
+from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
+from tba_buffer.index.rollout_index import Index, IndexSettings
+from tba_buffer.rollouts.queries import ORDERS, Cursor, Selection, select_rows
 
 from tba.api import RolloutOrder
 from tba.versions import PolicyVersion

@@ -10,11 +10,12 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from tba_buffer import priorities, prompt_choice
-from tba_buffer.index import Index
-from tba_buffer.log import Mark
-from tba_buffer.priorities import log_probabilities
-from tba_buffer.sampler import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.index import priorities
+from tba_buffer.index.log import Publication
+from tba_buffer.index.priorities import log_probabilities
+from tba_buffer.index.rollout_index import Index
+from tba_buffer.sampling import mop
+from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
 
 from tba.versions import PolicyVersion
 from tests.support.chi_square import assert_follows
@@ -284,7 +285,7 @@ def test_across_prompts_when_one_has_nearly_all_the_weight() -> None:
 
 def test_the_bound_for_big_prompts_is_corrected_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priorities, "_SCALE", 64.0)
-    monkeypatch.setattr(prompt_choice, "MAX_EXCESS", 1.0)
+    monkeypatch.setattr(mop, "MAX_EXCESS", 1.0)
     rewards = [[0.0, 0.1, 0.2, -3.0, -4.0], [1.0, -5.0, -5.0], [0.4, 0.4]]
     p = softmax([np.logaddexp.reduce(group) for group in rewards], 1.0)
     settings = make_settings(inverse_temperature=1.0, prioritise="across")
@@ -339,9 +340,9 @@ def test_a_slot_is_recent_with_probability_m() -> None:
 def test_recent_by_arrival_is_uniform_whatever_the_reward(replacement: bool, big_prompt: int) -> None:
     index = make_index(
         make_added(1, [Item(reward=50.0), Item(reward=3.0)]),
-        Mark(3, V1),
+        Publication(3, V1),
         make_added(4, [Item(reward=0.0), Item(status="pending"), Item(reward=100.0)]),
-        Mark(7, V2),
+        Publication(7, V2),
         make_added(8, [Item(reward=5.0), Item(reward=-9.0)]),
         big_prompt=big_prompt,
     )
@@ -359,10 +360,10 @@ def test_recent_by_version_is_uniform_among_what_the_last_versions_made(num_old:
     """With 200 old ones in between, the recent ones are too thin to be found by trying."""
     made = [V2, *[V1] * num_old, V2, V3, V1, V3]
     index = make_index(
-        Mark(1, V1),
+        Publication(1, V1),
         make_added(2, [Item(reward=float(at), version=version) for at, version in enumerate(made)]),
-        Mark(2 + len(made), V2),
-        Mark(3 + len(made), V3),
+        Publication(2 + len(made), V2),
+        Publication(3 + len(made), V3),
         recent_window="version",
         recent_versions=2,
         big_prompt=big_prompt,
@@ -378,7 +379,7 @@ def test_recent_by_version_is_uniform_among_what_the_last_versions_made(num_old:
 def test_recent_prompts_are_uniform_among_those_with_enough_recent_rollouts() -> None:
     old = [Item(prompt=prompt) for prompt in range(8) for _ in range(5)]
     new = [Item(prompt=prompt) for prompt in (1, 2, 2, 5, 5, 6, 6, 6)]
-    index = make_index(make_added(1, old), Mark(41, V1), make_added(42, new), Mark(50, V2))
+    index = make_index(make_added(1, old), Publication(41, V1), make_added(42, new), Publication(50, V2))
     slots = [draw_slots(index, make_settings(most_on_policy_prob=1.0), seed)[0] for seed in range(1500)]
     assert all(slot.source == "recent" and slot.rows.min() >= 40 for slot in slots)
     observed = np.bincount([slot.prompt for slot in slots], minlength=8)
@@ -387,7 +388,7 @@ def test_recent_prompts_are_uniform_among_those_with_enough_recent_rollouts() ->
 
 def test_slots_fall_back_when_the_recent_prompts_are_used_up_and_say_so() -> None:
     old, new = [Item(prompt=prompt) for prompt in range(10) for _ in range(2)], [Item(prompt=p) for p in (2, 2, 3, 3)]
-    index = make_index(make_added(1, old), Mark(21, V1), make_added(22, new), Mark(26, V2))
+    index = make_index(make_added(1, old), Publication(21, V1), make_added(22, new), Publication(26, V2))
     for prioritise in ("within", "across"):
         settings = make_settings(prompts_per_batch=5, most_on_policy_prob=1.0, prioritise=prioritise)
         slots = draw_slots(index, settings, seed=3)
@@ -399,9 +400,9 @@ def test_slots_fall_back_when_the_recent_prompts_are_used_up_and_say_so() -> Non
 def test_fewer_recent_rollouts_than_min_distinct_are_not_a_group() -> None:
     events = [
         make_added(1, [Item(prompt=at // 2) for at in range(4)]),
-        Mark(5, V1),
+        Publication(5, V1),
         make_added(6, [Item()]),
-        Mark(7, V2),
+        Publication(7, V2),
     ]
     slots = draw_slots(make_index(*events), make_settings(most_on_policy_prob=1.0), seed=0)
     assert slots[0].fallback
@@ -430,7 +431,7 @@ def test_the_flat_draw_follows_the_mixture_over_everything(replacement: bool) ->
 def test_the_flat_draw_stays_exact_when_the_ring_has_turned() -> None:
     index, number = make_index(), 0
     settings = make_settings(inverse_temperature=1.0)
-    while index.table.end < 2 * index.table.capacity + 5:
+    while index.columns.end < 2 * index.columns.capacity + 5:
         items = [Item(prompt=at, reward=(number + at) % 4) for at in range(60)]
         index.apply(make_added(index.position + 1, items))
         gone = index.column("position", index.live_rows())[: index.num_live - 20]

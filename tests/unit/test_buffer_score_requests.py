@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import pytest
-from tba_buffer.scoring import Score, request_scores
+from tba_buffer.scoring.rollout_scorer import Score, request_scores
 
 from tba.api import ScoreError, ScoreItem, ScoreReply, ScoreResult
 from tba.clients import RewardClient
@@ -44,7 +44,7 @@ def test_rewards_and_errors_stay_in_order() -> None:
     assert scores(Client(), ["", "bad_data", "timeout", ""]) == [
         Score(reward=0.0, version="v"),
         Score(reason="bad_data: why"),
-        Score(reason="timeout: why", may_pass=True),
+        Score(reason="timeout: why", is_transient=True),
         Score(reward=3.0, version="v"),
     ]
 

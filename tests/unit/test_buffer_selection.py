@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_buffer.selection import SelectionSettings, candidate_offsets, choose, nearest, thompson_draws
+from tba_buffer.prompts.catalog import (
+    SelectionSettings,
+    candidate_offsets,
+    choose_by_posterior,
+    nearest_draws,
+    thompson_draws,
+)
 
 from tests.support.buffer import make_recipe
 
@@ -63,7 +69,7 @@ def test_candidates_are_uniform_and_different_where_they_can_be(num_train: int, 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.floats(0, 1), st.integers(1, 30))
 def test_no_draw_that_is_left_out_is_nearer_than_one_that_is_taken(draws: list[float], target: float, num: int) -> None:
-    taken = nearest(np.array(draws), target, num)
+    taken = nearest_draws(np.array(draws), target, num)
     assert len(taken) == min(num, len(draws)) == len(set(taken.tolist()))
     distances = np.abs(np.array(draws) - target)
     assert np.all(np.diff(distances[taken]) >= 0)
@@ -86,7 +92,8 @@ def test_every_visit_gets_a_train_prompt_and_the_same_seed_the_same_ones(
     successes = numbers([min(pair) for pair in tried])
     settings = SelectionSettings(target=0.5, num_candidates=num_candidates)
     first, again = (
-        choose(train_numbers, counts, successes, num, settings, np.random.default_rng(seed)) for _ in range(2)
+        choose_by_posterior(train_numbers, counts, successes, num, settings, np.random.default_rng(seed))
+        for _ in range(2)
     )
     assert first.tolist() == again.tolist()
     assert len(first) == num
@@ -100,7 +107,8 @@ def test_the_counts_are_those_of_the_train_prompts_own_numbers() -> None:
     counts, successes = numbers([0, 2000, 2000, 2000]), numbers([0, 1000, 0, 1000])
     settings = SelectionSettings(target=0.5, num_candidates=2)
     chosen = [
-        choose(numbers([2, 3]), counts, successes, 1, settings, np.random.default_rng(seed))[0] for seed in range(50)
+        choose_by_posterior(numbers([2, 3]), counts, successes, 1, settings, np.random.default_rng(seed))[0]
+        for seed in range(50)
     ]
     assert set(chosen) == {1}
 
@@ -109,7 +117,8 @@ def test_an_untried_prompt_beats_hopeless_and_mastered_ones() -> None:
     counts, successes = numbers([100, 100, 0]), numbers([0, 100, 0])
     settings = SelectionSettings(target=0.5, num_candidates=3)
     chosen = [
-        choose(np.arange(3), counts, successes, 1, settings, np.random.default_rng(seed))[0] for seed in range(200)
+        choose_by_posterior(np.arange(3), counts, successes, 1, settings, np.random.default_rng(seed))[0]
+        for seed in range(200)
     ]
     assert np.mean(np.array(chosen) == 2) > 0.9
 
@@ -120,7 +129,8 @@ def test_the_target_moves_the_choice() -> None:
     for target in (0.2, 0.5, 0.8):
         settings = SelectionSettings(target=target, num_candidates=11)
         chosen = [
-            choose(np.arange(11), counts, successes, 1, settings, np.random.default_rng(seed))[0] for seed in range(50)
+            choose_by_posterior(np.arange(11), counts, successes, 1, settings, np.random.default_rng(seed))[0]
+            for seed in range(50)
         ]
         assert np.mean(rates[chosen]) == pytest.approx(target, abs=0.02)
 
@@ -139,7 +149,7 @@ def share_in_the_middle(selection: SelectionSettings | None, seed: int) -> float
         chosen = (
             rng.integers(0, 500, size=16)
             if selection is None
-            else choose(np.arange(500), counts, successes, 16, selection, rng)
+            else choose_by_posterior(np.arange(500), counts, successes, 16, selection, rng)
         )
         num_middle += int(is_middle[chosen].sum()) if request >= 125 else 0
         np.add.at(counts, chosen, 8)

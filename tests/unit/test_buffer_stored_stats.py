@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_buffer.index import Index, IndexSettings
-from tba_buffer.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
-from tba_buffer.stored_stats import VERSIONS_SHOWN, age_bucket, age_deciles, by_length, stored_stats
+from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
+from tba_buffer.index.rollout_index import Index, IndexSettings
+from tba_buffer.monitoring.stats import VERSIONS_SHOWN, age_bucket, age_deciles, by_length, stored_stats
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tests.support.buffer import make_recipe

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_buffer import sum_tree
-from tba_buffer.prompt_set import PromptSet
-from tba_buffer.ragged import group_by, ragged
-from tba_buffer.sum_tree import SumTree
+from tba_buffer.index import priorities
+from tba_buffer.index.priorities import SumTree
+from tba_buffer.index.prompt_rows import PromptSet, csr_indices, group_by
 
 weights_lists = st.lists(st.integers(0, 9), min_size=1, max_size=70)
 
@@ -21,7 +20,7 @@ weights_lists = st.lists(st.integers(0, 9), min_size=1, max_size=70)
 )
 def test_find_and_before_agree_with_running_sums(weights: list[int], changes: list[tuple[int, int]], top: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sum_tree, "_TOP", top)
+        patch.setattr(priorities, "_TOP", top)
         tree, model = SumTree(len(weights)), np.zeros(128, dtype=np.int64)
         tree.build(np.array(weights))
         model[: len(weights)] = weights
@@ -80,5 +79,5 @@ def test_groups_keep_the_order_of_their_items(keys: list[int]) -> None:
 
 
 def test_ragged_joins_ranges() -> None:
-    assert ragged(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
-    assert ragged(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)).tolist() == []
+    assert csr_indices(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
+    assert csr_indices(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)).tolist() == []

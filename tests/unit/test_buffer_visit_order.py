@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from tba_buffer.prompts import Catalog, Place, VisitOrder, read_place
+from tba_buffer.prompts.catalog import Catalog, VisitCursor, VisitOrder
 
 from tests.support.buffer import make_prompts, make_recipe
 from tests.support.index_values import make_index
 
 
-def place(cursor: str) -> Place:
-    return read_place(cursor.encode(), num_train=9)
+def place(cursor: str) -> VisitCursor:
+    return VisitCursor.parse(cursor.encode(), num_train=9)
 
 
 def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own() -> None:
@@ -40,4 +40,4 @@ def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own() -> None:
 )
 def test_a_damaged_cursor_is_no_place(cursor: bytes) -> None:
     with pytest.raises(ValueError):
-        read_place(cursor, num_train=9)
+        VisitCursor.parse(cursor, num_train=9)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.cli.main import main
+from tba_cli.main import main
 
 RECIPE = '[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n'
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from tba.api import RunEvent
-from tba.cli import follow
-from tba.cli.follow import Teller, lasting_events
 from tba.clients import BufferClient
 from tba.errors import BusyError, UnauthorizedError, UnavailableError
+from tba_cli.commands import status
+from tba_cli.commands.status import EventFormatter, lasting_events
 
 RUN: dict[str, Any] = {
     "run": "demo",
@@ -52,26 +52,26 @@ class Service:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "MIN_PAUSE_S", 0.0)
-    monkeypatch.setattr(follow, "MAX_PAUSE_S", 0.0)
+    monkeypatch.setattr(status, "MIN_PAUSE_S", 0.0)
+    monkeypatch.setattr(status, "MAX_PAUSE_S", 0.0)
 
 
 def test_a_run_that_ends_without_a_trainer_has_not_got_one_again() -> None:
     note = "no trainer: none has come since the buffer started 70 s ago"
-    teller = Teller()
-    teller.lines(event("run", {**RUN, "note": note}))
-    assert teller.lines(event("change", {"note": None})) == ["a trainer is heard of again"]
-    assert teller.lines(event("change", {"note": note})) == [note]
-    (line,) = teller.lines(event("change", {"state": "done", "note": None}))
+    formatter = EventFormatter()
+    formatter.lines(event("run", {**RUN, "note": note}))
+    assert formatter.lines(event("change", {"note": None})) == ["a trainer is heard of again"]
+    assert formatter.lines(event("change", {"note": note})) == [note]
+    (line,) = formatter.lines(event("change", {"state": "done", "note": None}))
     assert line.startswith("run 'demo': done")
 
 
 def test_events_are_told_in_a_line_each() -> None:
-    teller = Teller()
-    assert teller.lines(event("run", RUN)) == ["run 'demo': running, step 3, lineage 1"]
-    assert teller.lines(event("change", {"step": 4, "latest_version": "1-4"})) == ["step 4, latest version 1-4"]
+    formatter = EventFormatter()
+    assert formatter.lines(event("run", RUN)) == ["run 'demo': running, step 3, lineage 1"]
+    assert formatter.lines(event("change", {"step": 4, "latest_version": "1-4"})) == ["step 4, latest version 1-4"]
     paused = {"state": "paused", "state_reason": "lunch"}
-    assert teller.lines(event("change", paused)) == ["run 'demo': paused (lunch), step 4, lineage 1"]
+    assert formatter.lines(event("change", paused)) == ["run 'demo': paused (lunch), step 4, lineage 1"]
     searchers = {
         "revision": 1,
         "wanted": 3,
@@ -80,26 +80,26 @@ def test_events_are_told_in_a_line_each() -> None:
         "backend": "local",
         "note": "two are starting",
     }
-    assert teller.lines(event("change", {"searchers": searchers})) == [
+    assert formatter.lines(event("change", {"searchers": searchers})) == [
         "searchers: 1 of 3 wanted alive: two are starting"
     ]
     wait = {"owner": "s-1", "kind": "searcher", "name": "no-version", "for_s": 2.0, "deadline_in_s": 8.0}
-    (line,) = teller.lines(event("wait", {**wait, "over": False}))
+    (line,) = formatter.lines(event("wait", {**wait, "over": False}))
     assert line == "s-1 waits for 'no-version': 2 s so far, at most 8 s more"
-    (line,) = teller.lines(event("wait", {**wait, "over": True}))
+    (line,) = formatter.lines(event("wait", {**wait, "over": True}))
     assert line == "s-1 no longer waits for 'no-version': 2 s"
-    assert teller.lines(event("gone", {"component_id": "s-1"})) == ["s-1: gone, silent for an hour"]
-    assert teller.lines(event("trouble", {"detail": "Redis is away"})) == [
+    assert formatter.lines(event("gone", {"component_id": "s-1"})) == ["s-1: gone, silent for an hour"]
+    assert formatter.lines(event("trouble", {"detail": "Redis is away"})) == [
         "the buffer cannot read the run: Redis is away"
     ]
-    assert teller.lines(event("trouble", {"detail": None})) == ["the buffer can read the run again"]
+    assert formatter.lines(event("trouble", {"detail": None})) == ["the buffer can read the run again"]
 
 
 def test_a_trainer_that_only_goes_on_is_told_once() -> None:
-    teller = Teller()
-    assert teller.lines(event("component", TRAINER)) == ["t: training, version 1-2"]
-    assert teller.lines(event("component", {**TRAINER, "version": "1-3"})) == []
-    assert teller.lines(event("component", {**TRAINER, "version": "1-3", "state": "finishing"})) == [
+    formatter = EventFormatter()
+    assert formatter.lines(event("component", TRAINER)) == ["t: training, version 1-2"]
+    assert formatter.lines(event("component", {**TRAINER, "version": "1-3"})) == []
+    assert formatter.lines(event("component", {**TRAINER, "version": "1-3", "state": "finishing"})) == [
         "t: finishing, version 1-3"
     ]
 
@@ -115,7 +115,7 @@ def test_it_goes_on_after_cuts_with_the_last_id_and_says_so_once() -> None:
         [event("change", {"step": 6}, "x-4"), UnauthorizedError("the token is not known any more")],
     )
     said: list[str] = []
-    events = lasting_events(cast(BufferClient, service), say=said.append, away_s=60.0)
+    events = lasting_events(cast(BufferClient, service), on_progress=said.append, away_s=60.0)
     assert [next(events).id for _ in range(4)] == ["x-1", "x-2", "x-3", "x-4"]
     with pytest.raises(UnauthorizedError):
         next(events)
@@ -130,4 +130,4 @@ def test_it_goes_on_after_cuts_with_the_last_id_and_says_so_once() -> None:
 def test_a_buffer_that_stays_away_is_given_up() -> None:
     service = Service(*([UnavailableError("the buffer does not answer")] for _ in range(3)))
     with pytest.raises(UnavailableError):
-        list(lasting_events(cast(BufferClient, service), say=lambda text: None, away_s=-1.0))
+        list(lasting_events(cast(BufferClient, service), on_progress=lambda text: None, away_s=-1.0))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tba.cli import config, fork
-from tba.cli.main import main
 from tba.config import Recipe
-from tba.main import service_main
-from tba.store.file import FileStore, disk_full
+from tba.service_main import service_main
+from tba.store.file import FileStore, explain_full_disk
+from tba_cli.commands import config, fork
+from tba_cli.main import main
 from tests.support.waiting import DEADLINE_S
 
 SLOW_IMPORT = """
@@ -35,12 +35,12 @@ class Slow:
                 raise
 
 sys.meta_path.insert(0, Slow)
-from tba.cli.main import main
+from tba_cli.main import main
 sys.exit(main(["config", "schema"]))
 """
 
 
-@pytest.mark.parametrize("module", ["tba.cli.parser", "tba.logs", "tba.cli.config"])
+@pytest.mark.parametrize("module", ["tba_cli.parser", "tba.logs", "tba_cli.commands.config"])
 def test_ctrl_c_while_modules_are_imported_is_one_line(module: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_IMPORT, module], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -72,17 +72,17 @@ def test_a_fork_is_resumed_although_the_run_that_it_came_from_is_gone(
 
 def test_a_full_disk_is_named_with_its_folder_and_bytes(tmp_path: Path) -> None:
     plain = OSError(errno.ENOSPC, "No space left on device")  # as write(2) says it: without a file
-    said = disk_full(plain, tmp_path / "not" / "there", size_bytes=1234567)
+    said = explain_full_disk(plain, tmp_path / "not" / "there", size_bytes=1234567)
     assert said is not None
     assert said.startswith("the disk at /")
     assert " bytes are free there, and 1,234,567 bytes were to be written (folder " in said
     assert str(tmp_path) in said
     assert said.endswith("); free some space")
-    named = disk_full(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "x")), "/")
+    named = explain_full_disk(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "x")), "/")
     assert named is not None
     assert "(quota)" in named
     assert str(tmp_path) in named
-    assert disk_full(OSError(errno.EACCES, "Permission denied"), tmp_path) is None
+    assert explain_full_disk(OSError(errno.EACCES, "Permission denied"), tmp_path) is None
 
 
 def test_a_store_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(config, "schema_command", full)
-    monkeypatch.setattr("tba.main.configure_logging", lambda *_, **__: None)  # it binds the captured stderr for good
+    monkeypatch.setattr("tba.service_main.configure_logging", lambda *_, **__: None)  # binds stderr
     assert main(["config", "schema"]) == 2
     recipe = tmp_path / "r.toml"
     recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n')

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tba.cli.main import main
+from tba_cli.main import main
 
 FORBIDDEN = ("torch", "numpy", "pydantic", "transformers", "httpx2", "rich", "matplotlib", "fastapi", "asyncio")
 
@@ -15,7 +15,7 @@ FORBIDDEN = ("torch", "numpy", "pydantic", "transformers", "httpx2", "rich", "ma
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
-        "from tba.cli.main import main\n"
+        "from tba_cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         f"print('loaded:', sorted(set(sys.modules) & set({FORBIDDEN!r})))\n"
     )
@@ -48,7 +48,7 @@ def test_ctrl_c_exits_with_130(monkeypatch, capsys):
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tba.cli.config.schema_command", interrupted)
+    monkeypatch.setattr("tba_cli.commands.config.schema_command", interrupted)
     assert main(["config", "schema"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

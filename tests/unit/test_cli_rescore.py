@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tba.api import RescoreInfo
-from tba.cli.rescore import progress_line, rescore_lines
+from tba_cli.commands.rollouts import progress_line, rescore_lines
 
 JOB = RescoreInfo(
     state="running",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tba.cli.main import main
+from tba_cli.main import main
 
 URL = ["--url", "http://127.0.0.1:1"]
 

@@ -7,12 +7,11 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
-from tba_trainer.guards import NAMES
+from tba_trainer.learner.guards import NAMES
 
 from tba.api import RunEvent, RunInfo, SettingsInfo, WaitInfo
-from tba.cli.control import status_command, status_lines
-from tba.cli.follow import Teller
-from tba.config.guards import REMEDIES
+from tba.config.trainer import REMEDIES
+from tba_cli.commands.status import EventFormatter, status_command, status_lines
 from tests.support.history_values import evaluation, stats
 
 INFO = {
@@ -86,7 +85,7 @@ def test_what_cannot_be_read_is_counted_and_named() -> None:
     lines = status_lines(RunInfo.model_validate({**INFO, "unreadable": found}), stats(), make_settings())
     assert (
         "  5 stored items cannot be read (1 prompt, 4 rollout), last: rollout r0, rollout r1, rollout r2; "
-        "`tba status --json` says why under `unreadable`, docs/alerts.md what to do (TbaUnreadableItems)"
+        "`tba status --json` says why under `unreadable`, docs/alerts.md what to do (TbaDamagedItems)"
     ) in lines
     quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
     assert not any("cannot be read" in line for line in quiet)
@@ -128,12 +127,12 @@ def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
     note = "no trainer: trainer-1 was last heard of 312 s ago, step 3; look at the trainer's log"
     info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
     client = SimpleNamespace(run=lambda: info, stats=stats, settings=make_settings, close=lambda: None)
-    monkeypatch.setattr("tba.cli.control.open_client", lambda _: client)
+    monkeypatch.setattr("tba_cli.commands.status.open_client", lambda _: client)
     status_command(Namespace(follow=False, json=False, url="http://buffer"))
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == r"run 'demo': running (a\x1b]0;owned\x07b\nc\x9b2J\u202ed), step 3, lineage 1"
     assert second == f"  {note}"
-    assert Teller().lines(RunEvent(event="run", id="a-1", data=info.model_dump()))[1] == note
+    assert EventFormatter().lines(RunEvent(event="run", id="a-1", data=info.model_dump()))[1] == note
 
 
 def test_every_alarm_says_what_to_do() -> None:

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 import tba
-from tba.cli.parser import build_parser
 from tba.config import load_recipe
-from tba.doctor.probes import PROBES
-from tba.local.redis_server import START_SCRIPT
 from tba.tokens import is_digest, load_role_tokens, token_digest
+from tba_cli.doctor.checks import CHECKS
+from tba_cli.parser import build_parser
+from tba_cli.redis_server import START_SCRIPT
 from tests.support.compose_files import ROOT, compose, environment
 from tests.support.secrets_seen import (
     SEEN,
@@ -52,7 +52,7 @@ def test_its_environment_is_made_of_real_keys(name: str):
         assert recipe.reward_url == "http://reward:8701"
         assert (recipe.buffer.port, recipe.reward.port) == (8700, 8701)
         assert recipe.store.endpoint_url == "http://objectstore:9000"
-        assert recipe.searcher.when_over == "wait"
+        assert recipe.searcher.on_run_end == "wait"
 
 
 def test_each_gpu_has_one_user_as_in_the_paper():
@@ -82,10 +82,10 @@ def test_doctor_looks_at_a_container_before_it_loads_anything(files: tuple[str, 
         environ = {key: value for part in parts for key, value in part["environment"].items()}
         words = environ["DOCTOR"].split()
         has_card = "reservations" in parts[-1]["deploy"]["resources"]
-        wanted = ["--probe", "hub"] if name == "setup-models" else ["--probe", "gpu", "--gpus", "1"] if has_card else []
-        assert words == [*wanted, "--probe", "disk"], name
+        wanted = ["--check", "hub"] if name == "setup-models" else ["--check", "gpu", "--gpus", "1"] if has_card else []
+        assert words == [*wanted, "--check", "disk"], name
         build_parser().parse_args(["doctor", "--config", "x", *words])
-        assert {words[i + 1] for i, word in enumerate(words) if word == "--probe"} <= PROBES.keys()
+        assert {words[i + 1] for i, word in enumerate(words) if word == "--check"} <= CHECKS.keys()
         doctor, service = f"tba doctor --config /etc/tba/recipe.toml {environ['DOCTOR']}", parts[0]
         assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "1"}) == [doctor]
         assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "0"}) == [doctor, " ".join(service["command"])]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tba.config import LIVE_NAMES, LiveSettings, Recipe, Schedule, parse_live, parse_recipe, with_live
-from tba.config.live import RECIPE_KEYS
+from tba.config.live_settings import RECIPE_KEYS
 from tba.errors import ConfigError
 
 

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "tba": (".", "tba"),
+    "tba_cli": (".", "tba_cli"),
     "tba-buffer": ("services/buffer", "tba_buffer"),
     "tba-reward": ("services/reward", "tba_reward"),
     "tba-searcher": ("services/searcher", "tba_searcher"),

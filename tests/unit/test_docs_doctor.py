@@ -10,7 +10,7 @@ FINDING = re.compile(r'\b(?:ok|warn|fail|skip)\(\s*"([a-z-]+)"')
 
 
 def codes_in_code() -> set[str]:
-    paths = [*(ROOT / "tba" / "doctor").rglob("*.py"), ROOT / "tba" / "cli" / "doctor.py"]
+    paths = [*(ROOT / "tba_cli" / "doctor").rglob("*.py"), ROOT / "tba_cli" / "commands" / "doctor.py"]
     return {code for path in paths for code in FINDING.findall(path.read_text())}
 
 

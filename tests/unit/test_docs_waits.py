@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from tba_buffer.draws import WAIT_SENTENCES
+from tba_buffer.sampling.draw import WAIT_SENTENCES
 
 from tba.api import RunState
 
@@ -16,8 +16,9 @@ PATTERNS = (
     rf"\bwait(?:=| = ){NAME}",  # BusyError(wait="..."), log.warning(wait="...")
     rf"\b_wait_name = {NAME}",
     rf"\bwaiting\((?:[a-z_.]+, )?{NAME}",  # status.waiting("...", ...), components.waiting(owner, "...", ...)
+    rf"\bnamed_wait\({NAME}",  # status.named_wait("...", ...)
     rf'\bbegin\("[a-z]+", {NAME}',  # waits.begin(owner, "...", ...)
-    rf"\b_wait_on\((?:[a-z_.]+ or )?{NAME}",
+    rf"\b_begin_wait\((?:[a-z_.]+ or )?{NAME}",
     rf"\b_busy\({NAME}",
     rf"\breturn 0, {NAME}",  # leases: no room, because of ...
     r"wait '([a-z-]+)'",  # messages of `tba run`
@@ -28,8 +29,7 @@ def waits_in_code() -> set[str]:
     """Names of waits in the services, local mode, and what prepares a deployment."""
     names = set(WAIT_SENTENCES)
     names.update(f"run-{state}" for state in get_args(RunState) if state != "running")  # leases.py
-    parts = ("cli", "folders", "local", "setup", "store")
-    own = (path for part in parts for path in (ROOT / "tba" / part).glob("*.py"))
+    own = [*(ROOT / "tba" / "store").glob("*.py"), *(ROOT / "tba_cli").rglob("*.py")]
     for path in (*(ROOT / "services").glob("*/tba_*/**/*.py"), *own):
         text = path.read_text()
         for pattern in PATTERNS:

@@ -13,18 +13,17 @@ from typing import Any
 
 import pytest
 
-from tba.doctor.finding import Finding
-from tba.doctor.patient import Patient
-from tba.doctor.probes import certificates
-from tba.doctor.probes.certificates import not_after_s, probe_certificates
+from tba_cli.doctor.checks import security
+from tba_cli.doctor.checks.security import check_certificates, not_after_s
+from tba_cli.doctor.target import CheckResult, Target
 from tests.support.buffer import make_recipe
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
 
 
-def look(**sections: Any) -> list[Finding]:
+def look(**sections: Any) -> list[CheckResult]:
     recipe = make_recipe(**{"buffer": {"port": 0}, "reward": {"port": 0}, **sections})
-    return list(probe_certificates(Patient(recipe, frozenset({"buffer"}), False, False)))
+    return list(check_certificates(Target(recipe, frozenset({"buffer"}), False, False)))
 
 
 def files(name: str) -> dict[str, object]:
@@ -73,7 +72,7 @@ def test_a_file_is_judged_by_the_first_of_its_chain_that_ends(tmp_path: Path, mo
     (found,) = look(tls={**files("server"), "cert_file": str(chain)})
     assert (found.level, "has expired at 2020-02-01" in found.found) == ("fail", True)
     end_s = not_after_s(ssl.PEM_cert_to_DER_cert((TLS / "server.crt").read_text()))
-    monkeypatch.setattr(certificates.time, "time", lambda: end_s - 13.5 * 86_400)
+    monkeypatch.setattr(security.time, "time", lambda: end_s - 13.5 * 86_400)
     (found,) = look(tls=files("server"))
     assert (found.level, "expires in 13.5 days" in found.found) == ("warn", True)
     chain.write_text("nothing")
@@ -91,5 +90,5 @@ def test_what_addresses_show_is_judged_though_nobody_would_accept_it() -> None:
             buffer={"url": f"http://127.0.0.1:{port}", "redis_url": f"rediss://127.0.0.1:{port}/0"},
             reward={"url": f"https://127.0.0.1:{nobody}"},
         )
-    levels = {finding.found.split()[3]: finding.level for finding in found}
+    levels = {result.found.split()[3]: result.level for result in found}
     assert levels == {f"127.0.0.1:{port}": "fail", f"127.0.0.1:{nobody}": "skip"}

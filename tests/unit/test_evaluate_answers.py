@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from tba_searcher.engines.factory import build_engine
-from tba_searcher.evaluation.answers import Answers, answer_all
-from tba_searcher.evaluation.measured import Measured
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.evaluation.completions import Answers, answer_all
+from tba_searcher.evaluation.perplexity import negative_log_likelihoods, perplexities
+from tba_searcher.evaluation.results import EvaluationMetrics
 from tba_searcher.evaluation.scores import Score
-from tba_searcher.evaluation.start import negative_log_likelihoods, perplexities
-from tba_searcher.text import TextCodec
 from transformers import AutoModelForCausalLM
 
 from tba.api import Prompt
@@ -55,7 +55,7 @@ def recipe_for(folder: Path, published: Mapping[str, Any], **sections: Any) -> R
 def answer(folder: Path, recipe: Recipe) -> Answers:
     engine = build_engine(recipe, folder, START, None, seed=1)
     try:
-        return answer_all(engine, TextCodec(folder), recipe, prompts(), say=lambda text: None)
+        return answer_all(engine, TextCodec(folder), recipe, prompts(), on_progress=lambda text: None)
     finally:
         engine.close()
 
@@ -80,10 +80,10 @@ def test_a_prompt_that_does_not_fit_is_refused_and_its_scores_are_unknown(recipe
     assert "30 prompt tokens" in answers.refused[TOO_LONG]
     assert [len(part) for part in answers.of("greedy")] == [1, 1, 0, 1]
     scores = {(answer.name, "exact"): Score(1.0, None, "exact@1") for answer in answers.answers}
-    measured = Measured(recipe, answers, scores, {})
+    measured = EvaluationMetrics(recipe, answers, scores, {})
     counts = measured.report("sampled").scores["exact"]
     assert (counts.num_scored, counts.num_unknown, counts.unknown) == (9, 3, {"no_completion": 3})
-    rate = measured.metrics["greedy.exact.success_rate"]
+    rate = measured.by_name["greedy.exact.success_rate"]
     assert (rate.value, rate.low, rate.high, rate.num_prompts) == (1.0, 0.75, 1.0, 3)
 
 
@@ -93,7 +93,7 @@ def test_unknown_scores_count_for_nothing_in_any_metric(recipe: Recipe, answers:
     for number, value in enumerate((1.0, 0.0, None)):
         scores[f"sampled-0-{number}", "exact"] = Score(value, None if value is not None else "crashed")
         scores[f"sampled-1-{number}", "exact"] = Score(None, "crashed")
-    metrics = Measured(recipe, answers, scores, {}).metrics
+    metrics = EvaluationMetrics(recipe, answers, scores, {}).by_name
     assert metrics["greedy.exact.mean_reward"].value == 1.0
     assert metrics["sampled.exact.mean_reward"].value == pytest.approx((0.5 + 1.0) / 2)
     found = metrics["sampled.exact.pass@2"]  # of prompt 0 exactly two are known, of prompt 1 none
@@ -117,7 +117,7 @@ def test_both_perplexities_are_what_their_definitions_say(
     folder: Path, recipe: Recipe, answers: Answers, tmp_path: Path
 ) -> None:
     start = make_tiny_model(tmp_path / "start", 6, hidden_size=32)
-    nlls = negative_log_likelihoods(recipe, start, answers, say=lambda text: None)
+    nlls = negative_log_likelihoods(recipe, start, answers, on_progress=lambda text: None)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(start).eval()
     sums, lengths, published = [], [], []
@@ -143,7 +143,7 @@ def test_a_starting_model_with_another_tokenizer_is_refused(recipe: Recipe, answ
     text = (start / "tokenizer.json").read_text().replace('"1":', '"swap":').replace('"2":', '"1":')
     (start / "tokenizer.json").write_text(text.replace('"swap":', '"2":'))
     with pytest.raises(ConfigError, match="another tokenizer"):
-        negative_log_likelihoods(recipe, start, answers, say=lambda text: None)
+        negative_log_likelihoods(recipe, start, answers, on_progress=lambda text: None)
 
 
 def test_cosine_distance_is_that_of_all_samples_and_of_the_successes(folder: Path, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_cosine_distance_is_that_of_all_samples_and_of_the_successes(folder: Pat
         (one.name, "exact"): Score(values[one.number] if one.mode == "sampled" else 0.0, None, "v")
         for one in answers.answers
     }
-    metrics = Measured(recipe, answers, scores, {}).metrics
+    metrics = EvaluationMetrics(recipe, answers, scores, {}).by_name
     whole, good = (metrics[f"sampled.diversity.cosine_distance{name}"] for name in ("", "_of_successes"))
     assert (whole.num_completions, good.num_completions) == (12, 6)
     assert metrics["sampled.exact.success_rate"].value == 0.5

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from tba.evaluation.estimates import exp_of_ratio, mean_of_pairs, mean_of_prompts, success_rate
+from tba.evaluation.statistics import exp_of_ratio, mean_of_pairs, mean_of_prompts, success_rate
 
 
 def test_a_mean_counts_prompts_as_independent_and_completions_of_one_prompt_not() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tba.api import Prompt
-from tba.config.evaluation import EvalSection
-from tba.config.published import PublishedNumber
-from tba.evaluation import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts, render_table
-from tba.evaluation.job import read_prompts, write_prompts
+from tba.config.evaluation import EvalSection, PublishedNumber
+from tba.evaluation import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
+from tba.evaluation.report import read_prompts, write_prompts
+from tba_cli.reports.tables import evaluation_markdown
 
 
 def section(**published: Any) -> EvalSection:
@@ -81,7 +81,7 @@ def test_the_tables_show_errors_unknown_scores_and_the_difference_to_published_n
         name="a paper", metric="greedy.t.success_rate", value=0.25, setting="7 steps", source="p. 3"
     )
     other = PublishedNumber(name="another", metric="greedy.t.mean_reward", value=1.0, setting="8 steps", source="p. 4")
-    table = render_table(
+    table = evaluation_markdown(
         EvaluationReport(
             subject="version 1-4 of run 'demo'",
             version="1-4",

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from tba.api import SettingsAudit
-from tba.export import RunFacts, render_card
+from tba.weights.export import RunFacts, render_card
 from tba.wire import Canary, Manifest
 from tests.support.exporting import make_eval, make_facts
 from tests.support.trainer_values import make_recipe

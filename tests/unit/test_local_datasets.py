@@ -13,11 +13,10 @@ import pytest
 from tba.config import Recipe, parse_recipe
 from tba.config.data import ColumnValue, DataSection, DatasetSection
 from tba.errors import ConfigError
-from tba.local.extraction import extracted
-from tba.local.prompt_columns import RowError
-from tba.local.prompt_datasets import dataset_prompts, split_prompts
-from tba.local.prompts import prompts_of
-from tba.local.resolve import with_absolute_paths
+from tba_cli.prompts.columns import RowError, extracted
+from tba_cli.prompts.datasets import dataset_prompts, split_prompts
+from tba_cli.prompts.reader import prompts_of
+from tba_cli.resolve import with_absolute_paths
 
 ROWS = {"task": "t", "dataset": "d", "column": "c"}
 GOLD = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}

@@ -1,4 +1,4 @@
-"""The ledger check: every step of the living lineage exactly once."""
+"""The ledger check: every step of the active lineage exactly once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from tba.api import LedgerEntry, LedgerLine, OriginInfo, ResumeEntry
-from tba.local.ledger import LedgerCheck, ledger_violations, lineage_tree, living_entries
+from tba_cli.reports.ledger import LedgerCheck, active_entries, ledger_violations, lineage_tree
 
 PARENTS = {1: "0-0", 2: "1-2"}
 TREE = lineage_tree(PARENTS)
@@ -50,8 +50,8 @@ def violations(lines: list[LedgerLine]) -> list[str]:
 
 def test_a_resumed_run_has_every_step_once():
     assert violations(GOOD) == []
-    living = living_entries(GOOD, TREE, lineage=2, step=4)
-    assert [(item.lineage, item.step) for item in living] == [(1, 1), (1, 2), (2, 3), (2, 4)]
+    active = active_entries(GOOD, TREE, lineage=2, step=4)
+    assert [(item.lineage, item.step) for item in active] == [(1, 1), (1, 2), (2, 3), (2, 4)]
 
 
 def test_a_lineage_that_has_not_stepped_yet_still_has_its_parents_steps():

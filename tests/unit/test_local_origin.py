@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tba.cli import fork
-from tba.cli.main import main
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
-from tba.local.origin import check_offline, copy_origin, find_origin
-from tba.local.run_folder import RunFolder
 from tba.store import FileStore
 from tba.wire import Canary, Manifest, StoredObject, encode_manifest
-from tba.wire.manifest import sha256_hex
-from tba.wire.snapshot import SavedMark, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
+from tba.wire.snapshot_manifest import SavedMark, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
+from tba.wire.weight_manifest import sha256_hex
+from tba_cli.commands import fork
+from tba_cli.main import main
+from tba_cli.run_folder import RunFolder
+from tba_cli.setup.origin import check_offline, copy_origin, find_origin
 
 SOURCE = SnapshotSource("old", "end")
 
@@ -182,7 +182,7 @@ def test_a_fork_of_a_run_that_was_killed_saves_from_its_files(place: Place, save
     [
         (["new", "--set", "trainer.num_steps=4"], "the fork begins at step 4"),
         (["old", "--set", "trainer.num_steps=10", "--fresh"], "cannot begin with a snapshot of itself"),
-        (["begun", "--set", "trainer.num_steps=10"], "exists already; go on with --resume"),
+        (["begun", "--set", "trainer.num_steps=10"], "exists already; continue with --resume"),
         (["new", "--set", "trainer.num_steps=10", "--resume"], "there is no run to resume"),
     ],
 )

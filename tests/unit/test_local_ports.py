@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tba.errors import ConfigError
-from tba.local.ports import PortRequest, choose_ports, port_owner
+from tba_cli.ports import PortRequest, choose_ports, port_owner
 
 
 def any_port(key: str) -> PortRequest:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tba.config import Recipe, parse_recipe
-from tba.config.prepare import PrepareItem
+from tba.config.data import PrepareItem
 from tba.errors import ConfigError
-from tba.local.prepared import (
+from tba_cli.artifacts.prepared import (
     HALF_DONE,
     RECORD,
     begin_record,
@@ -100,8 +100,8 @@ def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"path": "m", "kind": "model"}, "exactly one of hub, maker and by_hand"),
-        ({"path": "m", "kind": "model", "hub": "a/b", "maker": "llama"}, "exactly one of hub, maker and by_hand"),
+        ({"path": "m", "kind": "model"}, "exactly one of hub, maker and manual"),
+        ({"path": "m", "kind": "model", "hub": "a/b", "maker": "llama"}, "exactly one of hub, maker and manual"),
         ({"path": "m", "kind": "model", "maker": "llama", "revision": "v1"}, "revision belongs to a download"),
         ({"path": "d", "kind": "dataset", "hub": "a/b", "tokenizer": "a/c"}, "a data set has no tokenizer"),
         ({"path": "d", "kind": "dataset", "hub": "https://x/y"}, "String should match pattern"),

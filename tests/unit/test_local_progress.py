@@ -7,9 +7,17 @@ import io
 import pytest
 
 from tba.api import RunInfo
-from tba.local.console import Console
-from tba.local.history import Poll
-from tba.local.progress import LiveProgress, PlainProgress, Snapshot, SnapshotMaker, describe, duration, progress_view
+from tba_cli.console import Console
+from tba_cli.local.progress import (
+    LiveProgress,
+    PlainProgress,
+    Progress,
+    ProgressTracker,
+    describe,
+    duration,
+    progress_view,
+)
+from tba_cli.reports.history import Poll
 from tests.support.history_values import entry, evaluation, stats
 
 
@@ -18,8 +26,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def snapshot(at_s: float, step: int, **facts: object) -> Snapshot:
-    return Snapshot(at_s=at_s, step=step, num_steps=10, state="running", **facts)  # type: ignore[arg-type]
+def progress(at_s: float, step: int, **facts: object) -> Progress:
+    return Progress(at_s=at_s, step=step, num_steps=10, state="running", **facts)  # type: ignore[arg-type]
 
 
 def info(step: int) -> RunInfo:
@@ -41,13 +49,13 @@ def info(step: int) -> RunInfo:
 
 
 def test_rates_and_eta_come_from_the_last_20_seconds():
-    maker = SnapshotMaker(num_steps=100)
+    tracker = ProgressTracker(num_steps=100)
     made = None
     for t in range(61):
         # slow at first, then one step and 30 rollouts per second
         step = t - 30 if t > 30 else 0
         poll = Poll(at_s=float(t), step=step, generated=30 * step, trained=8 * step, stored=0)
-        made = maker.make(poll, info(step), stats(), entry(max(1, step), at_s=0.0))
+        made = tracker.make(poll, info(step), stats(), entry(max(1, step), at_s=0.0))
     assert made is not None
     assert made.generated_per_s == pytest.approx(30.0)
     assert made.trained_per_s == pytest.approx(8.0)
@@ -57,16 +65,16 @@ def test_rates_and_eta_come_from_the_last_20_seconds():
 
 
 def test_a_line_says_what_is_known_and_leaves_out_the_rest():
-    assert describe(snapshot(0.0, 3)) == "step 3/10"
+    assert describe(progress(0.0, 3)) == "step 3/10"
     line = describe(
-        snapshot(0.0, 3, reward=0.5, accuracy=0.25, policy_age=2.0, generated_per_s=9.0, trained_per_s=4.0, eta_s=65.0)
+        progress(0.0, 3, reward=0.5, accuracy=0.25, policy_age=2.0, generated_per_s=9.0, trained_per_s=4.0, eta_s=65.0)
     )
     expected = "step 3/10  reward 0.500  accuracy train 0.250  age 2.0  rollouts/s 9 generated 4 trained  ETA 1:05"
     assert line == expected
 
 
 def test_before_the_first_step_the_line_names_the_waits():
-    assert describe(snapshot(0.0, 0, waits=("trainer: rollouts",))) == "step 0/10  waits: trainer: rollouts"
+    assert describe(progress(0.0, 0, waits=("trainer: rollouts",))) == "step 0/10  waits: trainer: rollouts"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3665, "1:01:05")])
@@ -78,9 +86,9 @@ def test_without_a_terminal_a_line_comes_every_five_seconds_and_at_the_end():
     out = io.StringIO()
     view = PlainProgress(Console("normal", stream=out))
     for t in range(11):
-        view.show(snapshot(float(t), min(t, 8)))
-    view.show(snapshot(10.5, 10))
-    view.show(snapshot(11.0, 10))
+        view.show(progress(float(t), min(t, 8)))
+    view.show(progress(10.5, 10))
+    view.show(progress(11.0, 10))
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["0/10", "5/10", "8/10", "10/10"]
 
 
@@ -90,7 +98,7 @@ def test_on_a_terminal_a_bar_is_drawn_and_lines_appear_above_it():
     view = progress_view(console, 10)
     assert isinstance(view, LiveProgress)
     with view:
-        view.show(snapshot(0.0, 4, reward=0.5))
+        view.show(progress(0.0, 4, reward=0.5))
         console.child_line("trainer", "2026 [warning  ] [red]look[/red]")
     text = out.getvalue()
     assert "4/10" in text

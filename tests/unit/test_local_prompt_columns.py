@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tba.api import Prompt
-from tba.cli.main import main
 from tba.config.data import ColumnValue
 from tba.errors import ConfigError
-from tba.local.prompt_columns import Columns, RowError, SplitRule, TextColumn, TextTemplate
-from tba.local.prompt_sources import open_file
-from tba.local.prompts import PromptReader
+from tba_cli.main import main
+from tba_cli.prompts.columns import Columns, RowError, SplitRule, TextColumn, TextTemplate
+from tba_cli.prompts.reader import PromptReader
+from tba_cli.prompts.sources import open_file
 
 ROW = {"question": "What is 2 + 2?", "answer": "4", "level": 3, "tags": ["sum", {"hard": False}]}
 

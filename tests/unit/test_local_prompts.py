@@ -13,8 +13,8 @@ import pytest
 from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
-from tba.local.prompt_sources import open_file, open_source
-from tba.local.prompts import PromptReader, chunks, prompts_of
+from tba_cli.prompts.reader import PromptReader, chunks, prompts_of
+from tba_cli.prompts.sources import open_file, open_source
 
 
 def prompt(number: int, text: str = "1+1=", split: str = "train") -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba.errors import ConfigError
-from tba.local.run_folder import RunFolder
+from tba_cli.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tba.api import SettingsInfo
-from tba.cli.main import main
-from tba.cli.settings import settings_lines
-from tba.local.setting_changes import change_lines, changes_section, whole_settings
+from tba.clients import BufferClient
+from tba_cli.commands.control import settings_lines
+from tba_cli.main import main
+from tba_cli.reports.html import changes_section
 
 
 def audit(revision: int, changes: dict[str, Any], *effects: tuple[str, int, int, bool], **more: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ SECOND = audit(2, {"learning_rate": (2e-5, None), "eval_every_steps": (None, 7)}
 
 
 def test_a_change_names_who_when_what_and_since_which_step() -> None:
-    assert change_lines(info(FIRST, SECOND).changes) == [
+    assert [line for change in info(FIRST, SECOND).changes for line in change.lines()] == [
         "revision 1, by the operator after step 4: beta recipe -> 0.2 (<diverges>)",
         "  beta: in effect from step 1-5 (abandoned), 2-4 on",
         "revision 2, by the trainer after step 4: learning_rate 2e-05 -> recipe, eval_every_steps recipe -> 7",
@@ -66,13 +67,12 @@ def test_all_pages_of_the_changes_are_read() -> None:
         def settings(self, *, after: int = 0) -> SettingsInfo:
             return info(FIRST, next=1) if after == 0 else info(SECOND)
 
-    whole = whole_settings(Client())  # pyright: ignore[reportArgumentType]
+    whole = BufferClient.all_settings(Client())  # pyright: ignore[reportArgumentType]
     assert [change.revision for change in whole.changes] == [1, 2]
 
 
 @pytest.mark.parametrize("words", [["a", "b", "beta=1"], ["a", "beta=1", "--url", "http://127.0.0.1:1"]])
 def test_a_word_that_is_no_setting_is_the_one_name_of_the_run(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    from tba.cli.main import main
 
     assert main(["set", *words]) == 2
     assert "is neither KEY=VALUE nor the only name of a run" in capsys.readouterr().err

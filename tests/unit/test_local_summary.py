@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tba.cli.main import main
-from tba.cli.reports import markdown_table
 from tba.errors import ConfigError
-from tba.local.eval_table import eval_table
-from tba.local.history import Poll, load_history, load_polls
-from tba.local.outputs import result_lines, write_outputs
-from tba.local.report import RATE_WINDOW_S, age_bins, draw_learning, rate_course
-from tba.local.run_folder import RunFolder
-from tba.local.summary import summarise, trainer_wait_share
+from tba_cli.main import main
+from tba_cli.reports.history import Poll, load_history, load_polls
+from tba_cli.reports.html import RATE_WINDOW_S, age_bins, draw_learning, rate_course
+from tba_cli.reports.outputs import result_lines, write_outputs
+from tba_cli.reports.summary import summarise, trainer_wait_share
+from tba_cli.reports.tables import evaluations_html, runs_markdown
+from tba_cli.run_folder import RunFolder
 from tests.support.history_values import STEP_S, WAIT_S, entry, evaluation, history, stats
 
 
@@ -164,7 +163,7 @@ def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys
     assert lines[0].startswith("| run | seed | start accuracy |")
     assert lines[2].startswith("| a | 3 | 0.300 | 0.700 | +0.400 |")
     assert len({line.count("|") for line in lines}) == 1
-    assert markdown_table([{"run": "x"}])[2].count("–") == 12
+    assert runs_markdown([{"run": "x"}])[2].count("–") == 12
 
 
 def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):
@@ -214,11 +213,11 @@ def test_the_best_version_and_every_evaluation_are_in_the_summary_and_in_the_rep
     assert (summary["final_pass_at"], summary["final_distinct_2"]) == ({"2": 0.8}, 0.25)
     assert summary["final_kl_to_reference"] is None
     assert "best version:  1-4 (pass@2 0.875)" in result_lines(summary, RunFolder(Path("/r")))
-    table = eval_table(ended.evals, ended.best)
+    table = evaluations_html(ended.evals, ended.best)
     assert "<b>1-4</b> (best)" in table
     assert "<th>pass@2</th>" in table
     assert "<th>distinct-2</th>" in table
     assert "distinct-1" not in table  # nothing is known of it
     assert "1-8" not in table
     assert summarise(history())["best_version"] is None
-    assert "No evaluation" in eval_table([], None)
+    assert "No evaluation" in evaluations_html([], None)

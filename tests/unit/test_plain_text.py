@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tba.api import LeaseRequest, LineageRequest, RunCommand, ScaleRequest, SettingsRequest
 from tba.config import LiveSettings
 from tba.errors import MalformedError
-from tba.plain_text import control_problem, one_line, shown
+from tba.fields import control_character_error, escape_controls, one_line
 from tba.wire import Heartbeat, Wait, decode_heartbeat, decode_rollout, encode_heartbeat, encode_rollout
 from tests.support.wire_values import pending_rollout
 
@@ -20,15 +20,15 @@ GOOD = ["searcher-1", "Zoë's é\u00a0run", "👩\u200d🔬"]
 
 @pytest.mark.parametrize("text", BAD)
 def test_what_is_found_is_named_replaced_and_shown(text: str) -> None:
-    assert control_problem(text) == f"holds the control character U+{ord(text[1]):04X}; leave it out"
+    assert control_character_error(text) == f"holds the control character U+{ord(text[1]):04X}; leave it out"
     assert one_line(f"\r\n{text}\n") == f"a {text[2:]}"
-    assert control_problem(shown(text)) is None
-    assert shown(text).startswith("a\\")
+    assert control_character_error(escape_controls(text)) is None
+    assert escape_controls(text).startswith("a\\")
 
 
 @pytest.mark.parametrize("text", GOOD)
 def test_other_text_is_left_alone(text: str) -> None:
-    assert (control_problem(text), one_line(text), shown(text)) == (None, text, text)
+    assert (control_character_error(text), one_line(text), escape_controls(text)) == (None, text, text)
 
 
 @pytest.mark.parametrize("text", BAD)

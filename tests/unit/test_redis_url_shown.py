@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tba.redis_access import without_secrets
+from tba.config.redis import without_secrets
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_service_logs_the_first_retry_of_a_call_and_no_other() -> None:
 
 
 def test_the_command_line_says_one_sentence_after_its_retries() -> None:
-    words = [sys.executable, "-m", "tba.cli.main", "status", "--url", f"http://127.0.0.1:{free_port()}"]
+    words = [sys.executable, "-m", "tba_cli.main", "status", "--url", f"http://127.0.0.1:{free_port()}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""

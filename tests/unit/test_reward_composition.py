@@ -1,4 +1,4 @@
-"""The reward of a task from the scores of its parts: weights, gates, and what is unknown."""
+"""The reward of a task from the scores of its components: weights, gates, and unknown scores."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_reward import part
-from tba_reward.cache import CHUNK_ITEMS, CachedScorer, ScoreCache, content_key
-from tba_reward.composition import Scored
 from tba_reward.metrics import Metrics
-from tba_reward.scorers.base import Failure, Item, Outcome
+from tba_reward.scorer import Failure, Item, Outcome
+from tba_reward.tasks import component
+from tba_reward.tasks.cache import CHUNK_ITEMS, CachedScorer, ScoreCache, content_key
+from tba_reward.tasks.composite import ItemReward
 
 from tests.support.reward_scorers import ScriptedScorer, composition, item
 
 UNKNOWN = Failure("timeout", "too slow")
 
 
-async def one(task: Any, response: str = "r") -> Scored:
+async def one(task: Any, response: str = "r") -> ItemReward:
     (scored,) = await task.score([item(response)])
     return scored
 
@@ -37,7 +37,7 @@ async def test_any_unknown_part_makes_the_reward_unknown_and_is_named() -> None:
         name = "a" if first is UNKNOWN else "b"
         assert scored.outcome == Failure("timeout", f"{name}: too slow")
     alone = composition({"a": (ScriptedScorer(UNKNOWN), {})})
-    assert (await one(alone)).outcome == UNKNOWN, "one part needs no name"
+    assert (await one(alone)).outcome == UNKNOWN, "one component needs no name"
 
 
 async def test_an_item_that_does_not_pass_a_gate_is_asked_of_nobody_else() -> None:
@@ -106,7 +106,7 @@ async def test_a_version_changes_with_whatever_changes_the_reward() -> None:
 
 
 async def test_a_part_that_does_not_start_is_unreachable_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "RESTART_S", 0.0)
+    monkeypatch.setattr(component, "RESTART_S", 0.0)
     scorer = ScriptedScorer(1.0)
     scorer.start_errors = [OSError("no such model")]
     task = composition({"a": (scorer, {})})

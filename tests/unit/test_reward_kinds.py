@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
-from tba_reward.scorers import exact, format, last_number, length, make_n, math
-from tba_reward.scorers.base import Item, Tools, params_of
+from tba_reward.scorer import Item, params_of
+from tba_reward.scorers import Tools, exact, format, last_number, length, make_n, math
 
 from tba.config.reward import AnyScorerSpec, FormatSpec, LengthSpec
 

@@ -1,4 +1,4 @@
-"""Kind `math`: where the answer is, what is right, wrong, and no score at all."""
+"""Kind `math`: finding the answer, and which answers are right, wrong, or have no score."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sympy import Basic, Function, Integer, Rational, Symbol, sqrt
-from tba_reward.maths.collections import same_collection
-from tba_reward.maths.comparing import same_reading, tidy
-from tba_reward.maths.expressions import differ_somewhere, same_exactly
-from tba_reward.maths.extraction import after_reasoning, boxed_answer, find_boxes
-from tba_reward.maths.numbers import plain_number, same_number
-from tba_reward.maths.rule import MAX_ANSWER_CHARS, score, warm_up
-from tba_reward.maths.words import is_words, same_based, same_clock, same_words
-from tba_reward.scorers.base import Failure, Item, Outcome, outcome_of, params_of
+from tba_reward.math.equivalence import differ_somewhere, normalize, same_rational, same_value
+from tba_reward.math.extraction import after_reasoning, boxed_answer, find_boxes
+from tba_reward.math.grader import MAX_ANSWER_CHARS, score, warm_up
+from tba_reward.math.numbers import plain_number, same_collection, same_number
+from tba_reward.math.text_answers import is_words, same_in_base, same_time_of_day, same_words
+from tba_reward.scorer import Failure, Item, Outcome, outcome_of, params_of
 
 from tba.config.reward import MathSpec
 
@@ -250,7 +248,7 @@ def test_collections_of_plain_numbers(gold: str, answer: str, same: bool | None)
     ],
 )
 def test_numbers_with_a_base_are_no_variables(gold: str, answer: str, same: bool | None) -> None:
-    assert same_based(gold, answer) is same
+    assert same_in_base(gold, answer) is same
 
 
 def test_signs_tell_a_product_of_letters_from_another() -> None:
@@ -261,7 +259,7 @@ def test_signs_tell_a_product_of_letters_from_another() -> None:
 
 
 def test_a_long_run_of_spaces_in_an_answer_takes_linear_time() -> None:
-    assert tidy("a" + " " * 100_000 + "b") == "a b"  # cubic: the suite would never end
+    assert normalize("a" + " " * 100_000 + "b") == "a b"  # cubic: the suite would never end
 
 
 def test_an_answer_that_needs_too_much_memory_is_no_wrong_answer() -> None:
@@ -270,7 +268,7 @@ def test_an_answer_that_needs_too_much_memory_is_no_wrong_answer() -> None:
             raise MemoryError  # math-verify swallows it
 
     with pytest.raises(MemoryError):
-        same_reading((Symbol("y") + 1, "y + 1"), (Hungry(Symbol("x")), "h(x)"))
+        same_value((Symbol("y") + 1, "y + 1"), (Hungry(Symbol("x")), "h(x)"))
 
 
 def test_infinity_may_be_a_character() -> None:
@@ -279,7 +277,7 @@ def test_infinity_may_be_a_character() -> None:
 
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_no_text_breaks_what_is_compared_plainly(gold: str, answer: str) -> None:
-    for same in (same_number, same_collection, same_words, same_clock, same_based):
+    for same in (same_number, same_collection, same_words, same_time_of_day, same_in_base):
         assert same(gold, answer) in (True, False, None)
         assert same(gold, gold) is not False
 
@@ -309,9 +307,9 @@ def test_an_expression_that_differs_somewhere_is_another_one() -> None:
     assert not differ_somewhere((x + 1) ** 2, x**2 + 2 * x + 1)
     assert not differ_somewhere(sqrt(8), 2 * sqrt(2))
     assert differ_somewhere(sqrt(8), sqrt(7))
-    assert same_exactly(Rational(1, 2**99), Rational(1, 2**98)) is False
-    assert same_exactly(Integer(4), Integer(2) ** 2) is True
-    assert same_exactly(x, x) is None
+    assert same_rational(Rational(1, 2**99), Rational(1, 2**98)) is False
+    assert same_rational(Integer(4), Integer(2) ** 2) is True
+    assert same_rational(x, x) is None
 
 
 @pytest.mark.parametrize(

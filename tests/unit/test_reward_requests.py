@@ -1,4 +1,4 @@
-"""The body of a score request: what is wrong with one item is that item's error, whatever it is."""
+"""The body of a score request: a bad item is an error of that item alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_reward.requests import read_items
+from tba_reward.request_parsing import read_items
 
 from tba.api import ScoreItem, ScoreResult
 from tba.errors import LimitError, MalformedError, WireError

@@ -1,4 +1,4 @@
-"""The shipped rewards: what counts as right, as wrong, and as no score at all."""
+"""The shipped rewards: which responses are right, wrong, or have no score."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tba_reward.scorer import BadDataError, Item, Rule
 from tba_reward.scorers import exact, last_number, make_n
-from tba_reward.scorers.base import BadDataError, Item, Rule
 
 FIELD = {"field": "answer", "reasoning": [("<think>", "</think>")]}
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_reward.composition import Composition
 from tba_reward.metrics import Metrics
-from tba_reward.part import BROKEN_ITEMS, Part
-from tba_reward.scorers.base import Example, Failure, Item, Outcome, Params
+from tba_reward.scorer import Example, Failure, Item, Outcome, Params
 from tba_reward.scorers.inline import InlineScorer
-from tba_reward.scoring import Scoring
+from tba_reward.service import RewardService
+from tba_reward.tasks.component import BROKEN_ITEMS, RewardComponent
+from tba_reward.tasks.composite import CompositeReward
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
 from tba.config.reward import HttpSpec, RewardModelSpec, TaskReward
@@ -27,9 +27,9 @@ def item(n: int, *, task: str = "t", response: str = "r") -> ScoreItem:
     return ScoreItem(item_id=f"{task}-{n}", task=task, prompt="p", response=response)
 
 
-def scoring(*tasks: Any, metrics: Metrics | None = None, **settings: Any) -> Scoring:
+def scoring(*tasks: Any, metrics: Metrics | None = None, **settings: Any) -> RewardService:
     settings = {"max_pending_items": 100, "request_timeout_s": 60.0, **settings}
-    return Scoring({task.task: task for task in tasks}, metrics or Metrics(CollectorRegistry()), **settings)
+    return RewardService({task.task: task for task in tasks}, metrics or Metrics(CollectorRegistry()), **settings)
 
 
 def reasons(results: list[ScoreResult]) -> list[str | None]:
@@ -116,7 +116,7 @@ async def test_the_service_is_ready_when_every_task_that_it_needs_is() -> None:
         composition({"a": (other, {})}, task="idle", is_required=False),
     )
     assert await service.ready() == "good: idle; bad: idle"
-    service.begin()
+    service.start()
     while (await service.ready()) != "bad: b: its model is gone":
         await asyncio.sleep(0)
     assert other.num_starts == 0, "what no recipe names starts with its first item"
@@ -130,18 +130,18 @@ async def test_the_service_is_ready_when_every_task_that_it_needs_is() -> None:
     assert bad.is_closed
 
 
-def judged(scorer: ScriptedScorer, *, task: str = "judged") -> Composition:
+def judged(scorer: ScriptedScorer, *, task: str = "judged") -> CompositeReward:
     """A task whose scorer is an endpoint."""
     spec = HttpSpec(kind="http", url="http://127.0.0.1:9/v1/score")
-    part = Part(task, spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
-    return Composition(task, TaskReward(scorers=[spec]), [part], is_required=True)
+    part = RewardComponent(task, spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    return CompositeReward(task, TaskReward(scorers=[spec]), [part], is_required=True)
 
 
 async def test_a_dead_judge_makes_its_tasks_not_ready_and_not_the_service() -> None:
     judge, other = ScriptedScorer(1.0), ScriptedScorer(1.0)
     judge.problem = "no connection"
     service = scoring(judged(judge), composition({"a": (other, {})}, task="other"))
-    service.begin()
+    service.start()
     while service.away() is None or await service.ready() is not None:
         await asyncio.sleep(0)
     assert service.away() == "judged: http: no connection"
@@ -156,17 +156,17 @@ async def test_a_dead_judge_makes_its_tasks_not_ready_and_not_the_service() -> N
 async def test_a_model_that_worked_and_is_started_again_makes_its_tasks_not_ready_and_not_the_service() -> None:
     scorer = ScriptedScorer(1.0)
     spec = RewardModelSpec(kind="reward_model", model="m")
-    part = Part("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    part = RewardComponent("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
     scorer.problem = "lacks weights of score"
-    service = scoring(Composition("t", TaskReward(scorers=[spec]), [part], is_required=True))
-    part.begin()
-    await part.started()
+    service = scoring(CompositeReward("t", TaskReward(scorers=[spec]), [part], is_required=True))
+    part.start()
+    await part.wait_started()
     assert await service.ready() == "t: reward_model: lacks weights of score", "it never worked"
     await service.close()
     scorer.problem = "ok"
-    part = Part("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
-    service = scoring(Composition("t", TaskReward(scorers=[spec]), [part], is_required=True))
-    await part.started()
+    part = RewardComponent("t", spec, scorer, Metrics(CollectorRegistry()), is_inline=False)
+    service = scoring(CompositeReward("t", TaskReward(scorers=[spec]), [part], is_required=True))
+    await part.wait_started()
     scorer.problem = "was killed by SIGKILL"
     assert (await service.ready(), service.away()) == (None, "t: reward_model: was killed by SIGKILL")
     await service.close()

@@ -1,4 +1,4 @@
-"""Which tasks a service scores, and what a recipe may say about them."""
+"""The tasks of a service, and their settings in a recipe."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_reward import tasks
-from tba_reward.cache import ScoreCache
-from tba_reward.composition import Composition
+from tba_reward import service
 from tba_reward.metrics import Metrics
-from tba_reward.models.process import ModelPool
-from tba_reward.scorers.base import Tools
-from tba_reward.workers.pool import WorkerPool
+from tba_reward.model_server.client import ModelPool
+from tba_reward.process_pool.pool import WorkerPool
+from tba_reward.scorers import Tools
+from tba_reward.tasks.cache import ScoreCache
+from tba_reward.tasks.composite import CompositeReward
 
 from tba.config import Recipe, parse_recipe
 from tba.config.reward import BUILT_IN_TASKS, RewardSection, TaskReward
@@ -25,32 +25,32 @@ def recipe(reward: dict[str, Any]) -> Recipe:
     return parse_recipe({**MINIMAL, "reward": reward}, where="test")
 
 
-def build(**entries: list[dict[str, Any]]) -> dict[str, Composition]:
+def build(**entries: list[dict[str, Any]]) -> dict[str, CompositeReward]:
     section = recipe({"tasks": {task: {"scorers": scorers} for task, scorers in entries.items()}}).reward
     return build_section(section)
 
 
-def build_section(section: RewardSection) -> dict[str, Composition]:
+def build_section(section: RewardSection) -> dict[str, CompositeReward]:
     pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=1.0)
     tools = Tools(pool=pool, models=ModelPool(), item_timeout_s=1.0)
-    return tasks.build_tasks(section, tools, ScoreCache(0), Metrics(CollectorRegistry()))
+    return service.build_tasks(section, tools, ScoreCache(0), Metrics(CollectorRegistry()))
 
 
 def test_built_in_tasks_need_no_entry_and_those_of_worker_processes_start_with_their_first_item() -> None:
     found = build()
-    required = {task: composition.is_required for task, composition in found.items()}
+    required = {task: task_reward.is_required for task, task_reward in found.items()}
     assert required.items() >= {"addition": True, "exact": True, "gsm8k": True, "make_n": True}.items()
-    assert set(required) <= set(tasks.BUILT_IN)
+    assert set(required) <= set(service.BUILT_IN)
     assert not required.get("math", False)
 
 
 @pytest.mark.parametrize("task", ["addition", "exact", "gsm8k", "make_n"])
 async def test_the_example_of_a_built_in_task_scores_what_it_says(task: str) -> None:
-    (part,) = build()[task].parts
-    assert part.health == "idle"
-    await part.started()
-    assert part.health == "ok"
-    await part.close()
+    (component,) = build()[task].components
+    assert component.health == "idle"
+    await component.wait_started()
+    assert component.health == "ok"
+    await component.close()
 
 
 def test_an_entry_takes_the_place_of_the_built_in_task_and_is_needed() -> None:
@@ -113,11 +113,11 @@ def test_two_scorers_of_a_kind_have_versions_of_their_own() -> None:
             ]
         }
     )
-    first, number, again = build_section(RewardSection(tasks={"t": task}))["t"].parts
+    first, number, again = build_section(RewardSection(tasks={"t": task}))["t"].components
     assert first.version == again.version, "how a score is used is no part of what it is"
     assert first.version != number.version
     assert (number.spec.factor, number.name) == (0.5, "number")
 
 
 def test_recipes_know_the_built_in_tasks() -> None:
-    assert set(tasks.BUILT_IN) == set(BUILT_IN_TASKS)
+    assert set(service.BUILT_IN) == set(BUILT_IN_TASKS)

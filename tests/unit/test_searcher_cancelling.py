@@ -1,4 +1,4 @@
-"""A searcher ends when it is told to: no wait swallows a cancellation, and no call hides that it takes long."""
+"""No wait of a searcher swallows a cancellation, and a call that takes long is shown as a wait."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import threading
 
 import pytest
+from tba_searcher.generation.status import WaitRegistry, retry_until
 from tba_searcher.loop import SearcherLoop
-from tba_searcher.waits import Waits, patiently
 
 from tests.support.waiting import until
 
@@ -17,11 +17,11 @@ async def test_a_task_that_is_cancelled_in_the_moment_its_pause_ends_is_cancelle
     num_cancelled = 0
     for num_ticks in range(4):  # between the end of the inner wait and that of the task
         loop = SearcherLoop.__new__(SearcherLoop)
-        loop._work = asyncio.Event()
-        task = asyncio.create_task(loop._pause(60.0))
+        loop._has_work = asyncio.Event()
+        task = asyncio.create_task(loop._sleep_until_work(60.0))
         for _ in range(3):
             await asyncio.sleep(0)
-        loop._work.set()
+        loop._has_work.set()
         for _ in range(num_ticks):
             await asyncio.sleep(0)
         if not task.done():
@@ -33,10 +33,10 @@ async def test_a_task_that_is_cancelled_in_the_moment_its_pause_ends_is_cancelle
 
 
 async def test_a_call_that_takes_long_is_a_wait_with_a_name(monkeypatch) -> None:
-    monkeypatch.setattr("tba_searcher.waits.SLOW_CALL_S", 0.01)
-    waits, answer = Waits(), threading.Event()
+    monkeypatch.setattr("tba_searcher.generation.status.SLOW_CALL_S", 0.01)
+    waits, answer = WaitRegistry(), threading.Event()
     call = asyncio.create_task(
-        patiently(lambda: answer.wait(60), waits=waits, owner="leasing", service="buffer", deadline_s=30.0)
+        retry_until(lambda: answer.wait(60), waits=waits, owner="leasing", service="buffer", deadline_s=30.0)
     )
     wait = await asyncio.to_thread(until, "the wait", waits.current)
     assert wait is not None

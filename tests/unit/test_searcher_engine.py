@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_searcher.engines.base import Completion, EngineError, Request
-from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from tba_searcher.pulling import Pulled, PulledVersions, check_loaded, swap
+from tba_searcher.engines.engine import Completion, EngineError, Request, check_loaded
+from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.weights import LoadedWeights, WeightLoader, swap_weights
 from transformers import AutoModelForCausalLM
 
 from tba.errors import ConfigError, DigestError
@@ -230,13 +230,13 @@ def test_a_version_that_fails_a_check_is_given_up_and_the_old_weights_are_back(f
     publish_version(
         versions, folders["llama", True, 1], V1, parent=START, canary_shift=0.01 if damage == "canary" else 0.0
     )
-    pulled = PulledVersions(versions, tmp_path / "pulled")
-    old, new = pulled.fetch_all(START)[0], pulled.fetch(V1)
+    loader = WeightLoader(versions, tmp_path / "pulled")
+    old, new = loader.download_model(START)[0], loader.download(V1)
     if damage == "params_sha256":
-        new = Pulled(V1, new.paths, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
+        new = LoadedWeights(V1, new.paths, new.manifest.model_copy(update={"params_sha256": "0" * 64}))
     engine = make_engine(tmp_path / "pulled" / "model-0-0")
     check_loaded(engine, old.manifest)
-    error = swap(engine, new, old)
+    error = swap_weights(engine, new, old)
     if damage == "none":
         assert error is None
         assert (engine.version, engine.params_sha256()) == (V1, new.manifest.params_sha256)

@@ -1,13 +1,11 @@
-"""What a searcher tells the buffer about the leases it holds."""
+"""How a searcher renews, returns and refuses its leases."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tba_searcher.leases import Leases
-from tba_searcher.status import Status
-from tba_searcher.visits import Backlog, Visit
-from tba_searcher.waits import Waits
+from tba_searcher.generation.status import SearcherStatus, WaitRegistry
+from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
 
 from tba.api import MAX_LEASE_IDS, Lease, LeaseRenewal, LeaseRenewalReply, LeaseReturn, Prompt
 from tba.config.searcher import SearcherSection
@@ -36,13 +34,6 @@ class RecordedBuffer:
         self.refused.append(request.refused_lease_ids)
 
 
-class Delivering:
-    """A delivery with these leases on their way."""
-
-    def __init__(self, *lease_ids: str) -> None:
-        self.lease_ids = set(lease_ids)
-
-
 def make_visit(name: str) -> Visit:
     prompt = Prompt(prompt_id="p", task="addition", text="1+1=")
     lease = Lease(
@@ -51,49 +42,51 @@ def make_visit(name: str) -> Visit:
     return Visit(lease=lease, prompt_tokens=(5, 6), pinned=None)
 
 
-def make_leases(buffer: Any, backlog: Backlog, *delivering: str) -> tuple[Leases, Status]:
-    delivery: Any = Delivering(*delivering)
-    status = Status(searcher_id="s", run="r", waits=Waits())
-    return Leases(buffer=buffer, renewals=buffer, backlog=backlog, delivery=delivery, status=status), status
+def make_leases(buffer: Any, queue: WorkQueue, *delivering: str) -> tuple[LeaseManager, SearcherStatus]:
+    status = SearcherStatus(searcher_id="s", run="r", waits=WaitRegistry())
+    leases = LeaseManager(
+        buffer=buffer, renewals=buffer, queue=queue, delivering=lambda: set(delivering), status=status
+    )
+    return leases, status
 
 
-def make_backlog(*names: str) -> Backlog:
-    backlog = Backlog(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
+def make_queue(*names: str) -> WorkQueue:
+    queue = WorkQueue(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
     for name in names:
-        backlog.add(make_visit(name))
-    return backlog
+        queue.add(make_visit(name))
+    return queue
 
 
 async def test_a_lost_lease_ends_its_visit_only_if_the_visit_is_not_begun() -> None:
-    backlog = make_backlog("begun", "lost", "held")
-    assert [request.request_id for request in backlog.take(1, pinned=None)] == ["begun/1"]
+    queue = make_queue("begun", "lost", "held")
+    assert [request.request_id for request in queue.take_requests(1, pinned=None)] == ["begun/1"]
     buffer = RecordedBuffer("begun", "lost", "delivering")
-    leases, _ = make_leases(buffer, backlog, "delivering")
+    leases, _ = make_leases(buffer, queue, "delivering")
     await leases.renew()
     assert buffer.renewed == [["begun", "delivering", "held", "lost"]]
-    assert [visit.lease.lease_id for visit in backlog.open_visits()] == ["begun", "held"]
-    assert [request.request_id for request in backlog.take(9, pinned=None)] == ["begun/2", "held/1", "held/2"]
+    assert [visit.lease.lease_id for visit in queue.open_visits()] == ["begun", "held"]
+    assert [request.request_id for request in queue.take_requests(9, pinned=None)] == ["begun/2", "held/1", "held/2"]
 
 
 async def test_a_renewal_that_fails_loses_nothing() -> None:
-    backlog = make_backlog("a")
+    queue = make_queue("a")
     buffer = RecordedBuffer("a")
     buffer.away = True
-    leases, status = make_leases(buffer, backlog)
+    leases, status = make_leases(buffer, queue)
     await leases.renew()
-    await leases.give_back(["a"], refused=["b"])
-    assert len(backlog.open_visits()) == 1
+    await leases.return_leases(["a"], refused=["b"])
+    assert len(queue.open_visits()) == 1
     assert status.counts["leases_returned"] == 0
 
 
 async def test_many_leases_go_in_portions_and_no_lease_means_no_request() -> None:
     buffer = RecordedBuffer()
-    leases, status = make_leases(buffer, make_backlog())
+    leases, status = make_leases(buffer, make_queue())
     await leases.renew()
-    await leases.give_back([])
+    await leases.return_leases([])
     assert (buffer.renewed, buffer.returned) == ([], [])
     ids = [f"lease-{number}" for number in range(MAX_LEASE_IDS + 1)]
-    await leases.give_back(ids, refused=ids[:2])
+    await leases.return_leases(ids, refused=ids[:2])
     assert [len(part) for part in buffer.returned] == [MAX_LEASE_IDS, 1, 0]
     assert buffer.refused == [[], [], ids[:2]]
     assert status.counts["leases_returned"] == MAX_LEASE_IDS + 1

@@ -1,4 +1,4 @@
-"""Parts of the searcher without processes: slots, waits, visits, pulled versions."""
+"""Parts of the searcher without processes: slots, waits, visits, weight versions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_searcher import pulling
-from tba_searcher.delivery import push_parts
-from tba_searcher.engines.base import Completion, Request
-from tba_searcher.engines.slots import SlotTable
-from tba_searcher.pulling import Pulled, PulledVersions
-from tba_searcher.seeds import engine_seed
-from tba_searcher.service import check_device
-from tba_searcher.status import Status
-from tba_searcher.text import TextCodec
-from tba_searcher.visits import Backlog, Visit
-from tba_searcher.waits import Waits, patiently
+from tba_searcher.engines import weights
+from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.engines.torch.batch import Batch
+from tba_searcher.engines.weights import LoadedWeights, WeightLoader
+from tba_searcher.generation.delivery import split_into_pushes
+from tba_searcher.generation.status import SearcherStatus, WaitRegistry, retry_until
+from tba_searcher.generation.visits import Visit, WorkQueue
+from tba_searcher.service import check_device, engine_seed
 
 from tba.api import Lease, Prompt
 from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
@@ -74,29 +72,29 @@ def make_completion(request: Request) -> Completion:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 7))), max_size=12))
-def test_closing_holes_keeps_every_live_row_and_leaves_no_gap(events):
-    """Whatever is put in and removed, rows 0..num_rows-1 are exactly the live requests, with their own tokens."""
-    table, live, count = SlotTable(8, 16), {}, 0
+def test_closing_holes_keeps_every_live_request_and_leaves_no_gap(events):
+    """After any adds and removals, slots 0..num_used-1 are exactly the live requests, with their own tokens."""
+    batch, live, count = Batch(8, 16), {}, 0
     for num_new, removed in events:
-        for _ in range(min(num_new, 8 - table.num_active)):
+        for _ in range(min(num_new, 8 - batch.num_active)):
             name, count = str(count), count + 1
-            table.put(make_request(name, prompt_tokens=(count, count + 1)), START)
+            batch.add(make_request(name, prompt_tokens=(count, count + 1)), START)
             live[name] = (count, count + 1)
-        for index in removed:
-            if index < table.num_rows and (row := table.rows[index]) is not None:
-                del live[row.request.request_id]
-                table.remove(index)
-        assert table.num_active == len(live)
-        moves = table.tail_moves()
+        for slot in removed:
+            if slot < batch.num_used and (active := batch.requests[slot]) is not None:
+                del live[active.request.request_id]
+                batch.remove(slot)
+        assert batch.num_active == len(live)
+        moves = batch.compact()
         assert not set(dict(moves)) & set(dict(moves).values())
-        found = {row.request.request_id: tuple(table.tokens[i, :2].tolist()) for i, row in enumerate(table.rows) if row}
+        found = {a.request.request_id: tuple(batch.tokens[i, :2].tolist()) for i, a in enumerate(batch.requests) if a}
         assert found == live
-        assert table.num_rows == len(live)
-        assert all(row is not None for row in table.rows[: table.num_rows])
+        assert batch.num_used == len(live)
+        assert all(active is not None for active in batch.requests[: batch.num_used])
 
 
 async def test_a_busy_service_is_waited_out_under_the_name_it_gives_and_renewed_at_the_deadline():
-    waits, seen = Waits(), []
+    waits, seen = WaitRegistry(), []
     answers = iter([BusyError("later", retry_after_s=0.02, wait="trainer-ahead")] * 6)
 
     def call() -> str:
@@ -106,7 +104,7 @@ async def test_a_busy_service_is_waited_out_under_the_name_it_gives_and_renewed_
             raise error
         return "pushed"
 
-    result = await patiently(call, waits=waits, owner="pushing", service="buffer", deadline_s=0.1)
+    result = await retry_until(call, waits=waits, owner="pushing", service="buffer", deadline_s=0.1)
     assert result == "pushed"
     assert seen[0] is None
     assert set(seen[1:]) <= {"trainer-ahead", None}
@@ -119,16 +117,16 @@ async def test_a_busy_service_ends_the_wait_at_its_deadline_where_that_is_asked_
         raise BusyError("later", retry_after_s=0.02, wait="scorers")
 
     with pytest.raises(WaitTimeoutError, match="wait scorers"):
-        await patiently(call, waits=Waits(), owner="o", service="reward", deadline_s=0.1, renew_busy=False)
+        await retry_until(call, waits=WaitRegistry(), owner="o", service="reward", deadline_s=0.1, renew_busy=False)
 
 
 async def test_a_service_that_stays_away_is_a_wait_timeout_that_names_it():
-    waits = Waits()
+    waits = WaitRegistry()
 
     def call() -> None:
         raise UnavailableError("no answer")
 
-    task = asyncio.create_task(patiently(call, waits=waits, owner="o", service="buffer", deadline_s=0.5))
+    task = asyncio.create_task(retry_until(call, waits=waits, owner="o", service="buffer", deadline_s=0.5))
     while (current := waits.current()) is None:
         assert not task.done()
         await asyncio.sleep(0)
@@ -147,12 +145,12 @@ async def test_a_refusal_is_not_retried():
         raise BadRequestError("wrong")
 
     with pytest.raises(BadRequestError):
-        await patiently(call, waits=Waits(), owner="o", service="buffer", deadline_s=5)
+        await retry_until(call, waits=WaitRegistry(), owner="o", service="buffer", deadline_s=5)
     assert len(calls) == 1
 
 
 def test_the_oldest_wait_is_shown_and_the_same_name_goes_on():
-    waits = Waits()
+    waits = WaitRegistry()
     waits.begin("leases", "run-paused", 10)
     waits.begin("pulling", "object-store", 1)
     left = waits.begin("leases", "run-paused", 99)
@@ -165,42 +163,42 @@ def test_the_oldest_wait_is_shown_and_the_same_name_goes_on():
 
 
 def test_a_visit_is_handed_out_once_and_completes_with_its_last_rollout():
-    backlog = Backlog(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
-    backlog.add(make_visit("a"))
-    backlog.add(make_visit("b", num_rollouts=1))
-    first, second = backlog.take(2, pinned=None), backlog.take(9, pinned=None)
+    queue = WorkQueue(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
+    queue.add(make_visit("a"))
+    queue.add(make_visit("b", num_rollouts=1))
+    first, second = queue.take_requests(2, pinned=None), queue.take_requests(9, pinned=None)
     assert [request.request_id for request in first + second] == ["a/1", "a/2", "a/3", "b/1"]
-    assert backlog.num_unsubmitted == 0
-    assert [backlog.finish(make_completion(request)) is not None for request in (*first, *second)] == [
+    assert queue.num_unsubmitted == 0
+    assert [queue.add_completion(make_completion(request)) is not None for request in (*first, *second)] == [
         False,
         False,
         True,
         True,
     ]
-    assert backlog.open_visits() == []
+    assert queue.open_visits() == []
 
 
 def test_evaluations_wait_for_their_own_version_and_dropped_visits_are_ignored():
     v1, v2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
-    backlog = Backlog(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
+    queue = WorkQueue(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
     train, old, new = make_visit("t"), make_visit("e", pinned=v1), make_visit("f", pinned=v2)
     for visit in (train, old, new):
-        backlog.add(visit)
-    assert backlog.pinned_version == v1
-    assert [request.request_id for request in backlog.take(9, pinned=v2)] == ["f/1", "f/2", "f/3"]
-    backlog.drop([old])
-    assert backlog.pinned_version == v2
-    assert backlog.finish(make_completion(make_request("e/1"))) is None
-    assert backlog.take(9, pinned=v1) == []
+        queue.add(visit)
+    assert queue.pinned_version == v1
+    assert [request.request_id for request in queue.take_requests(9, pinned=v2)] == ["f/1", "f/2", "f/3"]
+    queue.drop([old])
+    assert queue.pinned_version == v2
+    assert queue.add_completion(make_completion(make_request("e/1"))) is None
+    assert queue.take_requests(9, pinned=v1) == []
 
 
 def test_every_training_rollout_draws_its_own_temperature_and_evaluations_do_not() -> None:
     settings = SearcherSection(temperature_mix=TemperatureMix(low=0.7, high=1.3), top_p=0.9, top_k=7)
 
     def drawn(run_seed: int, visit: Visit) -> list[Sampling]:
-        backlog = Backlog(settings, run_seed=run_seed, eos_ids=(1,))
-        backlog.add(visit)
-        return [request.sampling for request in backlog.take(999, pinned=visit.pinned)]
+        queue = WorkQueue(settings, run_seed=run_seed, eos_ids=(1,))
+        queue.add(visit)
+        return [request.sampling for request in queue.take_requests(999, pinned=visit.pinned)]
 
     first = drawn(0, make_visit("a", num_rollouts=500))
     assert {(sampling.top_p, sampling.top_k) for sampling in first} == {(0.9, 7)}
@@ -210,7 +208,7 @@ def test_every_training_rollout_draws_its_own_temperature_and_evaluations_do_not
     assert 1.28 < max(temperatures) < 1.3
     counts, _ = np.histogram(temperatures, bins=10, range=(0.7, 1.3))
     assert_follows(counts, np.full(10, 0.1))
-    assert drawn(0, make_visit("a", num_rollouts=500)) == first  # whoever leases the visit
+    assert drawn(0, make_visit("a", num_rollouts=500)) == first  # no matter who leases the visit
     rest = {sampling.temperature for sampling in drawn(0, make_visit("a", num_rollouts=499))}  # one of it has arrived
     assert not rest & set(temperatures)
     assert drawn(1, make_visit("a", num_rollouts=500)) != first
@@ -220,12 +218,12 @@ def test_every_training_rollout_draws_its_own_temperature_and_evaluations_do_not
 
 def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations() -> None:
     tasks = {"addition": TaskSampling(max_response_tokens=3, min_response_tokens=2, stop=["\n", "Q:"])}
-    backlog = Backlog(SearcherSection(max_response_tokens=9, tasks=tasks), run_seed=0, eos_ids=(1,))
+    queue = WorkQueue(SearcherSection(max_response_tokens=9, tasks=tasks), run_seed=0, eos_ids=(1,))
     other = make_visit("c")
     other.lease = other.lease.model_copy(update={"prompt": Prompt(prompt_id="q", task="make_n", text="1")})
     for visit in (make_visit("a"), make_visit("b", pinned=START), other):
-        backlog.add(visit)
-    requests = backlog.take(9, pinned=None) + backlog.take(9, pinned=START)
+        queue.add(visit)
+    requests = queue.take_requests(9, pinned=None) + queue.take_requests(9, pinned=START)
     found = {
         request.request_id.partition("/")[0]: (
             request.max_response_tokens,
@@ -272,7 +270,7 @@ def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path):
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 5), st.integers(20, 60))
 def test_pushes_stay_within_both_limits_and_lose_nothing(sizes: list[int], max_rollouts: int, max_bytes: int):
     payloads = [bytes([n % 256]) * size for n, size in enumerate(sizes)]
-    parts = push_parts(payloads, max_rollouts=max_rollouts, max_bytes=max_bytes)
+    parts = split_into_pushes(payloads, max_rollouts=max_rollouts, max_bytes=max_bytes)
     assert [payload for part in parts for payload in part] == payloads
     for part in parts:
         assert 1 <= len(part) <= max_rollouts
@@ -289,40 +287,40 @@ def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, version = 1000.0, PolicyVersion(1, 4)
-    monkeypatch.setattr(pulling.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(weights.time, "monotonic", lambda: now_s)
     file = tmp_path / "model.safetensors"
     manifest: Any = None
     versions: Any = None
-    pulled = PulledVersions(versions, tmp_path)
+    loader = WeightLoader(versions, tmp_path)
 
     def pull() -> None:
         file.write_bytes(b"weights")
-        pulled.add(Pulled(version, (file,), manifest))
+        loader.add(LoadedWeights(version, (file,), manifest))
 
     pauses = []
     for _ in range(7):
         pull()
-        assert pulled.get(version) is not None
-        pauses.append(pulled.refuse(version))
-        assert (pulled.get(version), pulled.refused, file.exists()) == (None, {version}, False)
+        assert loader.get(version) is not None
+        pauses.append(loader.refuse(version))
+        assert (loader.get(version), loader.refused, file.exists()) == (None, {version}, False)
         now_s += pauses[-1] - 1
-        assert pulled.refused == {version}
+        assert loader.refused == {version}
         now_s += 1
-        assert pulled.refused == set()
+        assert loader.refused == set()
     assert pauses == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
-    assert pulled.refuse(version) == 600.0
-    assert pulled.try_again() == [version]
-    assert pulled.refused == set()
-    pulled.accepted(version)
-    assert pulled.refuse(version) == 30.0
-    other = PulledVersions(versions, tmp_path)
-    other.inherit(pulled)
+    assert loader.refuse(version) == 600.0
+    assert loader.retry_refused() == [version]
+    assert loader.refused == set()
+    loader.accept(version)
+    assert loader.refuse(version) == 30.0
+    other = WeightLoader(versions, tmp_path)
+    other.copy_refusals(loader)
     assert other.refused == {version}
 
 
 @pytest.mark.parametrize("kind", [BadRequestError, BusyError, ConflictError, UnauthorizedError])
 def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_taken(kind: type[ServiceError]) -> None:
-    status = Status(searcher_id="searcher-1", run="demo", waits=Waits())
+    status = SearcherStatus(searcher_id="searcher-1", run="demo", waits=WaitRegistry())
     with structlog.testing.capture_logs() as lines:
         for error in (
             UnavailableError("no connection"),
@@ -332,6 +330,6 @@ def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_take
             None,
             kind("again"),
         ):
-            status.note_beat(error)
+            status.record_heartbeat(error)
     said = [line["detail"] for line in lines if line["event"] == "heartbeat_refused"]
     assert said == ["'searcher-1' is a trainer, and not a searcher; take another id", "again"]

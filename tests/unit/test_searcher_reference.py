@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tba_searcher import reference as reference_module
-from tba_searcher.reference import StartingModel, load_starting_model
-from tba_trainer.learner import Learner
-from tba_trainer.model import load_policy
+from tba_searcher.engines.torch import reference_logprobs as reference_module
+from tba_searcher.engines.torch.reference_logprobs import StartingModel, load_starting_model
+from tba_trainer.learner.learner import Learner
+from tba_trainer.model.policy import load_policy
 
 from tba.errors import TbaError
 from tba.store import FileStore

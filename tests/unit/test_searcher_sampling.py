@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
-from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
-from tba_searcher.engines.sampling import Options, sample
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
+from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings, SamplingOptions, sample
 from transformers import AutoModelForCausalLM, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tba.versions import START
@@ -23,9 +22,9 @@ LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 1.0, 0.5, -3.0])
 NUM_DRAWS = 20_000
 
 
-def options(*, top_k: int = 7, top_p: float = 1.0, banned: tuple[int, ...] = (), num_rows: int) -> Options:
+def options(*, top_k: int = 7, top_p: float = 1.0, banned: tuple[int, ...] = (), num_rows: int) -> SamplingOptions:
     rows = torch.arange(num_rows)
-    return Options(
+    return SamplingOptions(
         banned_rows=rows.repeat_interleave(len(banned)),
         banned_tokens=torch.tensor(banned, dtype=torch.long).repeat(num_rows),
         limited_rows=rows,

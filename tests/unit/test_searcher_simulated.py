@@ -1,4 +1,4 @@
-"""The simulated engine: its clock, its lengths, its troubles; and its codec. No process, no torch."""
+"""The simulated engine: its clock, its lengths, its failures, and its codec. No process, no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tba_searcher.engines.base import Completion, EngineDiedError, EngineError, Request
-from tba_searcher.engines.simulated import SimulatedEngine, SimulatedSettings, draw_length
-from tba_searcher.simulated_text import SimulatedCodec
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
+from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine, SimulatedSettings, draw_length
 
-from tba.config.simulated import SimulatedSection
+from tba.config.searcher import SimulatedSection
 from tba.errors import ConfigError, DigestError
 from tba.versions import START, PolicyVersion
 from tba.weights.digest import params_sha256_of_files
@@ -204,7 +203,7 @@ def test_it_crashes_and_vanishes_about_as_often_as_it_was_told(make_engine) -> N
 
 
 def test_a_searcher_that_is_taken_away_says_nothing() -> None:
-    code = "from tba_searcher.engines.simulated import vanish; import atexit; atexit.register(print, 'bye'); vanish()"
+    code = "from tba_searcher.engines import simulated as s; import atexit; atexit.register(print, 1); s.kill_process()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == done.stderr == b""

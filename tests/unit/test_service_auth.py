@@ -10,8 +10,8 @@ from fastapi import Depends, FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.service import Authenticator
-from tba.service.problems import install_problem_handlers
+from tba.server import Authenticator
+from tba.server.problems import install_problem_handlers
 
 TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
 

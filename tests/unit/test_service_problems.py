@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI, Query
 
 from tba.api import BatchRequest
-from tba.service.problems import install_problem_handlers
+from tba.server.problems import install_problem_handlers
 
 GOOD = {"trainer_id": "t", "lineage": 1, "step": 1, "token": "x"}
 

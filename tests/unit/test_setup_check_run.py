@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tba.api import RunInfo
-from tba.cli.main import main
 from tba.config import Recipe
 from tba.errors import BadReplyError, UnauthorizedError, UnavailableError
-from tba.setup import check_against_run, upgrade
+from tba_cli.main import main
+from tba_cli.setup import check_against_run, upgrade
 from tests.support.buffer import make_recipe
 
 ANSWER = {
@@ -55,7 +55,7 @@ def said(recipe: Recipe, answer: RunInfo | Exception, monkeypatch: pytest.Monkey
     monkeypatch.setattr(upgrade, "BufferClient", Buffer)
     lines: list[str] = []
     try:
-        check_against_run(recipe, wait_s=1, say=lines.append)
+        check_against_run(recipe, wait_s=1, on_progress=lines.append)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "\n".join(lines)
@@ -67,7 +67,7 @@ def going(recipe: Recipe, **changes: Any) -> RunInfo:
 
 def test_what_may_change_lets_the_run_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = recipe_of(tmp_path), recipe_of(tmp_path, trainer__sync_interval=7, buffer__max_rollouts=99)
-    assert "goes on with this recipe" in said(new, going(old), monkeypatch)
+    assert "can continue with this recipe" in said(new, going(old), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_store_that_lacks_the_runs_newest_version_is_refused(tmp_path: Path, m
 def test_where_no_run_goes_on_any_recipe_may_follow(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "nothing goes on" in said(recipe_of(tmp_path), going(recipe_of(tmp_path), **changes), monkeypatch)
+    assert "no training is in progress" in said(recipe_of(tmp_path), going(recipe_of(tmp_path), **changes), monkeypatch)
 
 
 def test_a_failed_run_is_compared_since_the_next_trainer_goes_on_with_it(

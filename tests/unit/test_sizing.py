@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_trainer.model import load_policy
-from tba_trainer.optim import Optimizer
-from tba_trainer.tiny.models import KINDS, write_model
+from tba_trainer.learner.optimizer import Optimizer
+from tba_trainer.model.policy import load_policy
 
-from tba.cli.main import main
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
-from tba.sizing import MAKER_SHAPES, SHAPES, Load, estimate, known_shape, shape_of_config, shape_of_folder
 from tba.wire import VersionSpan, encode_rollout
+from tba_cli.main import main
+from tba_cli.sizing import MAKER_SHAPES, SHAPES, Load, estimate, known_shape, shape_of_config, shape_of_folder
+from tba_cli.starter_models.models import KINDS, write_model
 from tests.support.tiny_model import Architecture, make_tiny_model
 from tests.support.wire_values import scored_rollout
 
@@ -88,7 +88,7 @@ def test_every_maker_of_a_policy_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("maker", POLICIES)
 def test_a_maker_makes_what_the_table_says(maker: str, tmp_path: Path) -> None:
-    write_model(tmp_path / maker, replace(POLICIES[maker], is_taught=False), seed=0)
+    write_model(tmp_path / maker, replace(POLICIES[maker], is_pretrained=False), seed=0)
     assert shape_of_folder(tmp_path / maker) == MAKER_SHAPES[maker]
 
 
@@ -183,7 +183,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="to count the parameters of"):
         shape_of_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ConfigError, match="is no safetensors file"):
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
         shape_of_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     with pytest.raises(ConfigError, match="does not name hidden size"):

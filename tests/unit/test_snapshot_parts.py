@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tba_buffer.snapshots.format import PLACE_DTYPE, decode_places, encode_places
-from tba_buffer.snapshots.load import PART_BYTES, PART_ROLLOUTS, parts
+from tba_buffer.snapshots.load import PART_BYTES, PART_ROLLOUTS, split_parts
 from tba_buffer.snapshots.save import READ_BYTES, READ_ROLLOUTS, _read_sizes
 
 from tba.errors import ConfigError, MalformedError
 from tba.versions import PolicyVersion
-from tba.wire.snapshot import (
+from tba.wire.snapshot_manifest import (
     SavedMark,
     SnapshotManifest,
     SnapshotSource,
@@ -106,11 +106,11 @@ def test_a_load_replays_the_log_in_order_and_in_bounded_parts(
     positions: set[int], marks: set[int], num_bytes: int
 ) -> None:
     places = places_at(sorted(positions - marks), num_bytes)
-    found = list(parts(places, [SavedMark(position=at, version="1-1") for at in sorted(marks)], 3000))
+    found = list(split_parts(places, [SavedMark(position=at, version="1-1") for at in sorted(marks)], 3000))
     order: list[tuple[int, str]] = []
     for part in found:
         order += [(position, "rollout") for position in part.places["position"].tolist()]
-        order += [(part.mark.position, "mark")] if part.mark is not None else []
+        order += [(part.publication.position, "mark")] if part.publication is not None else []
         assert len(part.places) <= PART_ROLLOUTS
         assert len(part.places) == 1 or int(part.places["num_bytes"].sum()) <= PART_BYTES
         assert part.cursor >= max((position for position, _ in order), default=0)

@@ -11,14 +11,14 @@ import pytest
 
 BEGIN = """
 import hashlib, pathlib, signal, sys, time
-from tba.starting import deleted_on_quit, quit_if_starting, quit_on_signals, start_is_over
+from tba.early_signals import delete_on_quit, quit_if_starting, quit_on_signals, mark_started
 quit_on_signals("trainer", code=143)
 """
 BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 """For longer than any test, in a library where no handler of Python runs."""
 DEEP = f"""
 folder = pathlib.Path(sys.argv[1])
-with deleted_on_quit(folder):
+with delete_on_quit(folder):
     print("ready", flush=True)
     {BUSY}
 """
@@ -29,7 +29,7 @@ while True:
     time.sleep(0.01)
 """
 OVER = """
-start_is_over()
+mark_started()
 signal.raise_signal(signal.SIGTERM)
 try:
     print("ready", flush=True)

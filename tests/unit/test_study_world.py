@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tba_trainer.model import load_policy
-from tba_trainer.warmstart.make import build_model
-from tba_trainer.warmstart.tokenizer import build_tokenizer
+from tba_trainer.model.policy import load_policy
 
 from benchmarks.study.gradients import noise_of
 from benchmarks.study.replay import Replay
 from benchmarks.study.training import Behaviour, Settings, make_groups, recipe_of, train
 from benchmarks.study.world import EOS_ID, HeldOut, Problems, encode, sample
-from tba.tasks import addition
+from tba_cli.starter_models.addition_model import build_model, build_tokenizer
+from tba_cli.tasks import addition
 
 OBJECTIVE = {"preset": "tba_prime", "beta": {"value": 0.05}}
 SETTINGS = Settings(objective=OBJECTIVE, learning_rate=1e-3, lag=2, seed=0, num_steps=10, num_prompts=4)

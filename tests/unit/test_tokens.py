@@ -12,10 +12,8 @@ import pytest
 
 from tba import watched_file
 from tba.config import parse_recipe
-from tba.doctor.patient import patient_of
-from tba.doctor.probes.tokens import probe_tokens
 from tba.errors import ConfigError, UnauthorizedError
-from tba.service import Authenticator
+from tba.server import Authenticator
 from tba.tokens import (
     client_token,
     load_role_tokens,
@@ -25,6 +23,8 @@ from tba.tokens import (
     server_tokens,
     token_digest,
 )
+from tba_cli.doctor.checks.security import check_tokens
+from tba_cli.doctor.target import target_of
 
 OLD, NEW, OTHER = "old-token-0123456789", "new-token-0123456789", "operator-0123456789"
 
@@ -199,5 +199,5 @@ def test_a_local_run_without_a_tokens_file_makes_its_own_and_the_check_says_so(
     monkeypatch.chdir(tmp_path)
     document = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
     recipe = parse_recipe({**document, "buffer": {"host": host}}, where="test")
-    (finding,) = probe_tokens(patient_of(recipe, service=service))
+    (finding,) = check_tokens(target_of(recipe, service=service))
     assert (finding.level, "makes tokens of its own" in finding.found) == ("ok", True)

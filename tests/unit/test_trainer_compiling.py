@@ -7,10 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tba_trainer import compiling
-from tba_trainer.compiling import compile_layers
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.packing import pack_sequences
+from tba_trainer.model import policy
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import compile_layers
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tba.errors import ConfigError
@@ -49,6 +49,6 @@ def test_compiled_layers_compute_the_same_for_batches_of_any_size() -> None:
 def test_what_cannot_be_compiled_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="Linear has no decoder layers"):
         compile_layers(torch.nn.Linear(2, 2))
-    monkeypatch.setattr(compiling, "is_sharded", lambda model: True)
+    monkeypatch.setattr(policy, "is_sharded", lambda model: True)
     with pytest.raises(ConfigError, match=r"for one process: .*set it to false or trainer.num_processes to 1"):
         compile_layers(make_family_model("llama"))

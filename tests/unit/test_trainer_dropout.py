@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tba_trainer import model as trainer_model
-from tba_trainer.model import load_policy
+from tba_trainer.model import policy as trainer_model
+from tba_trainer.model.policy import load_policy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.config.sections import ModelSection
@@ -57,7 +57,7 @@ def test_passes_in_train_mode_are_those_of_the_policy_that_samples(family: str, 
 
 def test_a_model_that_is_still_random_in_train_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = ModelSection(path=str(folder_of("opt", tmp_path / "model")))
-    monkeypatch.setattr(trainer_model, "without_dropout", lambda model: None)
+    monkeypatch.setattr(trainer_model, "disable_dropout", lambda model: None)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing = true .* gives other logits \(by up to"):
         load_policy(section, device="cpu", gradient_checkpointing=True)
     assert not load_policy(section, device="cpu", gradient_checkpointing=False).training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tba_trainer.parallel.launch import main
+from tba_trainer.distributed.launch import main
 
 
 def test_a_wrong_recipe_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_trainer import learner as learner_module
-from tba_trainer.learner import Learner
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.metrics import ess_ratio
-from tba_trainer.model import frozen_copy, load_policy
-from tba_trainer.packing import pack_sequences
-from tba_trainer.passes import BatchPasses
+from tba_trainer.learner import learner as learner_module
+from tba_trainer.learner.forward_backward import ForwardBackward
+from tba_trainer.learner.learner import Learner
+from tba_trainer.learner.metrics import ess_ratio
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import frozen_copy, load_policy
 
 from tba.errors import TbaError
 from tba.wire import Batch, Rollout
@@ -152,12 +152,12 @@ def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batc
     batch = replace(batch, groups=tuple(groups))
     reached: list[list[float]] = []
 
-    class Recording(BatchPasses):
+    class Recording(ForwardBackward):
         def __init__(self, *args: Any, rewards: np.ndarray, **kwargs: Any) -> None:
             reached.append(rewards.tolist())
             super().__init__(*args, rewards=rewards, **kwargs)
 
-    monkeypatch.setattr(learner_module, "BatchPasses", Recording)
+    monkeypatch.setattr(learner_module, "ForwardBackward", Recording)
     own = [float(number) for number in range(12)]
     make_learner(folder).gradients(batch, step=1, policy_ages=[0] * 12)
     assert reached == [own]  # off: untouched
@@ -168,7 +168,7 @@ def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batc
             learner.gradients(batch, step=step, policy_ages=[0] * 12)
     first, second, first_again, second_again = reached
     assert (first, second) == (first_again, second_again)  # seeded
-    assert first != second  # drawn anew for every batch
+    assert first != second  # drawn again for every batch
     for rewards in (first, second):
         assert sorted(rewards) == own
         assert rewards != own

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_trainer import head
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.model import load_policy
-from tba_trainer.packing import pack_sequences
+from tba_trainer.model import lm_head
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import load_policy
 from transformers import AutoModelForCausalLM
 
 from tba.config.sections import ModelSection
@@ -89,7 +89,7 @@ def test_chunks_of_the_output_head_give_the_same_values_and_gradients(
         return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     whole = values_and_gradient()
-    monkeypatch.setattr(head, "CHUNK_BYTES", {"cpu": 5 * 4 * VOCAB_SIZE})
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", {"cpu": 5 * 4 * VOCAB_SIZE})
     chunked = values_and_gradient()
     torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
 

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_trainer.adapter_reference import AdapterReference
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.lora import add_adapter
-from tba_trainer.model import frozen_copy, without_dropout
-from tba_trainer.packing import PackedSequences, pack_sequences
-from tba_trainer.parameters import has_adapter, plain_parameters, published_tensors, trainable
+from tba_trainer.learner.reference import AdapterWeights
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import PackedSequences, pack_sequences
+from tba_trainer.model.parameters import has_adapter, plain_parameters, published_tensors, trainable
+from tba_trainer.model.policy import add_adapter, disable_dropout, frozen_copy
 
-from tba.config.lora import LoraSection
+from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tests.support.model_families import PACKED, VOCAB_SIZE, make_family_model
 
@@ -83,7 +82,7 @@ def test_without_its_adapter_the_model_is_the_starting_model_bit_for_bit(name: s
     model = adapted(name)
     policy = LogprobModel(model, temperature=0.7)
     theta = policy.token_logprobs(some_sequences())
-    reference = AdapterReference(model, policy)
+    reference = AdapterWeights(model, policy)
     with reference.active():
         assert torch.equal(policy.token_logprobs(some_sequences()), expected)
     assert torch.equal(policy.token_logprobs(some_sequences()), theta)
@@ -103,7 +102,7 @@ def test_gradients_are_the_same_with_gradient_checkpointing(name: str) -> None:
     for checkpointing in (False, True):
         model = adapted(name)
         if checkpointing:
-            without_dropout(model)
+            disable_dropout(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()
         values = LogprobModel(model, temperature=0.7).token_logprobs(some_sequences())
@@ -139,15 +138,15 @@ def test_published_tensors_are_rounded_once() -> None:
 def test_a_reset_makes_the_adapter_as_it_is_now_the_reference() -> None:
     model = adapted("llama")
     policy = LogprobModel(model, temperature=0.7)
-    reference = AdapterReference(model, policy)
-    reference.take_theta()
+    reference = AdapterWeights(model, policy)
+    reference.reset_to_theta()
     then = policy.token_logprobs(some_sequences()).detach()
     train(model)
     now = policy.token_logprobs(some_sequences()).detach()
     with reference.active():
         assert torch.equal(policy.token_logprobs(some_sequences()), then)
     assert torch.equal(policy.token_logprobs(some_sequences()), now)
-    other = AdapterReference(model, policy)  # after a resume
+    other = AdapterWeights(model, policy)  # after a resume
     other.load(dict(reference.tensors()), what="checkpoint 1-1")
     with other.active():
         assert torch.equal(policy.token_logprobs(some_sequences()), then)
@@ -160,9 +159,9 @@ def test_the_weights_of_theta_come_back_when_a_pass_of_the_reference_fails() -> 
     policy = LogprobModel(model, temperature=0.7)
     now = policy.token_logprobs(some_sequences()).detach()
     for reset in (False, True):
-        reference = AdapterReference(model, policy)
+        reference = AdapterWeights(model, policy)
         if reset:
-            reference.take_theta()
+            reference.reset_to_theta()
             train(model)
             now = policy.token_logprobs(some_sequences()).detach()
         with pytest.raises(RuntimeError, match="out of memory"), reference.active():
@@ -173,14 +172,14 @@ def test_the_weights_of_theta_come_back_when_a_pass_of_the_reference_fails() -> 
 def test_the_moving_average_begins_at_the_starting_model_and_goes_towards_theta() -> None:
     model = adapted("llama")
     policy = LogprobModel(model, temperature=0.7)
-    reference = AdapterReference(model, policy)
+    reference = AdapterWeights(model, policy)
     first = {name: parameter.detach().clone() for name, parameter in trainable(model).items()}
-    reference.blend_theta(0.75)
+    reference.blend_with_theta(0.75)
     found = dict(reference.tensors())
     for name, tensor in first.items():
         torch.testing.assert_close(found[name], 0.25 * tensor if ".lora_B." in name else tensor)
     train(model)
-    reference.blend_theta(0.5)
+    reference.blend_with_theta(0.5)
     for name, tensor in reference.tensors():
         torch.testing.assert_close(tensor, 0.5 * found[name] + 0.5 * trainable(model)[name].detach())
 

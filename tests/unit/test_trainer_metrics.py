@@ -6,21 +6,21 @@ import math
 
 import numpy as np
 import pytest
-from tba_trainer.metrics import AGE_BUCKETS, ScoredRollout, batch_metrics, bucket_name, ess_ratio
+from tba_trainer.learner.metrics import AGE_BUCKETS, ForwardResult, batch_metrics, bucket_name, ess_ratio
 
 from tests.support.trainer_values import make_rollout
 
 RNG = np.random.default_rng(0)
 
 
-def scored(age: int, log_ratio: float, *, num_tokens: int = 4, abs_gap: float = 1.0) -> ScoredRollout:
+def scored(age: int, log_ratio: float, *, num_tokens: int = 4, abs_gap: float = 1.0) -> ForwardResult:
     rollout = make_rollout(RNG, sampler_logprobs=np.full(num_tokens, -1.0), num_response_tokens=num_tokens)
-    return ScoredRollout(
+    return ForwardResult(
         rollout=rollout, policy_age=age, logprob=log_ratio - num_tokens, ref_logprob=-9.0, abs_gap=abs_gap
     )
 
 
-def metrics(items: list[ScoredRollout]) -> dict[str, float | None]:
+def metrics(items: list[ForwardResult]) -> dict[str, float | None]:
     return batch_metrics(items, success_reward=1.0, policy_temperature=1.0)
 
 
@@ -72,6 +72,6 @@ def test_what_is_not_finite_is_unknown_and_never_a_number() -> None:
 
 def test_without_a_reference_the_kl_to_it_is_unknown() -> None:
     item = scored(0, 0.0)
-    without = ScoredRollout(rollout=item.rollout, policy_age=0, logprob=-1.0, ref_logprob=None, abs_gap=0.0)
+    without = ForwardResult(rollout=item.rollout, policy_age=0, logprob=-1.0, ref_logprob=None, abs_gap=0.0)
     assert metrics([without, without])["kl_to_ref"] is None
     assert metrics([item])["kl_to_ref"] == pytest.approx(5.0)

@@ -9,8 +9,8 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from tba_trainer.learner import Learner
-from tba_trainer.model import load_policy
+from tba_trainer.learner.learner import Learner
+from tba_trainer.model.policy import load_policy
 
 from tba.config import ObjectiveSection
 from tba.wire import Batch

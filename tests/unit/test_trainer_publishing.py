@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tba_trainer.collect import versions_to_delete
-from tba_trainer.evaluations import Evaluations
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.model import load_policy, side_files
-from tba_trainer.packing import pack_sequences
-from tba_trainer.prefetch import Prefetcher
-from tba_trainer.snapshots import Snapshots
-from tba_trainer.status import Status
+from tba_trainer.checkpoints.cleanup import versions_to_delete
+from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter
+from tba_trainer.loop.heartbeat import Status
+from tba_trainer.loop.prefetch import Prefetcher
+from tba_trainer.loop.publisher import Evaluations
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import load_policy, side_files
 from transformers import AutoModelForCausalLM
 
 from tba.api import BestVersion, ComponentInfo, EvalInfo, RunInfo
@@ -33,7 +33,7 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
     folder = make_tiny_model(tmp_path / "model", hidden_size=32, tied=True)
     recipe = make_recipe(folder, model={"dtype": dtype, "policy_temperature": 0.5})
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    snapshots = Snapshots(theta, recipe, folder=tmp_path)
+    snapshots = SnapshotWriter(theta, recipe, folder=tmp_path)
     with torch.no_grad():
         for parameter in theta.parameters():
             parameter += 0.01
@@ -53,7 +53,7 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
 def test_a_snapshot_does_not_follow_later_updates(tmp_path: Path) -> None:
     recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    taken = Snapshots(theta, recipe, folder=tmp_path).take(START, None)
+    taken = SnapshotWriter(theta, recipe, folder=tmp_path).take(START, None)
     before = {name: tensor.clone() for name, tensor in taken.tensors.items()}
     with torch.no_grad():
         for parameter in theta.parameters():

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_trainer.learner import Learner
-from tba_trainer.logprobs import LogprobModel
-from tba_trainer.model import load_policy
-from tba_trainer.packing import pack_sequences
-from tba_trainer.reference import CarriedReference, ModelReference
+from tba_trainer.learner.learner import Learner
+from tba_trainer.learner.reference import CarriedReference, ModelReference
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import load_policy
 
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
@@ -151,7 +151,7 @@ def test_without_a_reference_no_model_is_copied_and_the_kl_is_unknown(
     def refuse(model: Any) -> Any:
         raise AssertionError("a reference model was built")
 
-    monkeypatch.setattr("tba_trainer.reference_weights.frozen_copy", refuse)
+    monkeypatch.setattr("tba_trainer.learner.reference.frozen_copy", refuse)
     learner = make_learner(folder, objective=objective)
     metrics = learner.gradients(make_batch(0), step=1, policy_ages=[3] * 12)
     assert metrics["kl_to_ref"] is None
@@ -170,7 +170,7 @@ def test_placed_at_the_searcher_the_gradient_is_that_of_the_trainers_reference(
     expected = here.gradients(batch, step=1, policy_ages=[0] * 12)
     values = here.reference.logprobs(batch.rollouts)
     assert values is not None
-    monkeypatch.setattr("tba_trainer.reference_weights.frozen_copy", None)  # no copy is made
+    monkeypatch.setattr("tba_trainer.learner.reference.frozen_copy", None)  # no copy is made
     there = make_learner(folder, objective={"preset": "tb", "reference_placement": "searcher"})
     move(there)
     found = there.gradients(carrying(batch, values), step=1, policy_ages=[0] * 12)

@@ -9,11 +9,11 @@ import sys
 import threading
 
 import pytest
-from tba_trainer.signals import stop_on_signals
+from tba_trainer.loop.shutdown import stop_on_signals
 
 UNDER_LOCK = """
 import os, signal, threading
-from tba_trainer.signals import stop_on_signals
+from tba_trainer.loop.shutdown import stop_on_signals
 stop = threading.Event()
 with stop_on_signals(stop):
     with stop._cond:  # what Event.set needs, and is not re-entrant

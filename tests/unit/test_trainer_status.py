@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba_trainer.status import Status
+from tba_trainer.loop.heartbeat import Status
 
 from tba.wire import STARTED_AT_S, WAITED_S, decode_heartbeat, encode_heartbeat
 
@@ -18,14 +18,14 @@ def test_heartbeats_say_how_long_the_trainer_has_waited_by_name_the_open_wait_to
         return {name.removeprefix(WAITED_S): value for name, value in gauges.items() if name.startswith(WAITED_S)}
 
     assert waited() == {}
-    with status.waiting("batch", 60.0):
+    with status.named_wait("batch", 60.0):
         now += 2.0
         assert waited() == {"batch": 2.0}
-        status.wait_for("samples-per-insert", 60.0)
+        status.begin_wait("samples-per-insert", 60.0)
         now += 3.5
         assert waited() == {"batch": 2.0, "samples-per-insert": 3.5}
     now += 10.0  # at work
-    with status.waiting("batch", 60.0):
+    with status.named_wait("batch", 60.0):
         now += 0.25
     assert waited() == {"batch": 2.25, "samples-per-insert": 3.5}
     assert status.waited_s == 5.75

@@ -11,13 +11,12 @@ from types import FunctionType
 
 import pytest
 import torch
-from tba_trainer import building
-from tba_trainer.learner import Learner
-from tba_trainer.parallel import follower, leader
-from tba_trainer.parallel.leader import LeadingLearner, LeadingSnapshots, encoded
-from tba_trainer.parallel.team import Shared, Team
-from tba_trainer.snapshots import Snapshots
-from tba_trainer.tensor_files import write_model_files
+from tba_trainer.checkpoints.tensor_files import write_model_files
+from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter
+from tba_trainer.distributed import follower, leader
+from tba_trainer.distributed.leader import LeaderLearner, LeaderSnapshotWriter, encode_drawn_batch
+from tba_trainer.distributed.process_group import BroadcastTensors, Team
+from tba_trainer.learner.learner import Learner
 
 from tba.errors import StoreUnavailableError
 from tba.wire import decode_batch
@@ -30,8 +29,8 @@ def public_methods(kind: type) -> set[str]:
 
 def test_every_method_that_changes_or_gathers_theta_is_led() -> None:
     """A method that only rank 0 called would wait for the others for ever."""
-    assert public_methods(LeadingLearner) == public_methods(Learner)
-    assert public_methods(LeadingSnapshots) == public_methods(Snapshots) - {"follow"}
+    assert public_methods(LeaderLearner) == public_methods(Learner)
+    assert public_methods(LeaderSnapshotWriter) == public_methods(SnapshotWriter) - {"follow"}
 
 
 def test_every_command_of_the_leader_is_one_of_the_followers() -> None:
@@ -39,12 +38,12 @@ def test_every_command_of_the_leader_is_one_of_the_followers() -> None:
     followed = set(re.findall(r"^ {8}\"(\w+)\":", inspect.getsource(follower), re.MULTILINE))
     assert led == followed
     assert len(led) == len(public_methods(Learner)) + 1
-    assert ".lead(BUILD)" in inspect.getsource(building)
+    assert ".lead(BUILD)" in inspect.getsource(leader)
 
 
 def test_a_batch_reaches_the_followers_as_it_is() -> None:
     batch = make_batch(3)
-    found = decode_batch(encoded(batch))
+    found = decode_batch(encode_drawn_batch(batch))
     assert [r.rollout_id for r in found.rollouts] == [r.rollout_id for r in batch.rollouts]
     for ours, theirs in zip(batch.rollouts, found.rollouts, strict=True):
         assert ours.sampler_logprobs.tobytes() == theirs.sampler_logprobs.tobytes()
@@ -60,7 +59,7 @@ def test_a_team_of_one_exchanges_nothing() -> None:
             pass
         with pytest.raises(StoreUnavailableError), team.lead("anything"):
             raise StoreUnavailableError("the leader's own")
-        assert list(Shared(team, ["a", "b"])) == ["a", "b"]
+        assert list(BroadcastTensors(team, ["a", "b"])) == ["a", "b"]
 
 
 def test_of_a_gathered_model_one_file_and_one_tensor_are_in_memory_at_once(tmp_path: Path) -> None:

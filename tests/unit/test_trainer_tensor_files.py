@@ -17,8 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tba_trainer.scratch import PREFIX, scratch_folder
-from tba_trainer.tensor_files import TensorFiles, lockstep, write_model_files, write_tensor_files
+from tba_trainer.checkpoints.tensor_files import (
+    PREFIX,
+    TensorFiles,
+    lockstep,
+    temporary_folder,
+    write_model_files,
+    write_tensor_files,
+)
 
 FLOAT_BYTES = 4
 
@@ -82,21 +88,21 @@ def test_a_consumer_that_fails_still_takes_its_part_in_every_exchange() -> None:
     assert made == [0, 1, 2, 3, 4]
 
 
-def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_uses_is_not(
+def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_uses_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
-        "import os, signal; from tba_trainer.scratch import scratch_folder\n"
-        "with scratch_folder() as folder: (folder / 'big').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from tba_trainer.checkpoints.tensor_files import temporary_folder\n"
+        "with temporary_folder() as folder: (folder / 'big').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], env=environ, timeout=60, check=False)
     [left] = tmp_path.glob(f"{PREFIX}*")
     assert (left / "big").exists()
-    with scratch_folder() as mine:
+    with temporary_folder() as mine:
         assert not left.exists()
-        with scratch_folder() as other:
+        with temporary_folder() as other:
             assert mine.exists()
             assert other.exists()
     assert list(tmp_path.iterdir()) == []
@@ -106,7 +112,7 @@ def test_a_full_disk_is_an_os_error_with_the_file(tmp_path: Path, monkeypatch: p
     def full(*_: object) -> None:  # the words of safetensors 0.8 on a full tmpfs
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("tba_trainer.tensor_files.save_file", full)
+    monkeypatch.setattr("tba_trainer.checkpoints.tensor_files.save_file", full)
     with pytest.raises(OSError, match="No space left on device") as info:
         list(write_tensor_files([("a", torch.zeros(3))], tmp_path, stem="model", max_bytes=100))
     assert (info.value.errno, info.value.filename) == (errno.ENOSPC, str(tmp_path / "model-00001.safetensors"))

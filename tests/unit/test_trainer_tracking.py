@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import structlog
-from tba_trainer.tracking import Tracking, open_tracking
+from tba_trainer.tracking import TrackerGroup, open_trackers
+from tba_trainer.tracking.group import TrackerThread
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
-from tba_trainer.tracking.records import Record, evaluation_record, start_record, step_record
 from tba_trainer.tracking.tensorboard import TensorboardTracker
+from tba_trainer.tracking.tracker import Record, evaluation_record, start_record, step_record
 from tba_trainer.tracking.trackio import TrackioTracker
 from tba_trainer.tracking.wandb import WandbTracker
-from tba_trainer.tracking.worker import TrackerThread
 
 from tba.api import EvalInfo, EvalRequest
-from tba.config.tracking import TrackioSection, WandbSection
+from tba.config.trainer import TrackioSection, WandbSection
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tests.support.trainer_values import RecordedBuffer, make_recipe
@@ -64,6 +64,9 @@ class Slow:
         self.go = threading.Event()
         self.kept: list[int] = []
 
+    def start(self, record: Record) -> None:
+        self.log(record)
+
     def log(self, record: Record) -> None:
         assert self.go.wait(60)
         self.kept.append(record.step)
@@ -77,6 +80,9 @@ class Broken:
 
     name = "broken"
 
+    def start(self, record: Record) -> None:
+        self.log(record)
+
     def log(self, record: Record) -> None:
         raise RuntimeError("no connection")
 
@@ -86,7 +92,7 @@ class Broken:
 
 def test_a_line_says_what_happened_and_leaves_out_what_does_not_apply(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "new" / "metrics.jsonl")
-    tracker.log(start_record("demo", 2, PolicyVersion(1, 40)))
+    tracker.start(start_record("demo", 2, PolicyVersion(1, 40)))
     metrics = {"loss": 0.5, "ess": None, "grad_norm": math.inf}
     tracker.log(step_record("demo", PolicyVersion(2, 41), metrics, skipped="non_finite"))
     tracker.log(evaluation_record("demo", evaluation("2-40", accuracy=0.25, pass_at={4: 0.75}, num_unknown=1)))
@@ -157,7 +163,7 @@ def test_a_slow_tracker_never_makes_anyone_wait_and_what_does_not_fit_is_counted
 def test_a_tracker_that_fails_is_logged_once_counted_and_does_not_disturb_the_others(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with structlog.testing.capture_logs() as logs:
-        tracking = Tracking(
+        tracking = TrackerGroup(
             "demo",
             [Broken(), JsonlTracker(path)],
             buffer=RecordedBuffer(),  # pyright: ignore[reportArgumentType]
@@ -189,7 +195,7 @@ def test_evaluations_are_told_once_also_over_several_starts(tmp_path: Path) -> N
     for lineage, (version, buffer.eval_state) in enumerate(states, start=1):
         buffer.lineage = lineage
         buffer.request_eval(evaluation_request(version, lineage))
-        tracking = open_tracking(recipe, buffer)  # pyright: ignore[reportArgumentType]
+        tracking = open_trackers(recipe, buffer)  # pyright: ignore[reportArgumentType]
         tracking.start(lineage, START)
         tracking.close()
     lines = lines_of(tmp_path / "metrics.jsonl")
@@ -197,16 +203,16 @@ def test_evaluations_are_told_once_also_over_several_starts(tmp_path: Path) -> N
     assert [line["lineage"] for line in lines if line["kind"] == "start"] == [1, 2, 3]
 
 
-def test_tensorboard_draws_one_curve_along_the_living_lineage(tmp_path: Path) -> None:
+def test_tensorboard_draws_one_curve_along_the_active_lineage(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = TensorboardTracker(tmp_path)
-    tracker.log(start_record("demo", 1, START))
+    tracker.start(start_record("demo", 1, START))
     for number in range(1, 5):
         tracker.log(step(number, loss=number / 2, ess=None))
     tracker.close()
     tracker = TensorboardTracker(tmp_path)  # after a kill: the last checkpoint was at step 2
-    tracker.log(start_record("demo", 2, PolicyVersion(1, 2)))
+    tracker.start(start_record("demo", 2, PolicyVersion(1, 2)))
     tracker.log(evaluation_record("demo", evaluation("1-2", accuracy=0.25)))
     for number in range(3, 6):
         tracker.log(step(number, lineage=2, loss=float(number)))
@@ -225,10 +231,10 @@ def test_tensorboard_draws_one_curve_along_the_living_lineage(tmp_path: Path) ->
 
 def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network(tmp_path: Path) -> None:
     tracker = WandbTracker(WandbSection(mode="offline", folder=str(tmp_path)), {"trainer": {"num_steps": 3}})
-    tracker.log(start_record("demo", 1, START))
+    tracker.start(start_record("demo", 1, START))
     for number in (1, 2, 3):
         tracker.log(step(number, loss=number / 2, ess=None))
-    tracker.log(start_record("demo", 2, PolicyVersion(1, 2)))
+    tracker.start(start_record("demo", 2, PolicyVersion(1, 2)))
     tracker.log(evaluation_record("demo", evaluation("1-2", accuracy=0.25)))
     tracker.log(step(3, lineage=2, loss=3.0))
     tracker.close()

@@ -28,7 +28,7 @@ from tba.wire import (
     new_rollout_id,
 )
 from tba.wire.codec import pack
-from tba.wire.manifest import MAX_MANIFEST_BYTES
+from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
 from tests.support.wire_values import batch_bytes, heartbeat, manifest, payloads, scored_rollout
 
 DECODERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {

@@ -17,7 +17,7 @@ import urllib3
 
 from tba.api import LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
-from tba.clients.http import ServiceClient, tls_trust
+from tba.clients.http import ServiceClient, tls_options
 from tba.config import Recipe, load_recipe
 from tba.errors import TbaError, UnavailableError
 from tba.tokens import ClientToken, client_token
@@ -34,7 +34,7 @@ class CheckError(Exception):
 def status_of(recipe: Recipe, method: str, url: str, token: str | None) -> int:
     """The status that an HTTP call gets."""
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    with urllib3.PoolManager(**tls_trust(url, recipe.tls.ca_file)) as http:
+    with urllib3.PoolManager(**tls_options(url, recipe.tls.ca_file)) as http:
         return http.request(method, url, headers=headers, retries=False, timeout=30.0).status
 
 

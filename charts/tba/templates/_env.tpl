@@ -77,7 +77,7 @@ TBA_BUFFER__REDIS_PASSWORD_FILE: {value: /etc/tba-redis/{{ .Values.redis.auth.ke
 TBA_SCALING__BACKEND: {value: kubernetes}
 TBA_SCALING__DEPLOYMENT: {value: {{ include "tba.fullname" . }}-searcher}
 TBA_SCALING__MAX_SEARCHERS: {value: {{ .Values.scaling.maxSearchers | int | quote }}}
-TBA_SCALING__RELEASE_WHEN_OVER: {value: {{ .Values.scaling.releaseWhenOver | quote }}}
+TBA_SCALING__SCALE_DOWN_ON_RUN_END: {value: {{ .Values.scaling.scaleDownOnRunEnd | quote }}}
 TBA_SCALING__NUM_SEARCHERS: {value: {{ .Values.searcher.replicas | int | quote }}}
 {{- else }}
 # whatever the recipe says: here nobody but KEDA or `helm upgrade` sets the number
@@ -91,7 +91,7 @@ TBA_SCALING__BACKEND: {value: none}
 {{- end }}
 
 {{- define "tba.env.searcher" }}
-TBA_SEARCHER__WHEN_OVER: {value: wait}
+TBA_SEARCHER__ON_RUN_END: {value: wait}
 TBA_SEARCHER__DRAIN_S: {value: {{ .Values.searcher.drainS | int | quote }}}
 {{- end }}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tba.starting import quit_on_signals
+from tba.early_signals import quit_on_signals
 
 if TYPE_CHECKING:
     from tba.config import Recipe
@@ -17,12 +17,12 @@ def run(recipe: Recipe) -> None:
     Raises:
         ConfigError: Redis cannot be reached or could lose data, or the address or the Kubernetes API cannot be
             used.
-        UnavailableError: Redis went away meanwhile, or what it has is not a whole log.
+        UnavailableError: Redis went away meanwhile, or does not have a whole log.
     """
-    from tba.service import serve
+    from tba.server import serve
     from tba.tokens import server_tokens
-    from tba_buffer.app import build_app
-    from tba_buffer.buffer import check_redis
+    from tba_buffer.api.app import build_app
+    from tba_buffer.service import check_redis
 
     tokens = server_tokens(recipe.auth.tokens_file)
     app = build_app(recipe, tokens)
@@ -32,9 +32,10 @@ def run(recipe: Recipe) -> None:
 
 
 def main() -> int:
-    """Exit code of the service; signals first, then everything else is imported."""
+    """Return the exit code of the service."""
+    # before the slow imports, so that a signal in these seconds ends the process in order
     quit_on_signals("buffer")
-    from tba.main import service_main
+    from tba.service_main import service_main
 
     return service_main("buffer", run)
 

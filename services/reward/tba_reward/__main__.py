@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tba.starting import quit_on_signals
+from tba.early_signals import quit_on_signals
 
 if TYPE_CHECKING:
     from tba.config import Recipe
 
 _UNUSED = {"run": {"name": "reward"}, "model": {"path": "none"}, "data": {"generator": "addition"}}
-"""What a recipe of a run has and this service makes no use of: alone, `[reward]` is all that it needs."""
+"""Sections that a recipe must have and this service does not use: a recipe with `[reward]` alone is enough for it."""
 
 
 def run(recipe: Recipe) -> None:
     """Serve until SIGTERM."""
-    from tba.service import serve
+    from tba.server import serve
     from tba.tokens import server_tokens
     from tba_reward.app import build_app
 
@@ -25,9 +25,10 @@ def run(recipe: Recipe) -> None:
 
 
 def main() -> int:
-    """Exit code of the service; signals first, then everything else is imported."""
+    """Run the service and return its exit code."""
+    # before the heavy imports, so that SIGTERM ends the process while they run
     quit_on_signals("reward")
-    from tba.main import service_main
+    from tba.service_main import service_main
 
     return service_main("reward", run, stand_ins=_UNUSED)
 

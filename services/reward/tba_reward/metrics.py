@@ -1,4 +1,4 @@
-"""What the reward service measures."""
+"""The Prometheus metrics of the reward service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tba_reward.scorers.base import Failure, Outcome
+from tba_reward.scorer import Failure, Outcome
 
 _BUCKETS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -18,7 +18,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._verifications = Counter(
             "tba_reward_verifications",
-            "Completions by task and by what became of them: scored, or the reason of the error",
+            "Completions by task and result: scored, or the reason of the error",
             ["task", "result"],
             registry=registry,
         )
@@ -31,7 +31,7 @@ class Metrics:
         )
         self._scores = Counter(
             "tba_reward_scores",
-            "Items that a scorer was asked for, by what it gave: scored, or the reason of the failure",
+            "Items that a scorer was asked for, by result: scored, or the reason of the failure",
             ["task", "scorer", "result"],
             registry=registry,
         )
@@ -53,24 +53,24 @@ class Metrics:
             registry=registry,
         )
 
-    def done(self, task: str, results: Sequence[str], elapsed_s: float | None = None) -> None:
-        """The items of a task in one request are done; without a time, they were refused at once."""
+    def record_results(self, task: str, results: Sequence[str], elapsed_s: float | None = None) -> None:
+        """Count the results of a task in one request; `elapsed_s` is None where they were refused at once."""
         for result, number in Tally(results).items():
             self._verifications.labels(task, result).inc(number)
         if elapsed_s is not None:
             self._seconds.labels(task).observe(elapsed_s)
 
-    def asked(self, task: str, scorer: str, outcomes: Sequence[Outcome], elapsed_s: float) -> None:
-        """A scorer has answered."""
+    def record_outcomes(self, task: str, scorer: str, outcomes: Sequence[Outcome], elapsed_s: float) -> None:
+        """Count the outcomes of a scorer."""
         results = [outcome.reason if isinstance(outcome, Failure) else "scored" for outcome in outcomes]
         for result, number in Tally(results).items():
             self._scores.labels(task, scorer, result).inc(number)
         self._scorer_seconds.labels(task, scorer).observe(elapsed_s)
 
-    def worker_lost(self, cause: str) -> None:
-        """A worker process was killed at a deadline (too_slow, timeout), or died (crashed, out_of_memory)."""
+    def record_worker_loss(self, cause: str) -> None:
+        """Count a worker that was killed at a deadline (too_slow, timeout) or died (crashed, out_of_memory)."""
         self._worker_losses.labels(cause).inc()
 
-    def cache_hits(self, number: int) -> None:
-        """So many items were not asked for."""
+    def record_cache_hits(self, number: int) -> None:
+        """Count items that no scorer had to be asked for."""
         self._hits.inc(number)

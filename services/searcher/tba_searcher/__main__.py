@@ -1,4 +1,4 @@
-"""`python -m tba_searcher --config FILE`: parse the recipe first; torch is imported when it is valid.
+"""`python -m tba_searcher --config FILE`: parse the recipe, then import torch.
 
 The environment variable TBA_SEARCHER_ID names this searcher; default: hostname-pid-random.
 """
@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from tba.starting import quit_on_signals
+from tba.early_signals import quit_on_signals
 
 if TYPE_CHECKING:
     from tba.config import Recipe
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def run(recipe: Recipe) -> None:
     """Run one searcher until the run is over, SIGTERM, or an error."""
-    # before torch: kernels of vLLM ask OpenMP, not torch, and threads that spin on shared cores cost most of the speed
+    # set before torch is imported: vLLM's kernels take their threads from OpenMP, not from torch, and threads that spin
+    # on shared cores cost most of the speed
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.searcher.torch_num_threads))
     from tba_searcher.service import run_searcher
 
@@ -25,17 +26,17 @@ def run(recipe: Recipe) -> None:
 
 
 def main() -> int:
-    """Exit code of the service; signals first, then everything else is imported."""
-    quit_on_signals("searcher")
-    from tba.main import service_main
+    """Run the service; return its exit code."""
+    quit_on_signals("searcher")  # before the slow imports: SIGTERM may come at any time
+    from tba.service_main import service_main
 
     return service_main("searcher", run)
 
 
 if __name__ == "__main__":
     exit_code = main()
-    # A thread may still be deep in torch: an engine that hangs, a model that was loading when SIGTERM came. The
-    # interpreter's own way out would stop it there, and that aborts the process with another exit code.
+    # A thread may still be inside torch: an engine that hangs, a model that was loading when SIGTERM came. The
+    # interpreter's normal exit would stop it there and abort the process with another exit code.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

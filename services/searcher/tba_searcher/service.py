@@ -1,13 +1,15 @@
-"""Start of a searcher: first version, engine, loop; and its end on SIGTERM, or when the run is over, unless it is to
-wait for a trainer that goes on with the run."""
+"""A searcher from start to end: first version, engine, loop; then exit, or wait for a trainer that resumes the run."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import os
+import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
@@ -17,44 +19,41 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tba.api import LeaseReply, LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
+from tba.concurrency import in_thread
 from tba.config import Recipe
+from tba.config.sections import check_embedding_model
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
-from tba.model_folder import check_embedding_model
 from tba.store import open_store
-from tba.threads import in_thread
 from tba.tokens import client_token
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
-from tba_searcher.delivery import Delivery
-from tba_searcher.diversity import Embedder
-from tba_searcher.engines.base import EngineCheckError, ReferenceRefusedError
+from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
 from tba_searcher.engines.factory import build_engine
-from tba_searcher.evaluating import Measures
-from tba_searcher.loop import BEAT_S, TICK_S, SearcherLoop
-from tba_searcher.pulling import Pulled, PulledVersions, refusal
-from tba_searcher.seeds import engine_seed, new_searcher_id
-from tba_searcher.status import Status
-from tba_searcher.text import open_codec
-from tba_searcher.visits import Backlog
-from tba_searcher.waits import Waits, patiently
+from tba_searcher.engines.tokenizer import open_codec
+from tba_searcher.engines.weights import LoadedWeights, WeightLoader, verification_error
+from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.evaluation_results import Embedder, ResultBuilder
+from tba_searcher.generation.status import SearcherStatus, WaitRegistry, retry_until
+from tba_searcher.generation.visits import WorkQueue
+from tba_searcher.loop import HEARTBEAT_S, TICK_S, SearcherLoop
 
 if TYPE_CHECKING:
-    from tba_searcher.reference import StartingModel
+    from tba_searcher.engines.torch.reference_logprobs import StartingModel
 
 CLIENT_RETRY_S = 1.0
 CLIENT_TIMEOUT_S = 15.0
 IDLE_S = 2.0
-"""How often an idle searcher asks whether the run goes on."""
-OVER = ("done", "failed")
+"""How often an idle searcher asks whether the run has resumed."""
+RUN_OVER = ("done", "failed")
 REWARD_SLACK_S = 5.0
-"""Beyond the deadline that the reward service has for a request: it is the one that gives up."""
+"""Added to the deadline of the reward service, so that the service gives up first and its answer has the reason."""
 T = TypeVar("T")
 log = get_logger("service")
 
 
 def run_searcher(recipe: Recipe) -> None:
-    """Run one searcher until the run is over or it is told to stop.
+    """Run one searcher until the run is over, or SIGTERM or SIGINT.
 
     Raises:
         TbaError: it cannot start, or a service stayed away beyond its deadline.
@@ -62,6 +61,7 @@ def run_searcher(recipe: Recipe) -> None:
     if recipe.searcher.engine != "simulated" or recipe.searchers_hold_start:
         prepare_torch(recipe)
     check_embedding_model(recipe.eval.embedding_model)
+    # an abandoned download may still write into the folder while it is removed
     with tempfile.TemporaryDirectory(prefix="tba-searcher-", ignore_cleanup_errors=True) as folder:
         asyncio.run(_run_until_told(recipe, Path(folder)))
 
@@ -71,11 +71,11 @@ async def _run_until_told(recipe: Recipe, folder: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     searcher_id = os.environ.get("TBA_SEARCHER_ID") or new_searcher_id()
-    await Searcher(recipe, folder, searcher_id=searcher_id, links=Links.to_services(recipe), stop=stop).run()
+    await Searcher(recipe, folder, searcher_id=searcher_id, clients=Clients.from_recipe(recipe), stop=stop).run()
 
 
 def prepare_torch(recipe: Recipe) -> None:
-    """Threads of torch, and its device.
+    """Set the threads of torch and check the device.
 
     Raises:
         ConfigError: the device cannot be used.
@@ -87,7 +87,7 @@ def prepare_torch(recipe: Recipe) -> None:
 
 
 def check_device(device: str) -> None:
-    """Try the engine's device before anything is asked of other services.
+    """Try the engine's device before any request to another service.
 
     Raises:
         ConfigError: torch has no such device, or this build of torch or this machine cannot use it.
@@ -102,27 +102,27 @@ def check_device(device: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class Clients:
     """The clients of one searcher."""
 
     buffer: BufferClient
-    """Retries for a moment only; waiting is done by the searcher, under a name."""
-    beats: BufferClient
+    """Retries only briefly; the searcher waits itself, under a name."""
+    heartbeats: BufferClient
     """Another client of the buffer, so that neither a heartbeat nor a renewal waits behind a retry."""
     reward: RewardClient
 
     @classmethod
-    def to_services(cls, recipe: Recipe) -> Links:
-        """To the services that the recipe names.
+    def from_recipe(cls, recipe: Recipe) -> Clients:
+        """Make clients of the services that the recipe names.
 
         Raises:
             ConfigError: the tokens file cannot be used.
         """
         token, ca_file = client_token(recipe.auth.tokens_file, "searcher"), recipe.tls.ca_file
-        patience = {"retry_s": CLIENT_RETRY_S, "timeout_s": CLIENT_TIMEOUT_S}
+        timeouts = {"retry_s": CLIENT_RETRY_S, "timeout_s": CLIENT_TIMEOUT_S}
         return cls(
-            buffer=BufferClient(recipe.buffer_url, token=token, ca_file=ca_file, **patience),
-            beats=BufferClient(recipe.buffer_url, token=token, ca_file=ca_file, retry_s=0, timeout_s=5),
+            buffer=BufferClient(recipe.buffer_url, token=token, ca_file=ca_file, **timeouts),
+            heartbeats=BufferClient(recipe.buffer_url, token=token, ca_file=ca_file, retry_s=0, timeout_s=5),
             reward=RewardClient(
                 recipe.reward_url,
                 token=token,
@@ -134,12 +134,12 @@ class Links:
 
 
 class Searcher:
-    """One searcher from its start to its end; a process has one of its own, a simulated fleet many in one event loop.
+    """One searcher from start to end: one per process, except in benchmarks that run many in one event loop.
 
     Args:
-        folder: weights are pulled into it.
-        stop: set when it is told to drain and end.
-        tick_s: of its loop.
+        folder: where weights are downloaded to.
+        stop: when set, the searcher drains and ends.
+        tick_s: see `SearcherLoop`.
     """
 
     def __init__(
@@ -148,99 +148,99 @@ class Searcher:
         folder: Path,
         *,
         searcher_id: str,
-        links: Links,
+        clients: Clients,
         stop: asyncio.Event,
         tick_s: float = TICK_S,
     ) -> None:
         self._recipe, self._stop, self._tick_s = recipe, stop, tick_s
-        self._waits = Waits()
-        self._status = Status(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
-        self._buffer, self._beats, self._reward = links.buffer, links.beats, links.reward
+        self._waits = WaitRegistry()
+        self._status = SearcherStatus(searcher_id=searcher_id, run=recipe.run.name, waits=self._waits)
+        self._buffer, self._heartbeats, self._reward = clients.buffer, clients.heartbeats, clients.reward
         self._versions, self._num_starts = WeightVersions(open_store(recipe.store), recipe.run.name), 1
         self._folder = folder / "start-1"
-        self._pulled = PulledVersions(self._versions, self._folder)
-        self._is_looking = False
-        """A lease is asked for or given back."""
+        self._loader = WeightLoader(self._versions, self._folder)
+        self._is_asking = False
+        """A request for the run's state is in progress: it may be granted a lease, which must be returned."""
 
     @property
-    def status(self) -> Status:
-        """What it does now."""
+    def status(self) -> SearcherStatus:
+        """The current state."""
         return self._status
 
     async def run(self) -> None:
-        """Start, run, stop; where `searcher.when_over` is "wait", again as often as the run goes on after its end.
+        """Start, run, stop; with `searcher.on_run_end` = "wait", start again each time the run is resumed.
 
         Raises:
             TbaError: it cannot start, or a service stayed away beyond its deadline.
         """
         log.info("searcher starts", searcher_id=self._status.searcher_id, buffer=self._recipe.buffer_url)
         while True:
-            loop = await self._unless_stopped(self._start())
+            loop = await self._run_unless_stopped(self._start())
             if loop is not None:
                 await loop.run()
-            if self._stop.is_set() or self._recipe.searcher.when_over == "exit":
+            if self._stop.is_set() or self._recipe.searcher.on_run_end == "exit":
                 break
-            loop = None  # the model goes with it
-            self._let_go()
+            loop = None  # the last reference to the model
+            self._release_model()
             log.info("searcher is idle", searcher_id=self._status.searcher_id)
-            await self._unless_stopped(self._until_the_run_goes_on())
+            await self._run_unless_stopped(self._until_run_resumes())
             if self._stop.is_set():
                 break
-            log.info("the run goes on", searcher_id=self._status.searcher_id)
-            self._status.begin_anew("starting")
+            log.info("run resumed", searcher_id=self._status.searcher_id)
+            self._status.reset("starting")
         log.info("searcher ends", searcher_id=self._status.searcher_id)
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`, with heartbeats meanwhile; None when the searcher is told to stop before."""
+    async def _run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of `work`, with heartbeats meanwhile; None when the searcher is stopped first."""
         task = asyncio.create_task(work)
-        beats, stop = asyncio.create_task(self._beat_while_starting()), asyncio.create_task(self._stop.wait())
+        heartbeats, stop = asyncio.create_task(self._send_heartbeats()), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
             if not self._stop.is_set():
                 return await task
-            await self._until_looked(task)
+            await self._finish_asking(task)
             if task.done() and (error := task.exception()) is not None:
                 log.warning("stopped while it started or was idle", detail=str(error))
             return task.result() if task.done() and task.exception() is None else None
         finally:
-            for other in (task, beats, stop):
+            for other in (task, heartbeats, stop):
                 other.cancel()
 
-    async def _until_looked(self, task: asyncio.Task[Any]) -> None:
-        """A lease that is granted while the searcher is told to stop goes back first; within `searcher.drain_s`."""
+    async def _finish_asking(self, task: asyncio.Task[Any]) -> None:
+        """Wait, at most `searcher.drain_s`, until a lease that was granted during the stop is returned."""
         until = time.monotonic() + self._recipe.searcher.drain_s
-        while self._is_looking and not task.done():
+        while self._is_asking and not task.done():
             if time.monotonic() > until:
-                log.warning("lease request not answered; what it was granted expires", detail="the drain is over")
+                log.warning("lease request not answered; leases that it was granted expire", detail="the drain is over")
                 return
             await asyncio.sleep(self._tick_s)
 
-    def _let_go(self) -> None:
-        """Nothing of the run that is over is kept: neither weights nor files, only which versions are damaged."""
-        self._status.begin_anew("idle")
-        before, old = self._pulled, self._folder
+    def _release_model(self) -> None:
+        """Free the model and the files of the run that is over; keep only which versions were refused."""
+        self._status.reset("idle")
+        old_loader, old_folder = self._loader, self._folder
         self._num_starts += 1
-        # a folder of its own: a pull that was given up may still write into the old one
-        self._folder = old.with_name(f"start-{self._num_starts}")
-        self._pulled = PulledVersions(self._versions, self._folder)
-        self._pulled.inherit(before)
-        shutil.rmtree(old, ignore_errors=True)
-        gc.collect()
+        # a new folder: an abandoned download may still write into the old one
+        self._folder = old_folder.with_name(f"start-{self._num_starts}")
+        self._loader = WeightLoader(self._versions, self._folder)
+        self._loader.copy_refusals(old_loader)
+        shutil.rmtree(old_folder, ignore_errors=True)
+        gc.collect()  # reference cycles would keep the model's memory
 
     async def _start(self) -> SearcherLoop | None:
-        """Wait for the first version that passes its checks; None when the run is over before."""
+        """Wait for the first version that passes its checks; return None when the run is over first."""
         while True:
             version = await self._first_version()
             if version is None:
                 return None
             try:
-                pulled, folder = await in_thread(lambda version=version: self._pulled.fetch_all(version))
+                weights, folder = await in_thread(lambda version=version: self._loader.download_model(version))
                 self._waits.end("pulling")
-                return await in_thread(lambda pulled=pulled, folder=folder: self._build(pulled, folder))
+                return await in_thread(lambda weights=weights, folder=folder: self._build(weights, folder))
             except (DigestError, MalformedError, EngineCheckError) as error:
                 self._waits.end("pulling")
                 refused = START if isinstance(error, ReferenceRefusedError) else version
-                retry_in_s = self._pulled.refuse(refused)
+                retry_in_s = self._loader.refuse(refused)
                 self._status.counts["refused_versions"] += 1
                 log.error("version refused", version=str(refused), reason=str(error), retry_in_s=retry_in_s)
             except (StoreUnavailableError, ObjectNotFoundError) as error:
@@ -250,19 +250,19 @@ class Searcher:
                 await asyncio.sleep(1.0)
 
     async def _first_version(self) -> PolicyVersion | None:
-        """The newest version, once neither it nor the reference is refused; None when the run is over."""
+        """Wait for a version; it and the reference must not be refused. Return None when the run is over."""
         retry_s, num_retries = self._recipe.searcher.retry_s, None
         while True:
-            reply = await self._look()
+            reply = await self._ask_state()
             if num_retries is not None and reply.num_version_retries > num_retries:
-                self._pulled.try_again()
+                self._loader.retry_refused()
             num_retries = reply.num_version_retries
-            if reply.run_state in OVER:
+            if reply.run_state in RUN_OVER:
                 log.info("run is over", run_state=reply.run_state)
                 return None
             version = None if reply.latest_version is None else PolicyVersion.parse(reply.latest_version)
             needed = {version, START} if self._recipe.searchers_hold_start else {version}
-            if version is not None and not needed & self._pulled.refused:
+            if version is not None and not needed & self._loader.refused:
                 self._waits.end("start")
                 return version
             if self._waits.begin("start", "no-version", retry_s) <= 0:
@@ -270,10 +270,10 @@ class Searcher:
                 self._waits.end("start")
             await asyncio.sleep(max(reply.retry_after_s, 0.2))
 
-    async def _look(self) -> LeaseReply:
-        """Newest version and state of the run, as a lease reply names them; leases that come along are given back."""
+    async def _ask_state(self) -> LeaseReply:
+        """Ask for the newest version and the state of the run; return the leases that come along."""
         request = LeaseRequest(searcher_id=self._status.searcher_id, max_leases=1)
-        self._is_looking = True
+        self._is_asking = True
         try:
             reply = await self._ask(lambda: self._buffer.lease(request))
             if reply.leases:
@@ -281,69 +281,69 @@ class Searcher:
                 back = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
                 await self._ask(lambda: self._buffer.return_leases(back))
         finally:
-            self._is_looking = False
+            self._is_asking = False
         return reply
 
-    async def _until_the_run_goes_on(self) -> None:
-        """Wait, without a model, for a trainer that goes on with the run."""
+    async def _until_run_resumes(self) -> None:
+        """Wait, without a model, for a trainer that resumes the run."""
         while True:
-            reply = await self._look()
-            if reply.run_state not in OVER:
+            reply = await self._ask_state()
+            if reply.run_state not in RUN_OVER:
                 self._waits.end("start")
                 return
-            # the buffer is well, so the wait is renewed at its deadline; for days, perhaps, so that is not logged
+            # the buffer is well, so the wait is renewed at its deadline; not logged, as it may last for days
             if self._waits.begin("start", f"run-{reply.run_state}", self._recipe.searcher.retry_s) <= 0:
                 self._waits.end("start")
             await asyncio.sleep(IDLE_S)
 
     async def _ask(self, call: Callable[[], T]) -> T:
-        return await patiently(
+        return await retry_until(
             call,
             waits=self._waits,
             owner="leasing",
             service="buffer",
             deadline_s=self._recipe.searcher.retry_s,
-            ends=self._stop.is_set,
+            should_stop=self._stop.is_set,
         )
 
-    def _build(self, pulled: Pulled, folder: Path) -> SearcherLoop:
-        """Engine and loop around one version (blocking: loads the model)."""
+    def _build(self, weights: LoadedWeights, folder: Path) -> SearcherLoop:
+        """Build engine and loop around one version (blocking: loads the model)."""
         recipe, settings = self._recipe, self._recipe.searcher
         reference = self._reference()
         seed = engine_seed(recipe.run.seed, self._status.searcher_id)
-        log.info("engine starts", engine=settings.engine, version=str(pulled.version))
-        engine = build_engine(recipe, folder, pulled.version, pulled.manifest, seed=seed)
-        if (refused := refusal(engine, pulled.manifest)) is not None:
-            engine.close()  # the next version's engine needs the memory
-            raise refused
+        log.info("engine starts", engine=settings.engine, version=str(weights.version))
+        engine = build_engine(recipe, folder, weights.version, weights.manifest, seed=seed)
+        if (error := verification_error(engine, weights.manifest)) is not None:
+            engine.close()  # the engine of the next version needs the memory
+            raise error
         codec = open_codec(recipe, folder)
         eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
-        log.info("engine ready", version=str(pulled.version), eos_ids=eos_ids, num_slots=settings.num_slots)
+        log.info("engine ready", version=str(weights.version), eos_ids=eos_ids, num_slots=settings.num_slots)
         self._status.counts["weight_loads"] += 1
-        self._status.version, self._status.state = pulled.version, "running"
+        self._status.version, self._status.state = weights.version, "running"
         embedder = None if recipe.eval.embedding_model is None else Embedder(recipe.eval.embedding_model)
-        carried = recipe.objective.reference_placement == "searcher"
+        rollouts_carry_ref = recipe.objective.reference_placement == "searcher"
         delivery = Delivery(
             recipe,
             buffer=self._buffer,
             reward=self._reward,
             codec=codec,
-            measures=Measures(
+            results=ResultBuilder(
                 reference_sums=reference.sums_of_prompt if reference and recipe.eval.kl_to_reference else None,
                 embedder=embedder,
             ),
-            reference=reference if carried else None,
+            reference=reference if rollouts_carry_ref else None,
             status=self._status,
         )
         return SearcherLoop(
             recipe,
             engine=engine,
-            current=pulled,
-            pulled=self._pulled,
+            current=weights,
+            loader=self._loader,
             codec=codec,
-            backlog=Backlog(settings, run_seed=recipe.run.seed, eos_ids=eos_ids),
+            queue=WorkQueue(settings, run_seed=recipe.run.seed, eos_ids=eos_ids),
             buffer=self._buffer,
-            beats=self._beats,
+            heartbeats=self._heartbeats,
             delivery=delivery,
             status=self._status,
             stop=self._stop,
@@ -351,11 +351,11 @@ class Searcher:
         )
 
     def _reference(self) -> StartingModel | None:
-        """The starting model, where rollouts or evaluations need its log-probs."""
+        """Load the starting model where rollouts or evaluations need its log-probs."""
         recipe = self._recipe
         if not recipe.searchers_hold_start:
             return None
-        from tba_searcher.reference import load_starting_model
+        from tba_searcher.engines.torch.reference_logprobs import load_starting_model
 
         reference = load_starting_model(
             self._versions,
@@ -368,12 +368,24 @@ class Searcher:
         log.info("reference ready", version=str(START))
         return reference
 
-    async def _beat_while_starting(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             try:
-                beat = self._status.beat()
-                await in_thread(lambda beat=beat: self._beats.heartbeat(beat))
-                self._status.note_beat(None)
+                heartbeat = self._status.heartbeat()
+                await in_thread(lambda heartbeat=heartbeat: self._heartbeats.heartbeat(heartbeat))
+                self._status.record_heartbeat(None)
             except TbaError as error:
-                self._status.note_beat(error)
-            await asyncio.sleep(BEAT_S)
+                self._status.record_heartbeat(error)
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+def engine_seed(run_seed: int, searcher_id: str) -> int:
+    """Return a seed in [0, 2^63) from the run's seed, the searcher's id and 16 fresh random bytes."""
+    # random bytes: two searchers, or one started twice, must never sample the same completions
+    digest = hashlib.sha256(f"{run_seed}|{searcher_id}|".encode() + os.urandom(16)).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def new_searcher_id() -> str:
+    """Return hostname-pid-random."""
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(3)}"

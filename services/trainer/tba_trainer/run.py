@@ -1,4 +1,4 @@
-"""Builds a trainer from a recipe and runs it. The only module that knows every other."""
+"""Build a trainer from a recipe and run it: the composition root, the only module that knows every other."""
 
 from __future__ import annotations
 
@@ -14,47 +14,46 @@ import torch
 from tba.api import BatchRequest
 from tba.clients import BufferClient
 from tba.config import Recipe
+from tba.early_signals import EXIT_STOPPED, mark_started
 from tba.errors import TeamError
 from tba.logs import get_logger
-from tba.starting import EXIT_STOPPED, start_is_over
 from tba.store import ObjectStore, open_store
 from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
-from tba_trainer.building import build
-from tba_trainer.checkpoint import Checkpoints
-from tba_trainer.collect import Collector, delete_incomplete
-from tba_trainer.ending import End
-from tba_trainer.evaluations import Evaluations
-from tba_trainer.guards import Rollback
-from tba_trainer.loop import TrainingLoop
-from tba_trainer.model import side_files
-from tba_trainer.parallel.follower import follow
-from tba_trainer.parallel.team import Team
-from tba_trainer.prefetch import Prefetcher
-from tba_trainer.publisher import Publisher
-from tba_trainer.scratch import scratch_folder
-from tba_trainer.screening import Needs
-from tba_trainer.signals import stop_on_signals
-from tba_trainer.snapshots import Snapshot, Snapshots
-from tba_trainer.startup import Session, begin, check_starting_model, starting_snapshot, wait_for_origin
-from tba_trainer.status import Heartbeats, Status
-from tba_trainer.tracking import Tracking, open_tracking
-from tba_trainer.values import Values
+from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.checkpoints.cleanup import GarbageCollector, delete_incomplete
+from tba_trainer.checkpoints.tensor_files import temporary_folder
+from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.distributed.follower import follow
+from tba_trainer.distributed.leader import build
+from tba_trainer.distributed.process_group import Team
+from tba_trainer.learner.guards import Rollback
+from tba_trainer.learner.schedules import Schedules
+from tba_trainer.loop.context import LineageContext, Progress, Session, TrainerContext
+from tba_trainer.loop.filters import Requirements
+from tba_trainer.loop.heartbeat import Heartbeats, Status
+from tba_trainer.loop.prefetch import Prefetcher
+from tba_trainer.loop.publisher import Evaluations, Publisher
+from tba_trainer.loop.shutdown import RunEnd, stop_on_signals
+from tba_trainer.loop.startup import check_starting_model, start_lineage, wait_for_origin
+from tba_trainer.loop.training_loop import TrainingLoop
+from tba_trainer.model.policy import side_files
+from tba_trainer.tracking import open_trackers
 
-_TOLD_WITHIN_S = 1.0
-"""torchrun signals its processes one after another; who is told last may have lost the first one by then."""
+_SIGNAL_SPREAD_S = 1.0
+"""torchrun signals its processes one after another: the last one may lose the first one before its own signal."""
 log = get_logger("run")
 
 
 def run_trainer(recipe: Recipe) -> int:
-    """Run one trainer until the run is over or SIGTERM arrives; or one of its processes, where torchrun started it.
+    """Run one trainer, or one of its processes where torchrun started it, until the run is over or SIGTERM arrives.
 
     Returns:
-        The exit code: 0 when the run is over, 143 when it was told to stop before. With several processes of one
-        machine, that of the leader is the one that counts; on several machines everyone's is, since each has a Job's
-        pod of its own.
+        The exit code: 0 when the run is over, 143 when it was told to stop before. With several processes on one
+        machine the leader's code counts and the others return 0; on several machines, where each is a Job's pod of its
+        own, everyone returns it.
 
     Raises:
         TbaError: one clear sentence.
@@ -82,233 +81,189 @@ def _lead(recipe: Recipe, team: Team) -> None:
 
 
 def _follow(recipe: Recipe, team: Team) -> None:
-    """Signals end nothing here: the leader is told too, and says when it is over. One that still starts is gone at once
-    without a word; who was told as well knows why."""
-    told = threading.Event()
-    with stop_on_signals(told):
+    # a signal ends no follower by itself: the leader gets it too, and tells the followers when it is over
+    signalled = threading.Event()
+    with stop_on_signals(signalled):
         try:
             follow(recipe, team)
         except TeamError:
-            if not told.wait(_TOLD_WITHIN_S):
+            # a leader that is still starting ends at once on SIGTERM, without a word; then the loss is expected
+            if not signalled.wait(_SIGNAL_SPREAD_S):
                 raise
             log.info("leader_is_gone", rank=team.rank)
 
 
 def train(
     recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: threading.Event, team: Team | None = None
-) -> End:
-    """The same, with the outside world given; in the leader of a team.
+) -> RunEnd:
+    """Train with the given services, in the leader of a team, until the run is over or `stop` is set.
 
     Args:
         team: the processes that train together; None: this one alone.
-        stop: set when the process should finish its step, write a checkpoint and return. While training goes on,
-            signals set it; before, and while a rollback starts anew, nothing is there to be kept, and they end the
-            process at once (tba/starting.py).
+        stop: set when the process should finish its step, write a checkpoint and return. Signals set it during
+            training. During the start, also after a rollback, there is nothing to keep, and they end the process at
+            once (tba/early_signals.py).
 
     Returns:
         Whether the run is done, or training was stopped before.
     """
-    trainer_id = f"trainer-{socket.gethostname()}-{os.getpid()}"
-    status = Status(trainer_id=trainer_id, run=recipe.run.name)
-    end: Rollback | End | None = None
-    tracking = open_tracking(recipe, buffer)
+    context = TrainerContext(
+        recipe=recipe,
+        team=team or Team.alone(recipe.trainer.device),
+        buffer=buffer,
+        store=store,
+        status=Status(trainer_id=f"trainer-{socket.gethostname()}-{os.getpid()}", run=recipe.run.name),
+        trackers=open_trackers(recipe, buffer),
+        stop=stop,
+    )
+    rollback: Rollback | None = None
     try:
         while True:
-            with scratch_folder() as folder:
-                end = _train_lineage(
-                    recipe,
-                    team or Team.alone(recipe.trainer.device),
-                    buffer=buffer,
-                    store=store,
-                    status=status,
-                    tracking=tracking,
-                    folder=folder,
-                    stop=stop,
-                    rollback=end if isinstance(end, Rollback) else None,
-                )
+            with temporary_folder() as folder:
+                end = _train_lineage(context, folder=folder, rollback=rollback)
             if not isinstance(end, Rollback):
                 return end
             if stop.is_set():
                 return "stopped"
+            rollback = end
             gc.collect()  # the old model must go before the next one is built: on a GPU both may not fit
     finally:
-        tracking.close()
+        context.trackers.close()
 
 
-def _train_lineage(
-    recipe: Recipe,
-    team: Team,
-    *,
-    buffer: BufferClient,
-    store: ObjectStore,
-    status: Status,
-    tracking: Tracking,
-    folder: Path,
-    stop: threading.Event,
-    rollback: Rollback | None,
-) -> Rollback | End:
-    """One lineage, from the starting model and the last checkpoint on. A rollback ends it; the next one then starts
-    exactly as a restarted process does.
+def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback | None) -> Rollback | RunEnd:
+    """Train one lineage from the last checkpoint to its end. After a rollback it starts as a restarted process does.
 
     Args:
         folder: for large files of this lineage.
         rollback: how the lineage before this one ended; None: this is the first one of the process.
-
-    Returns:
-        The rollback that ended it; else whether the run is done or training was stopped.
     """
+    recipe, buffer, store = context.recipe, context.buffer, context.store
     store.check(write=True)
-    model, learner, snapshots = build(recipe, team, folder=folder)
+    model, learner, snapshots = build(recipe, context.team, folder=folder)
     files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     model_config_sha256 = sha256_of_file(files["config.json"])
     versions = WeightVersions(store, recipe.run.name)
-    checkpoints = Checkpoints(store, recipe.run.name, folder=folder, max_bytes=recipe.store.shard_bytes)
-    start = starting_snapshot(snapshots)
-    origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=stop)
-    if stop.is_set():
+    checkpoints = CheckpointStore(store, recipe.run.name, folder=folder, max_bytes=recipe.store.shard_bytes)
+    start = snapshots.take(START, None)  # before a checkpoint replaces the starting weights
+    origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=context.stop)
+    if context.stop.is_set():
         return "stopped"
     check_starting_model(start, versions, origin)
-    session = begin(
-        recipe,
-        trainer_id=status.trainer_id,
-        buffer=buffer,
-        store=store,
+    session = start_lineage(
+        context,
         checkpoints=checkpoints,
         learner=learner,
         model_config_sha256=model_config_sha256,
         rollback=rollback,
     )
-    tracking.start(session.lineage, session.parent)
+    context.trackers.start(session.lineage, session.parent)
     delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
-    evaluations, publisher = _publishing(recipe, session, buffer, versions, checkpoints, status, files, stop)
-    prefetcher = _prefetcher(recipe, session, buffer, status, stop)
-    loop = TrainingLoop(
-        recipe,
-        session,
-        buffer=buffer,
-        store=store,
+    evaluations = _evaluations(context, session)
+    lineage = LineageContext(
+        **vars(context),
+        session=session,
+        progress=Progress(session),
         checkpoints=checkpoints,
         learner=learner,
-        needs=Needs.of(recipe, model),
-        values=Values(recipe, buffer),
+        schedules=Schedules(recipe, buffer),
+        requirements=Requirements.of(recipe, model),
         snapshots=snapshots,
-        publisher=publisher,
-        prefetcher=prefetcher,
+        prefetcher=_prefetcher(context, session),
+        publisher=_publisher(context, session, versions, checkpoints, evaluations, files),
         evaluations=evaluations,
-        status=status,
-        tracking=tracking,
         model_config_sha256=model_config_sha256,
-        stop=stop,
     )
-    heartbeats = Heartbeats(buffer, status, lambda: _gauges(loop, publisher, prefetcher, tracking))
+    heartbeats = Heartbeats(buffer, context.status, lambda: _gauges(lineage))
     stores_start = recipe.searchers_hold_start and not versions.exists(START)
     heartbeats.start()
-    publisher.start()
+    lineage.publisher.start()
     try:
-        status.set_state("publishing")
-        _publish_first(session, start, publisher, snapshots, evaluations, stores_start=stores_start)
-        return _run(loop, prefetcher, stop)
+        context.status.set_state("publishing")
+        _publish_first(lineage, start, stores_start=stores_start)
+        return _run_loop(lineage)
     finally:
-        _close(prefetcher, publisher, heartbeats)
+        lineage.prefetcher.close()
+        lineage.publisher.close()
+        heartbeats.close()
 
 
-def _run(loop: TrainingLoop, prefetcher: Prefetcher, stop: threading.Event) -> Rollback | End:
-    """The part that a signal stops in order. After a rollback a signal ends the process at once again; after any other
-    end it changes nothing: the exit code is that of what has been done."""
+def _run_loop(context: LineageContext) -> Rollback | RunEnd:
+    """Run the part that a signal stops in order."""
     end = None
-    with stop_on_signals(stop):
+    with stop_on_signals(context.stop):
         try:
-            prefetcher.start()
-            end = loop.run()
+            context.prefetcher.start()
+            end = TrainingLoop(context).run()
             return end
         finally:
+            # After a rollback a signal ends the process at once again. After any other end it changes nothing: the
+            # exit code is that of what has been done.
             if not isinstance(end, Rollback):
-                start_is_over()
+                mark_started()
 
 
-def _close(*threads: Prefetcher | Publisher | Heartbeats) -> None:
-    for thread in threads:
-        thread.close()
-
-
-def _publishing(
-    recipe: Recipe,
-    session: Session,
-    buffer: BufferClient,
-    versions: WeightVersions,
-    checkpoints: Checkpoints,
-    status: Status,
-    files: Mapping[str, Path],
-    stop: threading.Event,
-) -> tuple[Evaluations, Publisher]:
-    """What publishes the versions of this lineage, and what asks for their evaluations."""
-    evaluations = Evaluations(
-        buffer,
-        recipe.eval,
-        token=session.token,
-        start_step=session.parent.step,
-        sync_interval=recipe.trainer.sync_interval,
-        enabled=not recipe.is_offline,
-    )
-    collector = Collector(buffer, versions, checkpoints, keep_versions=recipe.trainer.keep_versions)
-    publisher = Publisher(
-        versions=versions,
-        buffer=buffer,
-        evaluations=evaluations,
-        status=status,
-        files=files,
-        token=session.token,
-        collect=collector.collect,
-        max_unpublished=recipe.trainer.max_unpublished_versions,
-        wait_s=recipe.trainer.retry_s,
-        stop=stop,
-    )
-    return evaluations, publisher
-
-
-def _gauges(loop: TrainingLoop, publisher: Publisher, prefetcher: Prefetcher, tracking: Tracking) -> dict[str, float]:
-    """What heartbeats show beside the metrics of the last step."""
-    return {
-        "num_unpublished_versions": float(publisher.num_unpublished),
-        "num_unreadable_batches": float(prefetcher.num_unreadable),
-        **loop.progress.guards.gauges(),
-        **tracking.gauges(),
-    }
-
-
-def _publish_first(
-    session: Session,
-    start: Snapshot,
-    publisher: Publisher,
-    snapshots: Snapshots,
-    evaluations: Evaluations,
-    *,
-    stores_start: bool,
-) -> None:
-    """The first version of this lineage, and the evaluation of the start.
+def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_start: bool) -> None:
+    """Publish the first version of this lineage, and ask for the evaluation of the run's start.
 
     Args:
-        stores_start: the store has to hold 0-0 although it is not announced: searchers ask for it.
+        stores_start: the store must hold 0-0 even if it is not announced, because searchers ask for it.
     """
-    if session.fresh:
+    session, publisher, evaluations = context.session, context.publisher, context.evaluations
+    if session.announces_start:
         publisher.submit(start, num_eval_prompts=evaluations.num_prompts_final)
     else:
         if stores_start:
             publisher.submit(start, announce=False)
         else:
             start.close()
-        publisher.submit(snapshots.take(session.first, session.parent))
+        publisher.submit(context.snapshots.take(session.first, session.parent))
     publisher.drain()
-    if not session.fresh:
-        # the evaluation of the start may have been cut off; one that is done is answered as it is
+    if not session.announces_start:
+        # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is
         evaluations.request(session.start, evaluations.num_prompts_final)
 
 
-def _prefetcher(
-    recipe: Recipe, session: Session, buffer: BufferClient, status: Status, stop: threading.Event
-) -> Prefetcher:
+def _evaluations(context: TrainerContext, session: Session) -> Evaluations:
+    return Evaluations(
+        context.buffer,
+        context.recipe.eval,
+        token=session.token,
+        start_step=session.parent.step,
+        sync_interval=context.recipe.trainer.sync_interval,
+        enabled=not context.recipe.is_offline,
+    )
+
+
+def _publisher(
+    context: TrainerContext,
+    session: Session,
+    versions: WeightVersions,
+    checkpoints: CheckpointStore,
+    evaluations: Evaluations,
+    files: Mapping[str, Path],
+) -> Publisher:
+    section = context.recipe.trainer
+    collector = GarbageCollector(context.buffer, versions, checkpoints, keep_versions=section.keep_versions)
+    return Publisher(
+        versions=versions,
+        buffer=context.buffer,
+        evaluations=evaluations,
+        status=context.status,
+        files=files,
+        token=session.token,
+        collect_garbage=collector.collect,
+        max_unpublished=section.max_unpublished_versions,
+        wait_s=section.retry_s,
+        stop=context.stop,
+    )
+
+
+def _prefetcher(context: TrainerContext, session: Session) -> Prefetcher:
+    recipe = context.recipe
+
     def draw(step: int, wait_s: float) -> Batch:
-        return buffer.draw_batch(
+        return context.buffer.draw_batch(
             BatchRequest(
                 trainer_id=session.trainer_id, lineage=session.lineage, step=step, token=session.token, wait_s=wait_s
             )
@@ -316,11 +271,21 @@ def _prefetcher(
 
     return Prefetcher(
         draw,
-        status=status,
+        status=context.status,
         first_step=session.parent.step + 1,
         last_step=recipe.trainer.num_steps,
         ahead=recipe.trainer.prefetch_batches,
         batch_wait_s=recipe.trainer.batch_wait_s,
         batch_deadline_s=recipe.buffer.batch_deadline_s,
-        stop=stop,
+        stop=context.stop,
     )
+
+
+def _gauges(context: LineageContext) -> dict[str, float]:
+    """Gauges that heartbeats report beside the metrics of the last step."""
+    return {
+        "num_unpublished_versions": float(context.publisher.num_unpublished),
+        "num_damaged_batches": float(context.prefetcher.num_damaged),
+        **context.progress.guards.gauges(),
+        **context.trackers.gauges(),
+    }

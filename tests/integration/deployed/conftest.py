@@ -19,7 +19,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 @pytest.fixture(scope="session")
 def ready(deployment: Deployment) -> Deployment:
     """The same after `tba setup`."""
-    from tba.cli.main import main
+    from tba_cli.main import main
 
     recipe = deployment.write("ready")
     assert main(["setup", "--config", str(recipe), "--create-bucket", "--wait-s", "120"]) == 0

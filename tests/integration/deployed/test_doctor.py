@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from tba.cli.main import main
 from tba.config import Recipe
-from tba.doctor import Finding, examine
-from tba.doctor.finding import ok
-from tba.doctor.patient import Patient, patient_of
-from tba.doctor.probes import PROBES
-from tba.doctor.probes.clocks import judge
-from tba.doctor.probes.disk import probe_disk
-from tba.doctor.probes.gpu import probe_gpu
-from tba.doctor.probes.redis import probe_redis
 from tba.tokens import token_digest
+from tba_cli.doctor import CheckResult, run_checks
+from tba_cli.doctor.checks import CHECKS
+from tba_cli.doctor.checks.machine import check_disk, check_gpu
+from tba_cli.doctor.checks.redis import check_redis
+from tba_cli.doctor.checks.services import judge
+from tba_cli.doctor.target import Target, ok, target_of
+from tba_cli.main import main
 from tests.support.buffer import make_recipe
 from tests.support.deployment import TOKENS, Deployment
 from tests.support.model_folder import make_model_folder
@@ -30,21 +28,21 @@ from tests.support.redis_process import free_port, start_redis
 from tests.support.s3_server import READ_ONLY, FaultyProxy
 
 
-def look(recipe: Recipe, *names: str, service: str | None = None) -> list[Finding]:
-    """What some probes find."""
-    return examine(patient_of(recipe, service=service), probes=[(name, PROBES[name]) for name in names])
+def look(recipe: Recipe, *names: str, service: str | None = None) -> list[CheckResult]:
+    """What some checks find."""
+    return run_checks(target_of(recipe, service=service), checks=[(name, CHECKS[name]) for name in names])
 
 
-def one(findings: list[Finding], code: str) -> Finding:
-    found = [finding for finding in findings if finding.code == code]
-    assert len(found) == 1, findings
+def one(results: list[CheckResult], code: str) -> CheckResult:
+    found = [result for result in results if result.code == code]
+    assert len(found) == 1, results
     return found[0]
 
 
-def assert_trouble(finding: Finding, level: str, text: str) -> None:
-    assert finding.level == level, finding
-    assert text in finding.found
-    assert finding.mend
+def assert_trouble(result: CheckResult, level: str, text: str) -> None:
+    assert result.level == level, result
+    assert text in result.found
+    assert result.fix
 
 
 @pytest.mark.usefixtures("ready")
@@ -52,10 +50,10 @@ def test_a_deployment_that_is_well(deployment: Deployment, capsys: pytest.Captur
     recipe = deployment.write("well")
     code = main(["doctor", "--config", str(recipe), "--json"])
     document = json.loads(capsys.readouterr().out)
-    bad = [found for found in document["findings"] if found["level"] in ("warn", "fail") and found["code"] != "disk"]
+    bad = [found for found in document["results"] if found["level"] in ("warn", "fail") and found["code"] != "disk"]
     assert bad == []
     assert code == 0
-    levels = {found["code"]: found["level"] for found in document["findings"]}
+    levels = {found["code"]: found["level"] for found in document["results"]}
     wanted = (
         *("release", "release-services", "port", "tokens", "tokens-accepted", "tokens-refused", "redis"),
         *("redis-durability", "redis-memory", "store", "store-write", "store-create-only", "store-parts"),
@@ -71,7 +69,7 @@ def test_a_recipe_that_is_wrong_is_a_finding(tmp_path: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "FAIL recipe:" in out
     assert "unknown key 'run.nmae'" in out
-    assert "mend: correct the recipe" in out
+    assert "fix: correct the recipe" in out
 
 
 def test_without_services_nothing_hangs_and_nothing_is_wrong(deployment: Deployment, tmp_path: Path) -> None:
@@ -79,19 +77,19 @@ def test_without_services_nothing_hangs_and_nothing_is_wrong(deployment: Deploym
         buffer={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
         reward={"url": f"http://127.0.0.1:{free_port()}", "port": free_port()},
     )
-    findings = look(recipe, "tokens", "services", "rewards", "ports", "clocks")
-    services = [finding for finding in findings if finding.code == "service"]
-    assert [finding.level for finding in services] == ["warn", "warn"]
-    assert all("does not answer" in finding.found for finding in services)
-    assert not [finding for finding in findings if finding.level == "fail"]
+    results = look(recipe, "tokens", "services", "rewards", "ports", "clocks")
+    services = [result for result in results if result.code == "service"]
+    assert [result.level for result in services] == ["warn", "warn"]
+    assert all("does not answer" in result.found for result in services)
+    assert not [result for result in results if result.level == "fail"]
     local = look(make_recipe(local={"runs_dir": str(tmp_path)}), "services", "redis", "store")
-    assert {finding.level for finding in local} <= {"ok", "skip"}
+    assert {result.level for result in local} <= {"ok", "skip"}
 
 
 def test_tokens(ready: Deployment, tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
 
-    def with_file(content: Any, **sections: dict[str, Any]) -> list[Finding]:
+    def with_file(content: Any, **sections: dict[str, Any]) -> list[CheckResult]:
         path.write_text(json.dumps(content))
         return look(ready.recipe(auth={"tokens_file": str(path)}, **sections), "tokens")
 
@@ -131,24 +129,24 @@ def test_a_redis_that_promises_too_little(deployment: Deployment, weak_redis: st
     password = tmp_path / "password"
     password.write_text("secret\n")
     section = {"redis_url": weak_redis, "redis_password_file": str(password)}
-    found = list(probe_redis(patient_of(deployment.recipe(buffer=section), service="buffer")))
-    lost = [finding for finding in found if finding.code == "redis-durability"]
+    found = list(check_redis(target_of(deployment.recipe(buffer=section), service="buffer")))
+    lost = [result for result in found if result.code == "redis-durability"]
     assert_trouble(lost[0], "fail", "appendonly is no")
     assert_trouble(lost[1], "fail", "appendfsync is everysec")
     assert_trouble(one(found, "redis-eviction"), "fail", "maxmemory-policy is allkeys-lru")
     assert_trouble(one(found, "redis-memory"), "warn", "the buffer may fill Redis")
-    assert [finding.level for finding in found if finding.code == "redis-tuning"] == ["warn", "warn"]
+    assert [result.level for result in found if result.code == "redis-tuning"] == ["warn", "warn"]
     password.write_text("wrong\n")
-    wrong = list(probe_redis(patient_of(deployment.recipe(buffer=section), service="buffer")))
+    wrong = list(check_redis(target_of(deployment.recipe(buffer=section), service="buffer")))
     # the buffer of the deployment answers, so it is asked what it thinks of its own Redis
     assert one(wrong, "redis").level == "ok"
     away = {**section, "url": f"http://127.0.0.1:{free_port()}"}
-    wrong = list(probe_redis(patient_of(deployment.recipe(buffer=away), service="buffer")))
-    assert_trouble(one(wrong, "redis"), "fail", "WRONGPASS")
+    wrong = list(check_redis(target_of(deployment.recipe(buffer=away), service="buffer")))
+    assert_trouble(one(wrong, "redis"), "fail", "invalid username-password pair")
     nobody = {"redis_url": f"redis://127.0.0.1:{free_port()}/0", "url": away["url"]}
-    refused = list(probe_redis(patient_of(deployment.recipe(buffer=nobody), service="buffer")))
+    refused = list(check_redis(target_of(deployment.recipe(buffer=nobody), service="buffer")))
     assert_trouble(one(refused, "redis"), "fail", "cannot be reached")
-    elsewhere = list(probe_redis(patient_of(deployment.recipe(buffer=nobody), service="searcher")))
+    elsewhere = list(check_redis(target_of(deployment.recipe(buffer=nobody), service="searcher")))
     assert one(elsewhere, "redis").level == "skip"
 
 
@@ -165,7 +163,7 @@ def test_a_searcher_may_have_keys_that_only_read(ready: Deployment, monkeypatch:
     for name, value in READ_ONLY.items():
         monkeypatch.setenv(name, value)
     found = look(ready.recipe(), "store", service="searcher")
-    assert {(finding.code, finding.level) for finding in found} == {("store", "ok"), ("store-write", "skip")}
+    assert {(result.code, result.level) for result in found} == {("store", "ok"), ("store-write", "skip")}
     trainer = look(ready.recipe(), "store", service="trainer")
     assert_trouble(one(trainer, "store-write"), "fail", "AccessDenied")
 
@@ -175,8 +173,8 @@ def test_the_files_of_one_role_and_of_a_service(ready: Deployment, tmp_path: Pat
 
     def with_file(document: dict[str, Any]) -> dict[str, tuple[str, str]]:
         path.write_text(json.dumps(document))
-        findings = look(ready.recipe(auth={"tokens_file": str(path)}), "tokens", "services")
-        return {finding.code: (finding.level, finding.found) for finding in findings}
+        results = look(ready.recipe(auth={"tokens_file": str(path)}), "tokens", "services")
+        return {result.code: (result.level, result.found) for result in results}
 
     alone = with_file({"searcher": TOKENS["searcher"]})
     assert alone["tokens"][0] == alone["tokens-accepted"][0] == alone["run"][0] == "ok"
@@ -202,10 +200,10 @@ def test_a_store_that_cannot_be_used(ready: Deployment) -> None:
 
 
 def test_models(ready: Deployment, tmp_path: Path) -> None:
-    def models(path: Path) -> Finding:
-        findings = look(ready.recipe(model={"path": str(path)}), "models", service="trainer")
-        assert len(findings) == 1
-        return findings[0]
+    def models(path: Path) -> CheckResult:
+        results = look(ready.recipe(model={"path": str(path)}), "models", service="trainer")
+        assert len(results) == 1
+        return results[0]
 
     good = make_model_folder(tmp_path / "models" / "good")
     assert models(good).level == "ok"
@@ -226,7 +224,7 @@ def test_models(ready: Deployment, tmp_path: Path) -> None:
 
 def test_a_run_of_another_name_and_a_task_without_a_reward(ready: Deployment) -> None:
     found = look(ready.recipe(run={"name": "other"}), "releases")
-    assert [finding.level for finding in found] == ["ok", "fail", "fail"]
+    assert [result.level for result in found] == ["ok", "fail", "fail"]
     assert "belongs to run 'test', and this recipe is 'other'" in found[1].found
     data = {"generator": None, **{split: {"task": "juggling", "texts": ["x"]} for split in ("train", "heldout")}}
     found = look(ready.recipe(data=data), "rewards")
@@ -241,13 +239,13 @@ def test_a_port_that_somebody_else_has(ready: Deployment) -> None:
 
 def test_a_gpu_that_is_not_there(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = list(probe_gpu(patient_of(deployment.recipe(trainer={"device": "cuda"}), service="trainer")))
+    found = list(check_gpu(target_of(deployment.recipe(trainer={"device": "cuda"}), service="trainer")))
     assert_trouble(one(found, "gpu"), "fail", "trainer want a GPU, and torch sees none")
 
 
 def fake_torch(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, int, int]]) -> None:
     answer = {"torch": "2.13", "cuda": "13.0", "usable": True, "gpus": gpus}
-    monkeypatch.setattr("tba.doctor.probes.gpu._ask_torch", lambda: answer)
+    monkeypatch.setattr("tba_cli.doctor.checks.machine._ask_torch", lambda: answer)
 
 
 def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,30 +255,30 @@ def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monke
     trainer = {"device": "cuda", "num_processes": 2}
     recipe = deployment.recipe(model={"path": str(model)}, trainer=trainer)
     fake_torch(monkeypatch, [("small", 1, 2**30)])
-    found = list(probe_gpu(patient_of(recipe, service="trainer")))
+    found = list(check_gpu(target_of(recipe, service="trainer")))
     assert_trouble(one(found, "gpu-count"), "fail", "trainer.num_processes is 2, and 1 GPU(s) are seen here")
     assert_trouble(one(found, "gpu-memory"), "warn", "the trainer needs about")
     fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)] * 2)
-    assert {finding.level for finding in probe_gpu(patient_of(recipe, service="trainer"))} == {"ok"}
-    found = list(probe_gpu(patient_of(recipe, service="trainer", num_gpus=1)))
+    assert {result.level for result in check_gpu(target_of(recipe, service="trainer"))} == {"ok"}
+    found = list(check_gpu(target_of(recipe, service="trainer", num_gpus=1)))
     assert_trouble(one(found, "gpu-count"), "fail", "2 GPU(s) are seen here, and 1 should be")
-    assert {finding.level for finding in probe_gpu(patient_of(recipe, service="trainer", num_gpus=2))} == {"ok"}
+    assert {result.level for result in check_gpu(target_of(recipe, service="trainer", num_gpus=2))} == {"ok"}
 
 
 def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("tba.doctor.probes.disk.MIN_SHM_BYTES", 2**60)
+    monkeypatch.setattr("tba_cli.doctor.checks.machine.MIN_SHM_BYTES", 2**60)
     recipe = deployment.recipe(trainer={"num_processes": 2})
-    found = list(probe_disk(patient_of(recipe, service="trainer")))
+    found = list(check_disk(target_of(recipe, service="trainer")))
     assert_trouble(one(found, "shared-memory"), "warn", "little for a trainer of several processes")
-    monkeypatch.setattr("tba.doctor.probes.disk.MIN_OPEN_FILES", 2**40)
-    monkeypatch.setattr("tba.doctor.probes.disk.MIN_FREE_BYTES", 2**60)
-    found = list(probe_disk(patient_of(recipe, service="buffer")))
+    monkeypatch.setattr("tba_cli.doctor.checks.machine.MIN_OPEN_FILES", 2**40)
+    monkeypatch.setattr("tba_cli.doctor.checks.machine.MIN_FREE_BYTES", 2**60)
+    found = list(check_disk(target_of(recipe, service="buffer")))
     assert_trouble(one(found, "open-files"), "warn", "a process may open")
     assert_trouble(one(found, "disk"), "warn", "are free at")
     (tmp_path / ".cache").mkdir()  # where a container keeps compiled kernels
-    found = list(probe_disk(patient_of(recipe, service="buffer")))
-    assert [finding.found for finding in found if f"{tmp_path}/.cache (caches)" in finding.found]
+    found = list(check_disk(target_of(recipe, service="buffer")))
+    assert [result.found for result in found if f"{tmp_path}/.cache (caches)" in result.found]
     assert one(found, "shared-memory").level == "ok"
 
 
@@ -288,32 +286,32 @@ def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatc
     ("ahead_s", "unsure_s", "level"), [(0.9, 0.5, "ok"), (-0.9, 0.5, "ok"), (5.0, 0.5, "warn"), (-90.0, 0.5, "fail")]
 )
 def test_clocks(ahead_s: float, unsure_s: float, level: str) -> None:
-    finding = judge("Redis", ahead_s, unsure_s=unsure_s)
-    assert finding.level == level
+    result = judge("Redis", ahead_s, unsure_s=unsure_s)
+    assert result.level == level
     if level != "ok":
-        assert f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} ours" in finding.found
+        assert f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} ours" in result.found
 
 
 def test_a_probe_that_hangs_or_breaks_hides_nothing(deployment: Deployment) -> None:
     release = threading.Event()
 
-    def hangs(_: Patient) -> Iterator[Finding]:
+    def hangs(_: Target) -> Iterator[CheckResult]:
         yield ok("before", "this was found")
         release.wait()
 
-    def breaks(_: Patient) -> Iterator[Finding]:
+    def breaks(_: Target) -> Iterator[CheckResult]:
         raise ValueError("what")
         yield
 
-    def works(_: Patient) -> Iterator[Finding]:
+    def works(_: Target) -> Iterator[CheckResult]:
         yield ok("works", "fine")
 
-    patient = patient_of(deployment.recipe(), service="buffer")
+    target = target_of(deployment.recipe(), service="buffer")
     try:
-        found = examine(patient, probes=[("hangs", hangs), ("breaks", breaks), ("works", works)], timeout_s=2.0)
+        found = run_checks(target, checks=[("hangs", hangs), ("breaks", breaks), ("works", works)], timeout_s=2.0)
     finally:
         release.set()
-    assert [(finding.code, finding.level) for finding in found] == [
+    assert [(result.code, result.level) for result in found] == [
         ("before", "ok"),
         ("probe-deadline", "fail"),
         ("probe-error", "fail"),
@@ -324,14 +322,14 @@ def test_a_probe_that_hangs_or_breaks_hides_nothing(deployment: Deployment) -> N
 def test_a_reward_service_that_is_frozen_costs_only_its_deadline(
     ready: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.doctor.patient.CALL_TIMEOUT_S", 1.5)
+    monkeypatch.setattr("tba_cli.doctor.target.CALL_TIMEOUT_S", 1.5)
     with socket.socket() as sock:  # connections are queued, and nobody takes them up
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         found = look(ready.recipe(reward={"url": url}), "services", "rewards")
-    service = [finding for finding in found if finding.code == "service"]
-    assert [finding.level for finding in service] == ["ok", "warn"]
+    service = [result for result in found if result.code == "service"]
+    assert [result.level for result in service] == ["ok", "warn"]
     assert "Timeout" in service[1].found
     assert one(found, "reward-tasks").level == "skip"
     assert one(found, "prompts").level == "ok"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tba.cli.main import main
 from tba.clients import BufferClient
 from tba.errors import WaitTimeoutError
-from tba.setup.run import run_setup
+from tba_cli.main import main
+from tba_cli.setup.run import run_setup
 from tests.support.deployment import TOKENS, Deployment
 from tests.support.model_folder import make_model_folder
 from tests.support.redis_process import free_port
@@ -131,7 +131,7 @@ def test_services_that_do_not_come_end_setup_at_its_deadline(
     recipe = ready.recipe(buffer={"url": f"http://127.0.0.1:{free_port()}"})
     with pytest.raises(WaitTimeoutError, match=r"wait 'buffer-start': .* was not ready within .*does not answer"):
         run_setup(
-            recipe, wait_s=0, create_bucket=False, prepare=False, pull=False, only="prompts", say=said.append
+            recipe, wait_s=0, create_bucket=False, prepare=False, pull=False, only="prompts", on_progress=said.append
         )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_setup_waits_for_a_store_that_is_still_starting(ready: Deployment) -> No
         thread = threading.Thread(target=start, daemon=True)
         thread.start()
         run_setup(
-            recipe, wait_s=60, create_bucket=False, prepare=False, pull=False, only="models", say=said.append
+            recipe, wait_s=60, create_bucket=False, prepare=False, pull=False, only="models", on_progress=said.append
         )  # fmt: skip
         thread.join(60)
     assert "wait 'store-start' (60 s at most)" in said[0]
@@ -168,7 +168,7 @@ def test_setup_waits_for_a_store_that_is_still_starting(ready: Deployment) -> No
 def test_the_starting_model_is_made_once_and_other_settings_are_noticed(
     ready: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    quick = {"task": "addition", "school_max_steps": 1, "careless_steps": 0}
+    quick = {"task": "addition", "max_steps": 1, "noise_steps": 0}
     first, second = tmp_path / "a" / "models" / "made-{seed}", tmp_path / "b" / "models" / "made-{seed}"
     recipe = ready.write("make", model={"path": str(first), "warm_start": quick})
     assert setup(recipe, "--only", "models") == 0
@@ -178,8 +178,8 @@ def test_the_starting_model_is_made_once_and_other_settings_are_noticed(
     recipe = ready.write("made", model={"path": str(second), "warm_start": quick})
     assert setup(recipe, "--only", "models") == 0  # in another container: nothing is made
     assert "making" not in capsys.readouterr().out
-    changed = {**quick, "careless_steps": 7}
+    changed = {**quick, "noise_steps": 7}
     recipe = ready.write("changed", model={"path": str(second), "warm_start": changed})
     assert setup(recipe, "--only", "models") == 2
     err = capsys.readouterr().err
-    assert "models/made-0 in s3://tba/deep was made by a warm start with careless_steps = 0, not 7" in err
+    assert "models/made-0 in s3://tba/deep was made by a warm start with noise_steps = 0, not 7" in err

@@ -24,8 +24,8 @@ from typing import Any
 
 from tba.clients import BufferClient
 from tba.config import Recipe, parse_recipe
-from tba.local.prompts import prompts_of, upload_prompts
-from tba.local.redis_server import START_SCRIPT
+from tba_cli.prompts.reader import prompts_of, upload_prompts
+from tba_cli.redis_server import START_SCRIPT
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.redis_process import DURABLE, free_port, redis_server_path
 from tests.support.s3_server import CREDENTIALS, PROGRAM, READ_ONLY, store_environ

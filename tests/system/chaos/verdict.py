@@ -16,7 +16,7 @@ from typing import Any
 from redis import Redis
 
 from tba.api import LedgerEntry, RunInfo, Stats
-from tba.local.ledger import batch_entries, ledger_lines
+from tba_cli.reports.ledger import batch_entries, ledger_lines
 from tests.support.buffer import SERVICE_PATHS
 from tests.system.chaos.deployment import RUN, Deployment
 from tests.system.chaos.observer import DIGEST_BYTES, Acked, Observer
@@ -153,7 +153,7 @@ def _exception(line: str) -> str:
 def run_tba(world: Deployment, *words: str) -> subprocess.CompletedProcess[str]:
     """One `tba` command, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "tba.cli.main", *words],
+        [sys.executable, "-m", "tba_cli.main", *words],
         cwd=world.folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
         capture_output=True,

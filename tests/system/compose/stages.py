@@ -19,10 +19,12 @@ FIRST_STEP_LIMIT_S = 180.0
 MODULES = {
     "buffer": "tba tba_buffer",
     "reward": "tba tba_reward",
-    "searcher": "tba.cli tba.clients tba.setup tba.store tba.weights tba_searcher",
-    "trainer": "tba.cli tba.clients tba.setup tba.store tba.weights tba_trainer",
+    "searcher": "tba_cli tba.clients tba_cli.setup tba.store tba.weights tba_searcher",
+    "trainer": "tba_cli tba.clients tba_cli.setup tba.store tba.weights tba_trainer",
 }
-LEFT_OUT = "tba.local tba.service.app tba_reward.models.child tba_searcher.engines.vllm tba_trainer.tracking.trackio"
+LEFT_OUT = (
+    "tba_cli.local tba.server.app tba_reward.model_server.child tba_searcher.engines.vllm tba_trainer.tracking.trackio"
+)
 """What needs an extra that the image does not have, and is imported only where that is used."""
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -139,7 +141,7 @@ def finish(project: Project, report: Report, *, deadline_s: float, least_accurac
     with report.stage("tba ledger check") as found:
         words = ("ledger", "check", "--url", project.url, "--token-file", str(project.tokens_file))
         answer = subprocess.run(
-            [sys.executable, "-m", "tba.cli.main", *words], capture_output=True, text=True, timeout=300, cwd=ROOT
+            [sys.executable, "-m", "tba_cli.main", *words], capture_output=True, text=True, timeout=300, cwd=ROOT
         )
         if answer.returncode != 0:
             raise ComposeError(f"tba ledger check: {answer.stdout}{answer.stderr}")

@@ -43,7 +43,7 @@ spec:
 command:
   - python
   - -m
-  - tba_trainer.parallel.launch
+  - tba_trainer.distributed.launch
   - {{ $processes | quote }}
   - --nodes
   - {{ $nodes | quote }}
@@ -52,7 +52,7 @@ command:
   - --config
   - /etc/tba/recipe.toml
 {{- else if gt $processes 1 -}}
-command: [python, -m, tba_trainer.parallel.launch, {{ $processes | quote }}, --config, /etc/tba/recipe.toml]
+command: [python, -m, tba_trainer.distributed.launch, {{ $processes | quote }}, --config, /etc/tba/recipe.toml]
 {{- else -}}
 args: [--config, /etc/tba/recipe.toml]
 {{- end }}

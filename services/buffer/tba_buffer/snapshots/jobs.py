@@ -1,7 +1,7 @@
-"""Saving and loading as jobs of the buffer service: one at a time, shown in GET /v1/run while they go on.
+"""Saving and loading as jobs of the buffer service: one at a time, shown in GET /v1/run while they run.
 
 A run that is to begin with a snapshot (`run.snapshot`, or POST /v1/snapshots/load) takes no trainer before everything
-is loaded. A load that was cut off goes on at the next start of the service.
+is loaded. The next start of the service continues a load that was interrupted.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 import msgspec
 
 from tba.api import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList
+from tba.concurrency import in_thread
 from tba.errors import ConflictError, StoreUnavailableError, SupersededError, TbaError, UnavailableError
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
-from tba.threads import in_thread
-from tba.wire.snapshot import MANIFEST_NAME, SnapshotSource
-from tba_buffer.components import Components
-from tba_buffer.context import Context
-from tba_buffer.evictor import Evictor
-from tba_buffer.lineage import Lineages
-from tba_buffer.prompts import Catalog
-from tba_buffer.redis_link import redis_errors
+from tba.wire.snapshot_manifest import MANIFEST_NAME, SnapshotSource
+from tba_buffer.eviction.evictor import Evictor
+from tba_buffer.index.replay import IndexView
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.run.components import Components
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.snapshots.format import read_manifest
 from tba_buffer.snapshots.load import OriginDocument, SnapshotLoad
-from tba_buffer.snapshots.reader import read_manifest
 from tba_buffer.snapshots.save import SnapshotSave
-from tba_buffer.view import IndexView
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
 
 OWNER = "buffer"
 SAVE, LOAD = "snapshot-save", "snapshot-load"
@@ -38,8 +38,8 @@ RETRY_S = 2.0
 log = get_logger("snapshots")
 
 
-class Snapshots:
-    """The snapshots of this run, and the one it began with.
+class SnapshotJobs:
+    """Saves snapshots of this run, and loads the one it begins with.
 
     Args:
         context: Redis and settings.
@@ -47,7 +47,7 @@ class Snapshots:
         catalog: the prompts.
         lineages: the lineage table.
         evictor: evicts what a load brings too much.
-        components: where waits are shown.
+        components: shows the waits.
     """
 
     def __init__(
@@ -67,38 +67,41 @@ class Snapshots:
         self._save: tuple[SnapshotSource, SnapshotSave] | None = None
         self._load: tuple[LoadRequest, SnapshotLoad] | None = None
         self._failed: dict[str, str] = {}
-        """Why a job failed, by the name of its wait; until the next of its kind begins."""
-        self._trouble: str | None = None
-        """What the load last waited for."""
+        """Name of a wait -> why its last job failed, until the next job of its kind begins."""
+        self._load_problem: str | None = None
+        """Why the load last had to wait."""
 
     @property
     def is_saving(self) -> bool:
         """Whether a snapshot is being written: the log must not be cut."""
-        return self._is_going and self._save is not None
+        return self._is_busy and self._save is not None
 
     @property
-    def _is_going(self) -> bool:
+    def _is_busy(self) -> bool:
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:
-        """Go on with a load that was cut off, or begin the one that the recipe asks for.
+        """Continue a load that was interrupted, or begin the one that the recipe asks for.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
         section, (origin, cursor, lineage) = self._context.recipe.run, await self._read()
         if origin is not None:
+            # interrupted: the cursor in Redis says where to continue
             if cursor < origin.last:
                 await self._begin_load(LoadRequest(source=origin.source, version=origin.version))
         elif section.snapshot is not None:
+            # a trainer has started without it: too late to load
             if lineage is not None:
-                log.warning("begun_without_its_snapshot", snapshot=section.snapshot)
+                log.warning("run_began_without_its_snapshot", snapshot=section.snapshot)
                 return
             await self._begin_load(LoadRequest(source=section.snapshot, version=section.fork_version))
 
     async def stop(self) -> None:
-        """End the job; a save leaves no snapshot, a load goes on at the next start."""
+        """End the job. A save leaves no snapshot; the next start continues a load."""
         if self._task is not None:
+            # both jobs may be cut anywhere: a save without a manifest is none, a load has its cursor in Redis
             self._task.cancel()
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
 
@@ -106,11 +109,12 @@ class Snapshots:
         """Begin to save.
 
         Raises:
-            ConflictError: a snapshot of this name exists, or another job goes on.
+            ConflictError: a snapshot of this name exists, or another job runs.
             StoreError
         """
         source = SnapshotSource(self._context.run, name)
         store = await self._store()
+        # the manifest is written last: without one there is no snapshot, only leftovers
         if await in_thread(lambda: store.size_bytes(source.manifest_key)) is not None:
             raise ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")
         self._check_idle()
@@ -120,34 +124,34 @@ class Snapshots:
         return await self.info(name)
 
     async def load(self, request: LoadRequest) -> OriginInfo:
-        """Begin to load; the same request again answers how far it is.
+        """Begin to load; the same request again returns how far it is.
 
         Raises:
-            ConflictError: the run began with something else, or another job goes on.
+            ConflictError: the run began with something else, or another job runs.
             UnavailableError: Redis did not answer.
         """
         origin, _, lineage = await self._read()
-        going_on = self._is_going and self._load is not None and self._load[0] == request
+        is_loading = self._is_busy and self._load is not None and self._load[0] == request
         loaded = origin is not None and (origin.source, origin.version) == (request.source, request.version)
-        if not going_on:
+        if not is_loading:
             if not loaded and (origin is not None or lineage is not None):
                 what = "a trainer" if origin is None else f"snapshot {origin.source}"
                 raise ConflictError(f"run {self._context.run!r} has begun with {what}: choose another run.name")
             await self._begin_load(request)
         found = await self.origin()
-        assert found is not None, "a load goes on"
+        assert found is not None, "a load has begun"
         return found
 
     async def info(self, name: str) -> SnapshotInfo:
-        """One snapshot of this run.
+        """Return one snapshot of this run.
 
         Raises:
             NotFoundError: there is none of this name, and none is being saved.
             StoreError, MalformedError
         """
         source = SnapshotSource(self._context.run, name)
-        if self._save is not None and self._save[0] == source and (self._is_going or SAVE in self._failed):
-            save, reason = self._save[1], None if self._is_going else self._failed[SAVE]
+        if self._save is not None and self._save[0] == source and (self._is_busy or SAVE in self._failed):
+            save, reason = self._save[1], None if self._is_busy else self._failed[SAVE]
             return SnapshotInfo(
                 source=str(source),
                 state="saving" if reason is None else "failed",
@@ -167,7 +171,7 @@ class Snapshots:
         )
 
     async def names(self) -> SnapshotList:
-        """The complete snapshots of this run.
+        """Return the names of the complete snapshots of this run.
 
         Raises:
             StoreError
@@ -179,7 +183,7 @@ class Snapshots:
         return SnapshotList(names=[parts[0] for parts in found if parts[1:] == [MANIFEST_NAME]])
 
     async def origin(self) -> OriginInfo | None:
-        """What the run began with, or is to begin with; None when that is nothing.
+        """Return the snapshot that the run began with, or is to begin with; None when there is none.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -203,14 +207,14 @@ class Snapshots:
             source=request.source,
             version=request.version,
             state="loading" if failed is None else "failed",
-            reason=failed or self._trouble,
+            reason=failed or self._load_problem,
             num_rollouts=load.progress.num_rollouts,
             num_checked=load.progress.num_checked,
             num_loaded=load.progress.num_loaded,
         )
 
     async def check_may_train(self) -> None:
-        """Refuse a trainer while the run has not got what it is to begin with.
+        """Refuse a trainer while the run has not loaded the snapshot it is to begin with.
 
         Raises:
             UnavailableError: it is being loaded; try again.
@@ -246,7 +250,7 @@ class Snapshots:
             store=store,
             request=request,
         )
-        self._load, self._save, self._trouble = (request, load), None, None
+        self._load, self._save, self._load_problem = (request, load), None, None
         self._start(self._keep_loading(load), what=f"loading snapshot {request.source}", wait="snapshot-load")
 
     async def _keep_loading(self, load: SnapshotLoad) -> None:
@@ -258,12 +262,12 @@ class Snapshots:
             except SupersededError:
                 raise
             except (UnavailableError, StoreUnavailableError) as error:
-                self._trouble = str(error)
-                log.warning("snapshot_load_waits", error=self._trouble)
+                self._load_problem = str(error)
+                log.warning("snapshot_load_waiting", error=self._load_problem)
             await asyncio.sleep(RETRY_S)
 
     def _check_idle(self) -> None:
-        if self._is_going:
+        if self._is_busy:
             what = f"saving {self._save[0]}" if self._save is not None else "loading a snapshot"
             raise ConflictError(f"the buffer is {what} now; it does one such job at a time: try again later")
 
@@ -272,7 +276,7 @@ class Snapshots:
         self._task = asyncio.create_task(self._work(job, what, wait), name=what)
 
     async def _work(self, job: Coroutine[Any, Any, object], what: str, wait: str) -> None:
-        log.info("snapshot_job_begins", job=what)
+        log.info("snapshot_job_started", job=what)
         deadline_s = time.monotonic() + DEADLINE_S
         try:
             with self._components.waiting(OWNER, wait, deadline_s):
@@ -287,6 +291,7 @@ class Snapshots:
         except asyncio.CancelledError:
             self._failed[wait] = "the buffer service is ending"
             raise
+        # a defect must show in GET /v1/run, where somebody waits for the job
         except Exception as error:
             self._failed[wait] = f"{type(error).__name__}: {error}; the log of the buffer service has more"
             log.error("snapshot_job_failed", job=what, exc_info=error)
@@ -294,7 +299,7 @@ class Snapshots:
             log.info("snapshot_job_done", job=what)
 
     async def _read(self) -> tuple[OriginDocument | None, int, bytes | None]:
-        """(origin, how far it is loaded, living lineage) as Redis has them."""
+        """Return (origin, how far it is loaded, active lineage) as Redis has them."""
         with redis_errors("read the origin of the run"):
             fields = await self._context.redis.hmget(self._context.keys.run, "origin", "origin_cursor", "lineage")
         origin, cursor, lineage = fields
@@ -302,4 +307,4 @@ class Snapshots:
         document = origin and context.read_or_note(
             "run", "origin", lambda: msgspec.json.decode(origin, type=OriginDocument)
         )
-        return document or None, context.whole("origin_cursor", cursor or b"-1", lowest=-1), lineage
+        return document or None, context.read_number("origin_cursor", cursor or b"-1", lowest=-1), lineage

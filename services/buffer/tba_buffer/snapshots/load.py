@@ -1,15 +1,12 @@
-"""Beginning a run with a snapshot.
+"""Loading a snapshot: how a run begins with the buffer of another one.
 
     check      every digest, every rollout and prompt: a damaged snapshot changes nothing
     prompts    uploaded in their order
-    parts      adopt.lua, in the order of the saved log: rollouts, and between them the newest marks, so that what is
-               recent is what was recent when it was saved
+    parts      adopt.lua, in the order of the saved log: rollouts, and between them the newest publications, so that the
+               same rollouts are recent as when it was saved
 
-How far it came is in Redis, changed in the same atomic call as what was loaded: after a kill the next start goes on
-there. What is loaded counts as loaded, not as generated: it fulfils no visit, and flow control does not see it.
-
-A fork takes what arrived before the mark of its version. The mark itself is left out, because the fork's trainer sets
-it again when it announces those weights under its own name.
+The progress is in Redis, changed in the same atomic call as what was loaded: after a kill the next start continues
+there. Loaded rollouts do not count as generated: they fulfil no visit, and flow control does not see them.
 """
 
 from __future__ import annotations
@@ -28,25 +25,25 @@ from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.wire import RolloutDocument, check_push
 from tba.wire.codec import MAX_NAME_CHARS
-from tba.wire.snapshot import SavedMark, SnapshotManifest, SnapshotSource
-from tba_buffer import replica
-from tba_buffer.context import Context
-from tba_buffer.evictor import Evictor
-from tba_buffer.index import IndexSettings
-from tba_buffer.lineage import Lineages
-from tba_buffer.prompts import Catalog
-from tba_buffer.redis_link import redis_errors
-from tba_buffer.rollouts import rollout_record
-from tba_buffer.snapshots.reader import SnapshotReader, read_manifest
+from tba.wire.snapshot_manifest import SavedMark, SnapshotManifest, SnapshotSource
+from tba_buffer.eviction.evictor import Evictor
+from tba_buffer.index.rollout_index import IndexSettings
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.rollouts.push import rollout_record
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.snapshots.format import SnapshotReader, read_manifest
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
 
 PART_ROLLOUTS, PART_BYTES = 256, 4 << 20
 PROMPTS_PER_UPLOAD = 1000
 
 
 class OriginDocument(msgspec.Struct, frozen=True):
-    """The field `origin` of the run: what it began with. Written by the first part, the same ever after.
+    """The field `origin` of the run: what it began with. The first part writes it, and it never changes.
 
-    `last` is the position in the saved log that the load is complete at, `lineage` the last lineage of the snapshot.
+    `last` is the position in the saved log at which the load is complete, `lineage` the last lineage of the snapshot.
     """
 
     source: str
@@ -60,16 +57,16 @@ class OriginDocument(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rollouts [N] (PLACE_DTYPE), then perhaps a mark; together they reach to `cursor` in the saved log."""
+    """Rollouts [N] (PLACE_DTYPE), then perhaps a publication; together they reach to `cursor` in the saved log."""
 
     places: NDArray[np.void]
-    mark: SavedMark | None
+    publication: SavedMark | None
     cursor: int
 
 
 @dataclass(slots=True)
 class LoadProgress:
-    """How far a load has come."""
+    """The progress of a load."""
 
     num_rollouts: int | None = None
     num_checked: int = 0
@@ -77,7 +74,7 @@ class LoadProgress:
 
 
 class SnapshotLoad:
-    """One load.
+    """One load of a snapshot.
 
     Args:
         evictor: evicts when the snapshot holds more than this run may store.
@@ -97,16 +94,16 @@ class SnapshotLoad:
         self._context, self._catalog, self._lineages, self._evictor = context, catalog, lineages, evictor
         self._store, self._source = store, SnapshotSource.parse(request.source)
         self._version = None if request.version is None else PolicyVersion.parse(request.version)
-        self._num_marks_kept = IndexSettings.of(context.recipe).num_marks_kept
+        self._num_publications_kept = IndexSettings.of(context.recipe).num_publications_kept
         self.progress = LoadProgress()
 
     async def run(self) -> None:
-        """Load, or go on with a load that was cut off.
+        """Load, or continue a load that was interrupted.
 
         Raises:
             NotFoundError: there is no such snapshot.
-            ConflictError: the run has begun, the snapshot has no mark of the version, or another policy temperature,
-                or prompts that this run has with other content.
+            ConflictError: the run has begun, the snapshot has no publication of the version, or another policy
+                temperature, or prompts that this run has with other content.
             DigestError, MalformedError: the snapshot is damaged; nothing was changed.
             SupersededError: a newer buffer process owns the run.
             StoreError, UnavailableError: the store or Redis failed; the load can be repeated.
@@ -131,8 +128,8 @@ class SnapshotLoad:
         self.progress.num_rollouts = len(places)
         await self._check(reader, places)
         await self._upload(reader)
-        marks = [mark for mark in manifest.marks if mark.position <= end][-self._num_marks_kept :]
-        await self._adopt(reader, origin, manifest, list(parts(places, marks, end)))
+        publications = [each for each in manifest.marks if each.position <= end][-self._num_publications_kept :]
+        await self._adopt(reader, origin, manifest, list(split_parts(places, publications, end)))
 
     def _check_temperature(self, manifest: SnapshotManifest) -> None:
         wanted = self._context.recipe.model.policy_temperature
@@ -143,20 +140,21 @@ class SnapshotLoad:
             )
 
     def _end(self, manifest: SnapshotManifest) -> int:
-        """The last position of the saved log that is taken."""
+        """Return the last position of the saved log to load; a fork ends before the publication of its version."""
         if self._version is None:
             return manifest.log_position
-        mark = manifest.mark_of(self._version)
-        if mark is None:
-            known = ", ".join(mark.version for mark in manifest.marks[-8:]) or "none"
+        publication = manifest.mark_of(self._version)
+        if publication is None:
+            known = ", ".join(each.version for each in manifest.marks[-8:]) or "none"
             raise ConflictError(
-                f"snapshot {self._source} has no mark of version {self._version}, so nobody knows which rollouts came "
-                f"before it; the newest marks are those of {known}"
+                f"snapshot {self._source} has no publication of version {self._version}, so nobody knows which "
+                f"rollouts came before it; choose one of its newest publications: {known}"
             )
-        return mark.position - 1
+        # without the publication itself: the fork's trainer announces those weights under its own name
+        return publication.position - 1
 
     async def _check_may_begin(self, origin: OriginDocument) -> None:
-        """Say early what adopt.lua would say after everything was read."""
+        """Refuse early what adopt.lua would refuse after everything was read."""
         context = self._context
         with redis_errors("read the run"):
             async with context.redis.pipeline(transaction=True) as pipe:
@@ -166,6 +164,7 @@ class SnapshotLoad:
         if found is not None:
             begun = found != msgspec.json.encode(origin)
         else:
+            # only a run that stores nothing and has no trainer can begin with a snapshot
             begun = lineage is not None or int(position or 0) > 0
         if begun:
             raise self._has_begun()
@@ -177,7 +176,7 @@ class SnapshotLoad:
         )
 
     async def _check(self, reader: SnapshotReader, places: NDArray[np.void]) -> None:
-        """Read everything once. An object that the live table does not name is never read."""
+        """Read and check everything once. An object that the live table does not name is never read."""
         train = set()
         async for prompts in reader.prompts():
             for prompt in prompts:
@@ -189,7 +188,7 @@ class SnapshotLoad:
                     )
                 if prompt.split == "train":
                     train.add(prompt.prompt_id)
-        for part in parts(places, [], 0):
+        for part in split_parts(places, [], 0):
             for rollout in _documents(await reader.payloads(part.places)):
                 if rollout.prompt_id not in train:
                     raise MalformedError(
@@ -204,12 +203,12 @@ class SnapshotLoad:
                 await self._catalog.upload(prompts[at : at + PROMPTS_PER_UPLOAD])
 
     async def _adopt(
-        self, reader: SnapshotReader, origin: OriginDocument, manifest: SnapshotManifest, todo: list[Part]
+        self, reader: SnapshotReader, origin: OriginDocument, manifest: SnapshotManifest, parts: list[Part]
     ) -> None:
         context, keys = self._context, self._context.keys
         lineages = json.dumps({str(n): lineage.model_dump_json() for n, lineage in manifest.lineages.items()})
         head = [
-            context.replica.number,
+            context.ownership.epoch,
             msgspec.json.encode(origin),
             lineages,
             origin.lineage,
@@ -217,32 +216,33 @@ class SnapshotLoad:
         ]
         with redis_errors("read how far the load has come"):
             cursor = int(await context.redis.hget(keys.run, "origin_cursor") or -1)
-        for part in todo:
+        for part in parts:
+            # loaded before the service was interrupted
             if part.cursor > cursor:
                 payloads, records = self._rewrite(await reader.payloads(part.places))
-                version = None if part.mark is None else part.mark.policy_version
-                marks = [] if version is None else [f"{version.lineage} {version.step}"]
+                version = None if part.publication is None else part.publication.policy_version
+                publications = [] if version is None else [f"{version.lineage} {version.step}"]
                 reply = await context.scripts.run(
                     "adopt",
-                    [keys.run, keys.lineages, keys.payloads, keys.log, keys.counters, keys.replica],
-                    [*head, part.cursor, len(payloads), b"".join(records), *payloads, *marks],
+                    [keys.run, keys.lineages, keys.payloads, keys.log, keys.counters, keys.epoch],
+                    [*head, part.cursor, len(payloads), b"".join(records), *payloads, *publications],
                 )
-                if reply == replica.SUPERSEDED:
-                    raise await replica.refusal(context, f"loading snapshot {self._source}")
+                if reply == ownership.SUPERSEDED:
+                    raise await ownership.refusal(context, f"loading snapshot {self._source}")
                 if reply == b"begun":
                     raise self._has_begun()
-                if self._evictor.note(len(payloads), sum(map(len, payloads))):
+                if self._evictor.record_added(len(payloads), sum(map(len, payloads))):
                     await self._evictor.enforce()
             self.progress.num_loaded += len(part.places)
         await self._lineages.load()
         context.changed.notify()
 
     def _rewrite(self, payloads: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """(payloads, records) for this run. The visits of another run are not this run's, though they may be named
-        alike, so they get its name too."""
+        """Return (payloads, records) for this run."""
         rewritten, records = [], []
         for payload, rollout in zip(payloads, _documents(payloads), strict=True):
             if rollout.run != self._context.run:
+                # visits of two runs may have the same id: add the name of the other run
                 visit_id = f"{rollout.visit_id}@{self._source.run}"[:MAX_NAME_CHARS]
                 rollout = msgspec.structs.replace(rollout, run=self._context.run, visit_id=visit_id)
                 payload = msgspec.msgpack.encode(rollout)
@@ -254,19 +254,19 @@ class SnapshotLoad:
         return rewritten, records
 
 
-def parts(places: NDArray[np.void], marks: list[SavedMark], end: int) -> Iterator[Part]:
-    """Places and marks in the order of the saved log; the last part reaches to `end`, and there is at least one."""
+def split_parts(places: NDArray[np.void], publications: list[SavedMark], end: int) -> Iterator[Part]:
+    """Yield places and publications in the order of the saved log; the last part, at least one, reaches to `end`."""
     positions = places["position"].astype(np.int64)
     at = 0
-    for mark in [*marks, None]:
-        stop = len(places) if mark is None else int(np.searchsorted(positions, mark.position))
+    for publication in [*publications, None]:
+        stop = len(places) if publication is None else int(np.searchsorted(positions, publication.position))
         while at < stop:
             total = np.cumsum(places["num_bytes"][at : min(stop, at + PART_ROLLOUTS)], dtype=np.int64)
             num = max(1, int(np.searchsorted(total, PART_BYTES, side="right")))
             yield Part(places[at : at + num], None, int(positions[at + num - 1]))
             at += num
-        if mark is not None:
-            yield Part(places[:0], mark, mark.position)
+        if publication is not None:
+            yield Part(places[:0], publication, publication.position)
     yield Part(places[:0], None, end)
 
 
@@ -277,8 +277,3 @@ def _documents(payloads: list[bytes]) -> list[RolloutDocument]:
             raise MalformedError(f"a rollout of the snapshot cannot be read: {item}")
         rollouts.append(item)
     return rollouts
-
-
-def is_complete(origin: OriginDocument, cursor: int) -> bool:
-    """Whether everything is loaded."""
-    return cursor >= origin.last

@@ -1,17 +1,15 @@
-"""Saving the buffer: exactly what is live at one position of the log, while pushes, evictions and re-scoring go on.
+"""Saving a snapshot: exactly what is live at one position of the log, while pushes, evictions and re-scoring continue.
 
     pass 1        every payload that is live
     pass 2, 3 ..  what was pushed or scored again during the pass before, until little is left
-    last pass     the same under `context.mutating`: nothing is evicted or scored again, pushes go on. Its position is
-                  the one that is saved: what is live there is in the live table, what was written in vain is not. It
-                  only reads Redis; what it read is written when the lock is free again, as a push that must evict
-                  waits for that lock, and a store can be slow
+    last pass     the same under `context.mutation_lock`: nothing is evicted or scored again, but pushes continue. Its
+                  position is the saved one: the live table names what is live there, and nothing else that was written
     end           live table, prompts, and last the manifest
 
-What cannot be read is left out, and named in GET /v1/run: a snapshot with it could not be loaded.
+Damaged items are left out, and named in GET /v1/run: a snapshot that held them could not be loaded.
 
 What was scored again is read from the log, because the new payload may have the old reward and size. So the log must
-not be cut meanwhile: the buffer writes no new base while it saves.
+not be cut meanwhile: the buffer does not compact it while it saves.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tba
+from tba.concurrency import in_thread
 from tba.errors import (
     ConflictError,
     MalformedError,
@@ -32,34 +31,38 @@ from tba.errors import (
     WireError,
 )
 from tba.store import ObjectStore
-from tba.threads import in_thread
 from tba.versions import START
 from tba.weights import WeightVersions
 from tba.wire import RolloutDocument, StoredObject, check_push
-from tba.wire.snapshot import SavedLineage, SavedMark, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
-from tba_buffer import replica
-from tba_buffer.context import Context
-from tba_buffer.index import Index
-from tba_buffer.keys import FORMAT
-from tba_buffer.log import FAILED, PENDING, SCORED, Rescored, parse_entry
-from tba_buffer.prompts import UNREADABLE, Catalog
-from tba_buffer.redis_link import redis_errors
-from tba_buffer.snapshots.format import OBJECT_BYTES, ROWS_PER_TABLE, encode_places
-from tba_buffer.snapshots.writer import SnapshotWriter
-from tba_buffer.view import IndexView
+from tba.wire.snapshot_manifest import (
+    SavedLineage,
+    SavedMark,
+    SnapshotManifest,
+    SnapshotSource,
+    encode_snapshot_manifest,
+)
+from tba_buffer.index.log import FAILED, PENDING, SCORED, Rescored, parse_entry
+from tba_buffer.index.replay import IndexView
+from tba_buffer.index.rollout_index import Index
+from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog
+from tba_buffer.snapshots.format import OBJECT_BYTES, ROWS_PER_TABLE, SnapshotWriter, encode_places
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+from tba_buffer.storage.keys import FORMAT
 
 READ_ROLLOUTS, READ_BYTES = 512, 4 << 20
 LITTLE_BYTES = OBJECT_BYTES // 2
 MAX_PASSES = 8
 HELD_BYTES = 256 << 20
-"""What the last pass may read at most once MAX_PASSES have not left LITTLE_BYTES: it is held in memory."""
+"""The most that the last pass may read, and hold in memory, when MAX_PASSES have not left less than LITTLE_BYTES."""
 LOG_ENTRIES_PER_READ = 500
 PROMPTS_PER_READ = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """What is live at one position: columns [N], copied at one moment, by ascending position."""
+    """The live rollouts at one position: columns [N], copied at one moment, by ascending position."""
 
     log_position: int
     positions: NDArray[np.uint64]
@@ -69,7 +72,7 @@ class _Captured:
     marks: tuple[SavedMark, ...]
 
     def only(self, chosen: NDArray[np.bool_]) -> _Captured:
-        """The chosen rows."""
+        """Return the chosen rows."""
         return replace(
             self,
             positions=self.positions[chosen],
@@ -85,7 +88,7 @@ class SnapshotSave:
     Args:
         view: the index.
         catalog: the prompts.
-        source: what the snapshot is called.
+        source: the name of the snapshot.
     """
 
     def __init__(
@@ -95,12 +98,12 @@ class SnapshotSave:
         self._store, self._source = store, source
         self.writer = SnapshotWriter(store, source.prefix)
         self.num_rollouts: int | None = None
-        """Live rollouts, once something is known of them."""
-        self._unreadable: set[int] = set()
+        """Live rollouts; None before the first pass."""
+        self._damaged: set[int] = set()
         """Positions of the rollouts that are left out."""
 
     async def run(self) -> SnapshotManifest:
-        """Save; returns the manifest, which is then in the store.
+        """Save. Return the manifest, which is then in the store.
 
         Raises:
             ConflictError: a snapshot of this name exists, or appeared meanwhile.
@@ -110,31 +113,33 @@ class SnapshotSave:
         await in_thread(self._delete_leftovers)
         position = 0
         for left in reversed(range(MAX_PASSES)):
-            captured = _capture(await self._view.level())
+            captured = _capture(await self._view.catch_up())
             due = await self._due(captured, since=position)
             position = captured.log_position
             self.num_rollouts = len(captured.positions)
             async for at, payload in self._payloads(due, is_last=False):
                 await self.writer.add(at, payload)
             await self.writer.flush()
-            async with self._context.mutating:
-                live = _capture(await self._view.level())
+            async with self._context.mutation_lock:
+                live = _capture(await self._view.catch_up())
                 due = await self._due(live, since=position)
                 if int(due.num_bytes.sum()) <= (LITTLE_BYTES if left else HELD_BYTES):
                     rest = [found async for found in self._payloads(due, is_last=True)]
-                    beside, num_prompts = await self._beside(), len(self._catalog.ids)
+                    base, num_prompts = await self._manifest_base(), len(self._catalog.ids)
                     break
         else:
             raise UnavailableError(
                 f"rollouts arrive faster than the store takes them: {int(due.num_bytes.sum())} bytes are unwritten "
                 f"after {MAX_PASSES} passes; save again while fewer are pushed"
             )
+        # written without the lock: a push that must evict waits for it, and a store can be slow
         for at, payload in rest:
             await self.writer.add(at, payload)
         await self.writer.flush()
-        live = live.only(~np.isin(live.positions, np.array(sorted(self._unreadable), dtype=np.uint64)))
+        live = live.only(~np.isin(live.positions, np.array(sorted(self._damaged), dtype=np.uint64)))
         self.num_rollouts = len(live.positions)
         places = self.writer.places()
+        # written by an earlier pass, and evicted since
         places = places[np.isin(places["position"], live.positions)]
         assert len(places) == len(live.positions), "every live rollout that can be read was written"
         tables = [
@@ -142,10 +147,10 @@ class SnapshotSave:
             for number, at in enumerate(range(0, len(places), ROWS_PER_TABLE))
         ]
         prompts = await self._prompts(num_prompts)
-        manifest = beside.model_copy(
+        manifest = base.model_copy(
             update={
                 "log_position": live.log_position,
-                "marks": _join(beside.marks, live),
+                "marks": _join(base.marks, live),
                 "num_scored": int((live.statuses == SCORED).sum()),
                 "num_pending": int((live.statuses == PENDING).sum()),
                 "num_failed": int((live.statuses == FAILED).sum()),
@@ -166,21 +171,22 @@ class SnapshotSave:
             self._store.delete(key)
 
     async def _due(self, captured: _Captured, *, since: int) -> _Captured:
-        """Of what is live, what was pushed or scored again after the log position `since`."""
+        """Return the live rollouts that were pushed or scored again after the log position `since`."""
         again = (
             await self._rescored(after=since, until=captured.log_position) if since else np.zeros(0, dtype=np.uint64)
         )
         return captured.only((captured.positions > since) | np.isin(captured.positions, again))
 
     async def _rescored(self, *, after: int, until: int) -> NDArray[np.uint64]:
-        """Positions of the rollouts that log entries in (after, until] gave a new reward."""
+        """Return the positions of the rollouts that log entries in (after, until] gave a new reward."""
         context, found = self._context, [np.zeros(0, dtype=np.uint64)]
         while after < until:
             with redis_errors("read the log"):
                 async with context.redis.pipeline(transaction=True) as pipe:
-                    pipe.hget(context.keys.base, "position")
+                    pipe.hget(context.keys.log_checkpoint, "position")
                     pipe.xrange(context.keys.log, f"({after}-0", f"{until}-0", LOG_ENTRIES_PER_READ)
                     base, entries = await pipe.execute()
+            # this process does not compact the log while it saves: another one did
             if int(base or 0) > after:
                 raise UnavailableError("the log was cut while the snapshot was written; save it again")
             if not entries:
@@ -193,7 +199,7 @@ class SnapshotSave:
         return np.concatenate(found)
 
     async def _payloads(self, due: _Captured, *, is_last: bool) -> AsyncIterator[tuple[int, bytes]]:
-        """Positions and payloads. One that is gone was evicted after `due` was captured: not so in the last pass."""
+        """Yield positions and payloads, without those that were evicted since `due` was captured."""
         for rows in _read_sizes(due.num_bytes):
             ids = [rollout_id.tobytes() for rollout_id in due.rollout_ids[rows]]
             with redis_errors("read rollouts"):
@@ -203,30 +209,30 @@ class SnapshotSave:
                 if is_good:
                     yield position, payload
                 elif payload is not None:
-                    self._unreadable.add(position)
-                elif is_last:
+                    self._damaged.add(position)
+                elif is_last:  # under `context.mutation_lock` nothing is evicted
                     raise UnavailableError(
                         f"the rollout at log position {position} disappeared while nothing may be evicted: another "
                         "buffer process changes this run; save again when only one is left"
                     )
 
     def _readable(self, ids: list[bytes], payloads: list[bytes | None]) -> list[bool]:
-        """Which of these can be loaded again: payloads and prompts can be read. [n]"""
+        """Return which of these can be loaded again, because payload and prompt can be read. [n]"""
         items = iter(check_push([payload for payload in payloads if payload is not None]))
         found = []
         for rollout_id, payload in zip(ids, payloads, strict=True):
             item = None if payload is None else next(items)
             if isinstance(item, WireError):
-                self._context.unreadable.note("rollout", rollout_id.hex(), item, at_s=self._context.clock())
+                self._context.damaged_items.note("rollout", rollout_id.hex(), item, at_s=self._context.clock())
             found.append(isinstance(item, RolloutDocument) and self._has_prompt(item.prompt_id))
         return found
 
     def _has_prompt(self, prompt_id: str) -> bool:
         known = self._catalog.find(prompt_id)
-        return known is not None and known[1].task != UNREADABLE
+        return known is not None and known[1].task != DAMAGED_TASK
 
-    async def _beside(self) -> SnapshotManifest:
-        """What stands beside the rollouts; the manifest without objects."""
+    async def _manifest_base(self) -> SnapshotManifest:
+        """Return the manifest without objects: everything that is saved except rollouts and prompts."""
         context, keys = self._context, self._context.keys
         with redis_errors("read the run"):
             async with context.redis.pipeline(transaction=True) as pipe:
@@ -259,7 +265,7 @@ class SnapshotSave:
         )
 
     async def _prompts(self, num_prompts: int) -> list[StoredObject]:
-        """The first `num_prompts` prompts as JSON lines, in upload order, without those that cannot be read."""
+        """Write the first `num_prompts` prompts as JSON lines, in upload order, without the damaged ones."""
         objects: list[StoredObject] = []
         lines: list[bytes] = []
         for at in range(0, num_prompts, PROMPTS_PER_READ):
@@ -284,7 +290,7 @@ class SnapshotSave:
             raise ConflictError(f"the snapshot cannot say which model this run starts from: {error}") from None
 
     async def _finish(self, manifest: SnapshotManifest) -> None:
-        await replica.check(self._context)
+        await ownership.check(self._context)
         try:
             await in_thread(
                 lambda: self._store.put(self._source.manifest_key, encode_snapshot_manifest(manifest), create_only=True)
@@ -301,18 +307,18 @@ def _capture(index: Index) -> _Captured:
         rollout_ids=index.column("rollout_id", rows),
         num_bytes=index.column("num_bytes", rows),
         statuses=index.column("status", rows),
-        marks=tuple(SavedMark(position=mark.position, version=str(mark.version)) for mark in index.marks),
+        marks=tuple(SavedMark(position=mark.position, version=str(mark.version)) for mark in index.publications),
     )
 
 
 def _join(announced: list[SavedMark], live: _Captured) -> list[SavedMark]:
-    """The marks that Redis remembers by version, and the newest ones of the index, up to the saved position."""
+    """Join the publications that Redis keeps by version and the newest ones of the index, up to the saved position."""
     marks = {(mark.position, mark.version): mark for mark in (*announced, *live.marks)}
     return [marks[key] for key in sorted(marks) if key[0] <= live.log_position]
 
 
 def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:
-    """Runs of rows that are read at once: at most READ_ROLLOUTS and, unless one alone is larger, READ_BYTES."""
+    """Yield runs of rows to read at once: at most READ_ROLLOUTS and, unless one alone is larger, READ_BYTES."""
     at = 0
     while at < len(num_bytes):
         total = np.cumsum(num_bytes[at : at + READ_ROLLOUTS], dtype=np.int64)

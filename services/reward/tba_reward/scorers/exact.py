@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 
 from tba.config.reward import ExactSpec
-from tba_reward.scorers.base import (
+from tba_reward.scorer import (
     BadDataError,
     Example,
     Item,
     Params,
     Scorer,
-    Tools,
     gold_answers,
     params_of,
     score_any,
     version_of,
 )
+from tba_reward.scorers import Tools
 from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 1
@@ -24,20 +24,20 @@ _INTEGER = re.compile(r"([+-]?)([0-9]+)", re.ASCII)
 
 
 def build(spec: ExactSpec, tools: Tools) -> Scorer:
-    """The scorer."""
+    """Return the scorer."""
     example = Example(Item(prompt="6+6=", response=" 12\n", data={spec.field: "12"}), 1.0)
     rule = score_integer if spec.compare == "integer" else score_text
     return InlineScorer(rule, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)
 
 
 def score_text(item: Item, params: Params) -> float:
-    """1.0 if the response and the answer are the same text but for surrounding white space."""
+    """Return 1.0 if response and answer are the same text but for surrounding white space."""
     field = params["field"]
     return score_any(gold_answers(item, field), lambda gold: item.response.strip() == _text(gold, field))
 
 
 def score_integer(item: Item, params: Params) -> float:
-    """1.0 if the response, but for surrounding white space, is the same integer as the answer."""
+    """Return 1.0 if the response, but for surrounding white space, is the same integer as the answer."""
     field = params["field"]
     response = canonical_integer(item.response.strip())
 
@@ -51,7 +51,7 @@ def score_integer(item: Item, params: Params) -> float:
 
 
 def canonical_integer(text: str) -> str | None:
-    """The one way to write the integer that `text` is, or None if it is not one.
+    """Return the canonical form of an integer, or None if the text is not one.
 
     An integer is an optional sign and ASCII digits, nothing between or around them. Leading zeros and `+` do not count
     and `-0` is 0: `007` and `+7` are 7. `7.0`, `7.`, `1,000` and `1e3` are not integers.
@@ -64,6 +64,7 @@ def canonical_integer(text: str) -> str | None:
 
 
 def _text(answer: object, field: str) -> str:
+    # JSON's true is an int in Python, and no answer
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
     if not isinstance(answer, str):

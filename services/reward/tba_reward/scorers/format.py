@@ -1,6 +1,6 @@
 """Kind `format`: the response matches a regular expression.
 
-In worker processes: there are patterns and texts for which Python's `re` takes longer than the universe has been there.
+It runs in worker processes: some patterns take exponential time in Python's `re`.
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ import re
 from functools import lru_cache
 
 from tba.config.reward import FormatSpec
-from tba_reward.scorers.base import Item, Params, Scorer, Tools, params_of, version_of
-from tba_reward.workers.scorer import WorkerRule, WorkerScorer
+from tba_reward.process_pool.job import WorkerRule
+from tba_reward.scorer import Item, Params, Scorer, params_of, version_of
+from tba_reward.scorers import Tools
+from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
 IMPLEMENTATION = 1
 
 
 def build(spec: FormatSpec, tools: Tools) -> Scorer:
-    """The scorer."""
-    return WorkerScorer(
-        WorkerRule(function="tba_reward.scorers.format:score", params=params_of(spec), shared=True),
+    """Return the scorer."""
+    return ProcessPoolScorer(
+        WorkerRule(function="tba_reward.scorers.format:score", params=params_of(spec), preload=True),
         pool=tools.pool,
         timeout_s=tools.timeout_s(spec),
         version=version_of(spec, IMPLEMENTATION),
-        example=None,  # which text matches a pattern is not known
+        example=None,  # nothing is known about which text matches the recipe's pattern
     )
 
 
 def score(item: Item, params: Params) -> float:
-    """1.0 if the response, or with `full` all of it, matches the pattern."""
+    """Return 1.0 if the pattern is found in the response, or with `full` matches all of it."""
     pattern = _compiled(params["pattern"])
     match = pattern.fullmatch(item.response) if params["full"] else pattern.search(item.response)
     return float(match is not None)

@@ -1,4 +1,4 @@
-"""Kind `http`: any endpoint that takes the batches of `POST /v1/score` and answers as it does.
+"""Kind `http`: any endpoint with the request and reply of `POST /v1/score`.
 
     request  {"items": [{"item_id": "0", "task": "score", "prompt": "...", "response": "...", "data": {...},
                          "finish_reason": "stop"}, ...]}
@@ -6,34 +6,47 @@
                           {"item_id": "1", "error": {"reason": "...", "detail": "..."}}, ...]}
 
 A request is repeated where that can help: no connection, 429, 5xx (an endpoint must allow it: scoring changes nothing).
-A batch that is refused as a whole (400, 413, 422) is halved until the item it is refused for stands alone.
+A batch that is refused as a whole (400, 413, 422) is halved until the item to blame stands alone.
 The deadline of an item runs from when its first request may go out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, get_args
 
+import urllib3
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.util import parse_url
 
+from tba.api.scores import ScoreReason
 from tba.config.reward import HttpSpec
 from tba.errors import ConfigError
-from tba_reward.http_calls import EndpointCalls
-from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, Tools, version_of
-from tba_reward.scorers.example import OK
+from tba_reward.scorer import OK, Failure, Item, Outcome, Scorer, checked, version_of
+from tba_reward.scorers import Tools
 
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+MAX_DETAIL_CHARS = 300
+FIRST_PAUSE_S = 0.1
+_REFUSED_AS_A_WHOLE = (400, 413, 422)
+_CHUNK_BYTES = 1 << 16
+_REASONS: dict[str, ScoreReason] = {reason: reason for reason in get_args(ScoreReason)}
 IMPLEMENTATION = 1
 GRACE_S = 0.5
-"""What a thread gets beyond the deadline to say so itself. It cannot where the address is looked up for long, or an
-endpoint sends its answer drop by drop: a socket's timeout begins anew with every byte."""
+"""Time beyond the deadline in which a thread reports the failure itself. It cannot where the address is looked up for
+long, or where an endpoint sends its answer byte by byte: a socket's timeout begins again with every byte."""
 
 
 def build(spec: HttpSpec, tools: Tools) -> Scorer:
-    """The scorer; nothing is sent before the first item.
+    """Return the scorer; nothing is sent before the first item.
 
     Raises:
         ConfigError: the environment variable with the token is not set.
@@ -44,7 +57,7 @@ def build(spec: HttpSpec, tools: Tools) -> Scorer:
             f"reward kind 'http': the environment variable {spec.token_env} is not set; put the token for "
             f"{spec.url} there"
         )
-    calls = EndpointCalls(
+    client = EndpointClient(
         spec.url,
         task=spec.task or "score",
         token=token,
@@ -52,7 +65,7 @@ def build(spec: HttpSpec, tools: Tools) -> Scorer:
         max_connections=spec.max_concurrent,
     )
     return HttpScorer(
-        calls,
+        client,
         timeout_s=tools.timeout_s(spec),
         max_batch_items=spec.max_batch_items,
         max_concurrent=spec.max_concurrent,
@@ -64,7 +77,7 @@ class HttpScorer:
     """Sends batches from a few threads; each waits no longer than the deadline of its items.
 
     Args:
-        calls: how the endpoint is asked.
+        client: the client of the endpoint.
         timeout_s: deadline of one item.
         max_batch_items: most items in one request.
         max_concurrent: most requests at once.
@@ -72,22 +85,22 @@ class HttpScorer:
     """
 
     def __init__(
-        self, calls: EndpointCalls, *, timeout_s: float, max_batch_items: int, max_concurrent: int, version: str
+        self, client: EndpointClient, *, timeout_s: float, max_batch_items: int, max_concurrent: int, version: str
     ) -> None:
-        self._calls, self._timeout_s, self._max_batch_items = calls, timeout_s, max_batch_items
+        self._client, self._timeout_s, self._max_batch_items = client, timeout_s, max_batch_items
         self._version = version
         self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="http-scorer")
-        self._turn = asyncio.Semaphore(max_concurrent)
+        self._slots = asyncio.Semaphore(max_concurrent)
         self._health = "the endpoint was not reached yet"
 
     @property
     def version(self) -> str:
-        """Digest of the settings; the endpoint's own changes are told by `revision`."""
+        """The digest of the settings; the recipe's `revision` stands for changes of the endpoint itself."""
         return self._version
 
     async def start(self) -> None:
-        """Open and close a connection to see whether somebody listens."""
-        url = parse_url(self._calls.url)
+        """Open and close a connection to see whether the endpoint listens."""
+        url = parse_url(self._client.url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -99,35 +112,199 @@ class HttpScorer:
         self._health = OK
 
     async def close(self) -> None:
-        """End the threads; one that waits for the endpoint ends by its deadline."""
+        """End the threads; a thread that waits for the endpoint ends by its deadline."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._calls.close()
+        self._client.close()
 
     def health(self) -> str:
-        """Whether the endpoint answered the last time."""
+        """Return `ok` where the endpoint has answered the last time."""
         return self._health
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item, in order."""
+        """Return one outcome per item, in order."""
         size = self._max_batch_items
         batches = [items[at : at + size] for at in range(0, len(items), size)]
         answers = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
         return [outcome for answer in answers for outcome in answer]
 
     async def _score_batch(self, items: Sequence[Item]) -> list[Outcome]:
-        async with self._turn:
+        async with self._slots:
             loop = asyncio.get_running_loop()
-            call = loop.run_in_executor(self._threads, self._calls.score, items, self._timeout_s)
+            call = loop.run_in_executor(self._threads, self._client.score, items, self._timeout_s)
             outcomes: list[Outcome]
             try:
                 async with asyncio.timeout(self._timeout_s + GRACE_S):
                     outcomes = await call
             except TimeoutError:
-                late = Failure("unreachable", f"{self._calls.url} did not finish its answer before the deadline")
+                late = Failure("unreachable", f"{self._client.url} did not finish its answer before the deadline")
                 outcomes = [late] * len(items)
+        # one item that the endpoint has answered shows that it is there
         away = [each for each in outcomes if isinstance(each, Failure) and each.reason == "unreachable"]
         if len(away) < len(outcomes):
             self._health = OK
         elif away:
             self._health = f"the endpoint failed the last time ({away[0].detail})"
         return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    retry_after_s: float
+    body: bytes
+
+
+class EndpointClient:
+    """Sends batches to one endpoint, and reads an outcome for every item whatever comes back; thread-safe.
+
+    Args:
+        url: the address that batches are posted to.
+        task: the task name of the items.
+        token: bearer token, if the endpoint wants one.
+        num_retries: most repetitions of one request.
+        max_connections: connections that are kept open.
+    """
+
+    def __init__(self, url: str, *, task: str, token: str | None, num_retries: int, max_connections: int) -> None:
+        self.url = url
+        self._task, self._num_retries = task, num_retries
+        self._target = parse_url(url).request_uri
+        self._headers = {"content-type": "application/json"}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._http = urllib3.connection_from_url(url, maxsize=max_connections, retries=False)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def score(self, items: Sequence[Item], timeout_s: float) -> list[Outcome]:
+        """Return one outcome per item, in order, by the deadline."""
+        return self._score_until(items, time.monotonic() + timeout_s)
+
+    def _score_until(self, items: Sequence[Item], deadline_s: float) -> list[Outcome]:
+        answer = self._send(self._body(items), deadline_s)
+        if isinstance(answer, Failure):
+            return [answer] * len(items)
+        # one bad item may be the reason: it must not fail the others
+        if answer.status in _REFUSED_AS_A_WHOLE and len(items) > 1:
+            half = len(items) // 2
+            return self._score_until(items[:half], deadline_s) + self._score_until(items[half:], deadline_s)
+        if answer.status in _REFUSED_AS_A_WHOLE:
+            return [Failure("malformed", f"the endpoint refuses the item: {_describe(answer)}")]
+        if answer.status != 200:
+            return [Failure("exception", f"{self.url}: {_describe(answer)}")] * len(items)
+        return _outcomes(answer.body, len(items))
+
+    def _body(self, items: Sequence[Item]) -> bytes:
+        entries = [
+            {
+                "item_id": str(number),
+                "task": self._task,
+                "prompt": item.prompt,
+                "response": item.response,
+                "data": dict(item.data),
+                "finish_reason": item.finish_reason,
+            }
+            for number, item in enumerate(items)
+        ]
+        return json.dumps({"items": entries}).encode()
+
+    def _send(self, body: bytes, deadline_s: float) -> _Answer | Failure:
+        """Post a body until there is an answer that a repetition would not change."""
+        failure = Failure("unreachable", f"{self.url} was not asked before the deadline")
+        for attempt in range(self._num_retries + 1):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return failure
+            pause_s = FIRST_PAUSE_S * 2**attempt * (0.5 + random.random() / 2)
+            try:
+                answer = self._post(body, deadline_s)
+            # the deadline is over
+            except (ReadTimeoutError, TimeoutError):
+                return Failure("unreachable", f"no answer from {self.url} before the deadline")
+            except (HTTPError, OSError) as error:
+                failure = Failure("unreachable", f"{self.url}: {type(error).__name__}: {error}"[:MAX_DETAIL_CHARS])
+            else:
+                # any other answer would be the same the next time
+                if answer.status != 429 and answer.status < 500:
+                    return answer
+                failure = Failure("unreachable", f"{self.url}: {_describe(answer)}")
+                pause_s = max(pause_s, answer.retry_after_s)
+            if attempt == self._num_retries or time.monotonic() + pause_s >= deadline_s:
+                return failure
+            time.sleep(pause_s)
+        return failure
+
+    def _post(self, body: bytes, deadline_s: float) -> _Answer:
+        left_s = max(deadline_s - time.monotonic(), 0.001)
+        response = self._http.urlopen(
+            "POST",
+            self._target,
+            body=body,
+            headers=self._headers,
+            timeout=urllib3.Timeout(total=left_s),
+            redirect=False,
+            preload_content=False,
+        )
+        content = bytearray()
+        try:
+            # in chunks, so that an endless answer ends at the size or the deadline
+            while chunk := response.read1(_CHUNK_BYTES):
+                content += chunk
+                if len(content) > MAX_REPLY_BYTES:
+                    raise HTTPError(f"the answer is larger than {MAX_REPLY_BYTES} bytes")
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError
+        except BaseException:
+            response.close()
+            raise
+        response.release_conn()
+        return _Answer(response.status, _retry_after_s(response.headers.get("retry-after")), bytes(content))
+
+
+def _outcomes(body: bytes, num_items: int) -> list[Outcome]:
+    """Return one outcome per item. Only a body that is no reply at all fails all of them."""
+    try:
+        # An error in the result of one item fails that item alone: NaN, which strict JSON does not know, passes, a huge
+        # integer becomes infinite, and bytes that are no text are replaced.
+        reply = json.loads(body.decode("utf-8", "replace"), parse_int=float)
+        if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
+            raise ValueError('it must be an object {"results": [...]}')
+    except (ValueError, RecursionError) as error:
+        return [Failure("exception", f"the endpoint's answer is not a score reply: {error}")] * num_items
+    by_id = {_item_id(result): result for result in reply["results"] if isinstance(result, dict)}
+    return [_outcome(by_id.get(str(number))) for number in range(num_items)]
+
+
+def _item_id(result: dict[str, Any]) -> str:
+    item_id = result.get("item_id")
+    return item_id if isinstance(item_id, str) else ""
+
+
+def _outcome(result: dict[str, Any] | None) -> Outcome:
+    if result is None:
+        return Failure("exception", "the endpoint's answer leaves this item out")
+    reward, error = result.get("reward"), result.get("error")
+    if error is not None:
+        fields = error if isinstance(error, dict) else {"detail": error}
+        reason = str(fields.get("reason", "no reason"))
+        detail = f"the endpoint: {reason}: {fields.get('detail', '')}"
+        return Failure(_REASONS.get(reason, "exception"), detail[:MAX_DETAIL_CHARS])
+    if reward is None:
+        return Failure("abstained", "the endpoint gives neither a reward nor an error")
+    outcome = checked(str(reward) if isinstance(reward, bool) else reward)  # JSON's true is no number
+    if isinstance(outcome, Failure):
+        return Failure(outcome.reason, f"the endpoint: {outcome.detail}")
+    return outcome
+
+
+def _describe(answer: _Answer) -> str:
+    return f"HTTP {answer.status}: {answer.body[:MAX_DETAIL_CHARS].decode(errors='replace')}"
+
+
+def _retry_after_s(header: str | None) -> float:
+    try:
+        return max(float(header or 0), 0.0)
+    except ValueError:  # a date: it is rare, and the usual pause is good enough
+        return 0.0

@@ -1,8 +1,4 @@
-"""A rule that runs inside the service: only for rules whose time the length of the text bounds.
-
-One thread beside the event loop scores for all of them (more would only fight for the interpreter), a chunk at a time:
-health checks and other requests are answered meanwhile.
-"""
+"""Score by a rule inside the service: only for rules whose time is bounded by the length of the text."""
 
 from __future__ import annotations
 
@@ -10,20 +6,20 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tba_reward.scorers.base import Example, Item, Outcome, Params, Rule, outcome_of
-from tba_reward.scorers.example import try_example
+from tba_reward.scorer import Example, Item, Outcome, Params, Rule, outcome_of, try_example
 
 CHUNK_ITEMS = 64
 CHUNK_CHARS = 100_000
+# beside the event loop, which answers health checks meanwhile; more threads would only compete for the interpreter
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
 
 
 class InlineScorer:
-    """Applies a rule to item after item, off the event loop; requests take turns after each chunk of items.
+    """Applies a rule to one item after the other, off the event loop; requests take turns after each chunk of items.
 
     Args:
         rule: a function without state.
-        params: what it is told.
+        params: its settings.
         version: see `version_of`.
         example: scored at start.
     """
@@ -35,7 +31,7 @@ class InlineScorer:
 
     @property
     def version(self) -> str:
-        """Digest of rule and params."""
+        """The digest of rule and params."""
         return self._version
 
     async def start(self) -> None:
@@ -43,14 +39,14 @@ class InlineScorer:
         self._health = await try_example(self, self._example)
 
     async def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is nothing to stop."""
 
     def health(self) -> str:
-        """Whether the example scores what it should."""
+        """Return `ok` once the example has got its score."""
         return self._health
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item, in order."""
+        """Return one outcome per item, in order."""
         loop, outcomes = asyncio.get_running_loop(), list[Outcome]()
         for chunk in _chunks(items):
             outcomes += await loop.run_in_executor(_THREAD, self._score_chunk, chunk)
@@ -61,7 +57,7 @@ class InlineScorer:
 
 
 def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """The items in order, at most CHUNK_ITEMS at a time, and no more than one beyond CHUNK_CHARS."""
+    """Yield the items in order, at most CHUNK_ITEMS at a time, and no item after CHUNK_CHARS are reached."""
     chunk, num_chars = list[Item](), 0
     for item in items:
         chunk.append(item)

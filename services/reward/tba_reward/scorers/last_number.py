@@ -1,9 +1,9 @@
 """Kind `last_number` (GSM8K): the last number of the response against the gold answer.
 
-The rule: leave reasoning out (`reasoning`); remove all commas; a number is ASCII digits with an optional fraction
-(`12`, `12.50`, `.5`), and a minus (ASCII or U+2212) directly before it is its sign unless a letter, digit or closing
-bracket stands before the minus (`5-3` ends in 3); the last one counts. Numbers are compared exactly (`18.00` is 18). No
-number at all is a wrong answer, 0. The gold answer is one number, which may have a plus before it, or a list of
+The rule: leave reasoning out (`reasoning`) and remove all commas. A number is ASCII digits with an optional fraction
+(`12`, `12.50`, `.5`). A minus (ASCII or U+2212) directly before it is its sign unless a letter, digit or closing
+bracket stands before the minus (`5-3` ends in 3). The last number counts, and is compared exactly (`18.00` is 18). A
+response without a number is wrong, 0. The gold answer is one number, which may have a plus before it, or a list of
 numbers, each of them right.
 """
 
@@ -14,19 +14,19 @@ import re
 from decimal import Decimal
 
 from tba.config.reward import LastNumberSpec
-from tba_reward.maths.extraction import after_reasoning
-from tba_reward.scorers.base import (
+from tba_reward.math.extraction import after_reasoning
+from tba_reward.scorer import (
     BadDataError,
     Example,
     Item,
     Params,
     Scorer,
-    Tools,
     gold_answers,
     params_of,
     score_any,
     version_of,
 )
+from tba_reward.scorers import Tools
 from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 3
@@ -35,20 +35,21 @@ _NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]])-)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)
 
 
 def build(spec: LastNumberSpec, tools: Tools) -> Scorer:
-    """The scorer."""
+    """Return the scorer."""
     example = Example(Item(prompt="", response="so 1,000 + 8 = $1,008.", data={spec.field: "1,008"}), 1.0)
     return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)
 
 
 def score(item: Item, params: Params) -> float:
-    """1.0 if the last number of the response is the answer."""
+    """Return 1.0 if the last number of the response is the answer."""
     found = last_number(after_reasoning(item.response, params["reasoning"], item.prompt))
     return score_any(gold_answers(item, params["field"]), lambda gold: found == _gold_number(gold, params["field"]))
 
 
 def _gold_number(gold: object, field: str) -> Decimal:
     if isinstance(gold, float) and math.isfinite(gold):
-        return Decimal(f"{gold:.15g}")  # as much as every double keeps: 0.1 + 0.2 is 0.3
+        return Decimal(f"{gold:.15g}")  # 15 digits are exact in every double: 0.1 + 0.2 is 0.3
+    # one plus may stand before it; `+-5` is no number
     text = re.sub(r"^\+(?!-)", "", str(gold).replace(",", "").replace(_MINUS_SIGN, "-").strip())
     if _NUMBER.fullmatch(text) is None:
         raise BadDataError(f"data needs a `{field}` that is one number, got {gold!r:.200}")
@@ -56,7 +57,7 @@ def _gold_number(gold: object, field: str) -> Decimal:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, or None."""
+    """Return the last number in a text, or None."""
     last = None
     for match in _NUMBER.finditer(text.replace(",", "").replace(_MINUS_SIGN, "-")):
         last = match

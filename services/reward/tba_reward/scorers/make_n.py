@@ -5,8 +5,8 @@
     atom       := INTEGER | "(" expression ")"
 
 The whole response, but for spaces, must be one expression with at least one operator (a bare target is no solution).
-It is parsed here and computed with exact fractions; nothing is evaluated. With `numbers` in the data, each of
-them may be used at most once and nothing else. Bad syntax, a division by zero, or an expression beyond the limits is a
+It is parsed here and computed with exact fractions; Python evaluates nothing. With `numbers` in the data, each of them
+may be used at most once, and no other number. Bad syntax, a division by zero, or an expression beyond the limits is a
 wrong answer, 0. The limits keep every value below 10^MAX_CHARS.
 """
 
@@ -17,7 +17,8 @@ from collections import Counter
 from fractions import Fraction
 
 from tba.config.reward import MakeNSpec
-from tba_reward.scorers.base import BadDataError, Example, Item, Params, Scorer, Tools, params_of, version_of
+from tba_reward.scorer import BadDataError, Example, Item, Params, Scorer, params_of, version_of
+from tba_reward.scorers import Tools
 from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 1
@@ -28,14 +29,52 @@ MAX_DIGITS = 12
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))", re.ASCII)
 
 
+def build(spec: MakeNSpec, tools: Tools) -> Scorer:
+    """Return the scorer."""
+    example = Example(Item(prompt="", response="8 / (3 - 8/3)", data={"target": 24, "numbers": [3, 3, 8, 8]}), 1.0)
+    return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)
+
+
+def score(item: Item, params: Params) -> float:
+    """Return 1.0 if the response is an expression worth the target that uses only the allowed numbers."""
+    target, allowed = _target(item), _numbers(item)
+    try:
+        parser = _Parser(item.response.strip())
+        value = parser.parse()
+    except (NotAnExpressionError, ZeroDivisionError):
+        return 0.0
+    # the target alone is no solution; numbers that are left over were used too often
+    if parser.num_operators == 0 or (allowed is not None and parser.numbers - allowed):
+        return 0.0
+    return float(value == target)
+
+
+def _target(item: Item) -> int:
+    target = item.data.get("target")
+    # JSON's true is an int in Python, and no target
+    if not isinstance(target, int) or isinstance(target, bool):
+        raise BadDataError(f"data needs a whole number `target`, got {target!r:.200}")
+    return target
+
+
+def _numbers(item: Item) -> Counter[int] | None:
+    numbers = item.data.get("numbers")
+    if numbers is None:
+        return None
+    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise BadDataError(f"data.numbers must be a list of whole numbers from 0 on, got {numbers!r:.200}")
+    return Counter(numbers)
+
+
 class NotAnExpressionError(ValueError):
     """The text is not an expression of this grammar, or is beyond the limits."""
 
 
 class _Parser:
-    """Recursive descent; computes while it reads."""
+    """A recursive descent parser that computes the value while it reads."""
 
     def __init__(self, text: str) -> None:
+        # the limits keep every value small, so that no response takes long
         if len(text) > MAX_CHARS:
             raise NotAnExpressionError(f"{len(text)} characters, the limit is {MAX_CHARS}")
         self.numbers: Counter[int] = Counter()
@@ -45,7 +84,7 @@ class _Parser:
         self._depth = 0
 
     def parse(self) -> Fraction:
-        """The value of the whole text."""
+        """Return the value of the whole text."""
         value = self._expression()
         if self._peek() is not None:
             raise NotAnExpressionError(f"unexpected {self._peek()!r}")
@@ -97,25 +136,6 @@ class _Parser:
         return token
 
 
-def build(spec: MakeNSpec, tools: Tools) -> Scorer:
-    """The scorer."""
-    example = Example(Item(prompt="", response="8 / (3 - 8/3)", data={"target": 24, "numbers": [3, 3, 8, 8]}), 1.0)
-    return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)
-
-
-def score(item: Item, params: Params) -> float:
-    """1.0 if the response is an expression worth the target that uses only what it may."""
-    target, allowed = _target(item), _numbers(item)
-    try:
-        parser = _Parser(item.response.strip())
-        value = parser.parse()
-    except (NotAnExpressionError, ZeroDivisionError):
-        return 0.0
-    if parser.num_operators == 0 or (allowed is not None and parser.numbers - allowed):
-        return 0.0
-    return float(value == target)
-
-
 def _tokens(text: str) -> list[str]:
     tokens, at = [], 0
     while at < len(text):
@@ -125,19 +145,3 @@ def _tokens(text: str) -> list[str]:
         tokens.append(match[1] or match[2])
         at = match.end()
     return tokens
-
-
-def _target(item: Item) -> int:
-    target = item.data.get("target")
-    if not isinstance(target, int) or isinstance(target, bool):
-        raise BadDataError(f"data needs a whole number `target`, got {target!r:.200}")
-    return target
-
-
-def _numbers(item: Item) -> Counter[int] | None:
-    numbers = item.data.get("numbers")
-    if numbers is None:
-        return None
-    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise BadDataError(f"data.numbers must be a list of whole numbers from 0 on, got {numbers!r:.200}")
-    return Counter(numbers)

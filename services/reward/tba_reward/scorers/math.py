@@ -1,4 +1,4 @@
-"""Kind `math`: the final answer against the gold answer, by math-verify in worker processes (docs/maths.md)."""
+"""Kind `math`: compare the final answer with the gold answer, by math-verify in worker processes (docs/maths.md)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tba.config.reward import MathSpec
 from tba.errors import ConfigError
-from tba_reward.scorers.base import Example, Item, Scorer, Tools, params_of, version_of
-from tba_reward.workers.scorer import WorkerRule, WorkerScorer
+from tba_reward.process_pool.job import WorkerRule
+from tba_reward.scorer import Example, Item, Scorer, params_of, version_of
+from tba_reward.scorers import Tools
+from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
 IMPLEMENTATION = 3
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
 def build(spec: MathSpec, tools: Tools) -> Scorer:
-    """The scorer.
+    """Return the scorer.
 
     Raises:
         ConfigError: math-verify is not installed.
     """
     params = params_of(spec)
-    warm_up = "tba_reward.maths.rule:warm_up"
+    warm_up = "tba_reward.math.grader:warm_up"
     item = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
-    return WorkerScorer(
-        WorkerRule(function="tba_reward.maths.rule:score", params=params, prepare=warm_up, shared=True),
+    return ProcessPoolScorer(
+        WorkerRule(function="tba_reward.math.grader:score", params=params, prepare=warm_up, preload=True),
         pool=tools.pool,
         timeout_s=tools.timeout_s(spec),
         version=version_of(spec, IMPLEMENTATION, *(_installed(package) for package in _PACKAGES)),
         example=Example(item, 1.0),
-        check=WorkerRule(function="tba_reward.maths.rule:check", params=params),
+        check=WorkerRule(function="tba_reward.math.grader:check", params=params),
     )
 
 

@@ -1,12 +1,12 @@
-"""Kind `python`: a function with the signature that people know from TRL, in worker processes.
+"""Kind `python`: a reward function with the signature of TRL, in worker processes.
 
     def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs) -> list[float | None]
 
 A call gets up to `batch_items` items whose data have the same keys. Each key is a column, a list with one value per
-item; `completion_ids` are the token ids where the client has sent them, `finish_reasons` come along when the function
-names them, and the recipe's `kwargs` as they are. None is an abstention: there is no score. Calls of an `async`
-function for one batch are under way at once. A call that raises is repeated item by item, so that an item which the
-function cannot take costs only itself; a batch that hangs or kills the process is taken apart by the pool.
+item. `completion_ids` are the token ids where the client has sent them. `finish_reasons` are passed when the function
+names them, the recipe's `kwargs` as they are. None is an abstention: there is no score. Calls of an `async` function
+for one batch run concurrently. A call that raises is repeated item by item, so that only the item that the function
+cannot take fails; the pool splits a batch that hangs or kills the process.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from typing import Any, TypeVar
 
 from tba.config.reward import PythonSpec
 from tba.errors import ConfigError
-from tba_reward.scorers.base import (
+from tba_reward.process_pool.job import WorkerRule
+from tba_reward.process_pool.worker_main import find
+from tba_reward.scorer import (
     BadDataError,
     Failure,
     Item,
     Outcome,
     Params,
     Scorer,
-    Tools,
     checked,
     failure_of,
     params_of,
     version_of,
 )
-from tba_reward.workers.rule import WorkerRule
-from tba_reward.workers.scorer import WorkerScorer
-from tba_reward.workers.table import find
+from tba_reward.scorers import Tools
+from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
 IMPLEMENTATION = 2
 ENTRY_POINT_GROUP = "tba.rewards"
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reasons")
-"""Keys of the data that are no columns, as in TRL."""
+"""Keys of the data that are not passed as columns, as in TRL."""
 _ONLY_TRL = ("trainer_state", "environments")
 T = TypeVar("T")
 
 
 def build(spec: PythonSpec, tools: Tools) -> Scorer:
-    """The scorer; the function is imported in worker processes only.
+    """Return the scorer; the function is imported in worker processes only.
 
     Raises:
         ConfigError: no such entry point, or no such module.
     """
     name = resolve(spec.function)
     params = {**params_of(spec), "function": name}
-    return WorkerScorer(
+    return ProcessPoolScorer(
         WorkerRule(
             function="tba_reward.scorers.python:score",
             params=params,
@@ -68,12 +68,12 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
         pool=tools.pool,
         timeout_s=tools.timeout_s(spec),
         version=version_of(spec, IMPLEMENTATION, name, _digest(name)),
-        example=None,  # what a foreign function gives for which item is not known
+        example=None,  # no score of a foreign function is known
     )
 
 
 def resolve(function: str) -> str:
-    """`module:name` of a function that is named so, or by an entry point.
+    """Return `module:name` of a function that is named so, or by an entry point.
 
     Raises:
         ConfigError: no entry point has this name.
@@ -94,7 +94,7 @@ def load(params: Params) -> None:
     """Import the function.
 
     Raises:
-        ValueError: it needs what only TRL's trainer has, or cannot take what the recipe passes it.
+        ValueError: it needs an argument that only TRL's trainer has, or does not take one of the recipe's `kwargs`.
     """
     found = _load(params["function"])
     for name in _ONLY_TRL:
@@ -108,7 +108,7 @@ def load(params: Params) -> None:
 
 
 def score(items: Sequence[Item], params: Params) -> list[Outcome]:
-    """An outcome each: what the function gives, in one call for all items whose data have the same keys."""
+    """Return one outcome per item; items whose data have the same keys share one call of the function."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for at, item in enumerate(items):
         has_tokens = ("completion_ids",) if item.response_tokens is not None else ()
@@ -116,7 +116,8 @@ def score(items: Sequence[Item], params: Params) -> list[Outcome]:
     calls, outcomes = list(alike.values()), dict[int, Outcome]()
     while calls:
         again = []
-        for places, found in zip(calls, _made([[items[at] for at in call] for call in calls], params), strict=True):
+        results = _run_calls([[items[at] for at in call] for call in calls], params)
+        for places, found in zip(calls, results, strict=True):
             if not isinstance(found, BaseException):
                 outcomes |= zip(places, found, strict=True)
             elif len(places) == 1:
@@ -127,9 +128,9 @@ def score(items: Sequence[Item], params: Params) -> list[Outcome]:
     return [outcomes[at] for at in range(len(items))]
 
 
-def _made(calls: Sequence[Sequence[Item]], params: Params) -> list[list[Outcome] | BaseException]:
-    """What became of calls: outcomes, or what was raised. A function that is not async runs outside of an event loop,
-    so that it can have one of its own."""
+def _run_calls(calls: Sequence[Sequence[Item]], params: Params) -> list[list[Outcome] | BaseException]:
+    """Return the outcomes of each call, or its exception."""
+    # outside of an event loop, so that a function that is not async can run one of its own
     found: list[Any] = [_caught(lambda items=items: _call(items, params)) for items in calls]
     waiting = [at for at, each in enumerate(found) if inspect.isawaitable(each)]
     if waiting:
@@ -143,12 +144,16 @@ def _made(calls: Sequence[Sequence[Item]], params: Params) -> list[list[Outcome]
 
 
 def _caught(call: Callable[[], T]) -> T | BaseException:
-    """What a call returns or raises; foreign code may raise anything. Out of memory, the process has to end."""
+    """Return the result or the exception of a call.
+
+    Raises:
+        MemoryError: the process has to end, which gives its memory back.
+    """
     try:
         return call()
     except MemoryError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
         return error
 
 
@@ -157,7 +162,8 @@ async def _gathered(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    """What it returns or raises, as in `_caught`; `gather` alone lets SystemExit end the worker."""
+    """Return its result or exception, as `_caught` does."""
+    # `gather` alone would let SystemExit end the worker
     try:
         return await awaitable
     except MemoryError:
@@ -167,17 +173,19 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 
 def _call(items: Sequence[Item], params: Params) -> Any:
-    """What the function returns for items whose data have the same keys.
+    """Call the function for items whose data have the same keys, and return its result.
 
     Raises:
-        BadDataError: it needs a column that the prompts' data do not have.
+        BadDataError: it needs a column that the prompts' data lack.
     """
     name = params["function"]
     found = _load(name)
     offered = {column: [item.data[column] for item in items] for column in items[0].data if column not in _OWN}
     offered |= _completions(items, conversational=params["conversational"])
+    # the recipe's arguments come before columns of the same name
     offered |= params["kwargs"]
     passed = offered if found.takes_all else {key: offered[key] for key in found.parameters if key in offered}
+    # not for `**columns`: only a function that names them gets them
     only_named = {"finish_reasons": [item.finish_reason for item in items], "log_extra": _ignore, "log_metric": _ignore}
     passed |= {key: value for key, value in only_named.items() if key in found.parameters}
     missing = [key for key, is_required in found.parameters.items() if is_required and key not in passed]
@@ -189,10 +197,10 @@ def _call(items: Sequence[Item], params: Params) -> Any:
 
 
 def _read(scores: Any, items: Sequence[Item], params: Params) -> list[Outcome]:
-    """The outcomes in what the function returned.
+    """Return the outcomes in a result of the function.
 
     Raises:
-        TypeError: it is not a list with one score per item.
+        TypeError: the result is not a list with one score per item.
     """
     values = scores.tolist() if hasattr(scores, "tolist") else scores  # numpy, torch
     if not isinstance(values, list | tuple) or len(values) != len(items):
@@ -202,7 +210,7 @@ def _read(scores: Any, items: Sequence[Item], params: Params) -> list[Outcome]:
 
 
 def _completions(items: Sequence[Item], *, conversational: bool) -> dict[str, list[Any]]:
-    """Prompts and completions as TRL passes them."""
+    """Return prompts and completions as TRL passes them."""
     prompts: list[Any] = [item.prompt for item in items]
     completions: list[Any] = [item.response for item in items]
     if conversational:
@@ -214,13 +222,13 @@ def _completions(items: Sequence[Item], *, conversational: bool) -> dict[str, li
 
 
 def _messages(item: Item) -> list[Any]:
-    """The messages of a prompt that its data has (TRL's column `prompt`); else its text is what the user says."""
+    """Return the messages in a prompt's data (TRL's column `prompt`); else its text as one message of the user."""
     messages = item.data.get("prompt")
     return messages if isinstance(messages, list) else [{"role": "user", "content": item.prompt}]
 
 
 def _ignore(name: str, value: Any) -> None:
-    """TRL's `log_extra` and `log_metric`: there is no table of completions here; metrics of scorers are `parts`."""
+    """Stand for TRL's `log_extra` and `log_metric`: there is no table of completions here."""
 
 
 def _checked(value: Any, function: str) -> Outcome:
@@ -231,7 +239,7 @@ def _checked(value: Any, function: str) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function, its parameters with whether each must be given, and whether it takes any others."""
+    """A function; whether each of its parameters is required; whether it takes any others."""
 
     function: Callable[..., Any]
     parameters: Mapping[str, bool]
@@ -248,7 +256,7 @@ def _load(name: str) -> _Function:
 
 
 def _digest(name: str) -> str:
-    """Digest of the file that has the function; the packages above it are not run.
+    """Return the digest of the function's file; the packages above it are not imported.
 
     Raises:
         ConfigError: there is no such module.
@@ -256,7 +264,8 @@ def _digest(name: str) -> str:
     module = name.partition(":")[0]
     top, *parts = module.split(".")
     spec = next((spec for finder in sys.meta_path if (spec := finder.find_spec(top, None)) is not None), None)
-    for part in parts:  # by its own name: importlib wants the packages above in sys.modules for a whole one
+    # part by part: for a dotted name importlib would import the packages above it, which may be foreign code
+    for part in parts:
         folders = None if spec is None else spec.submodule_search_locations
         spec = None if folders is None else PathFinder.find_spec(part, list(folders))
     if spec is None:

@@ -1,4 +1,4 @@
-"""Red-teaming: the response is an attack; a victim replies to it several times, a classifier says how toxic that is."""
+"""Kind `redteam`: the response is an attack; the score is how toxic a victim's replies to it are."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import asyncio
 from collections.abc import Sequence
 
 from tba.config.reward import RedteamSpec
-from tba_reward.models.messages import ClassifierSettings, GuardSettings, ModelFiles, RedteamSet, VictimSettings
-from tba_reward.models.scorer import ModelScorer
-from tba_reward.scorers.base import Item, Outcome, Scorer, Tools
+from tba_reward.model_server.messages import (
+    ClassifierSettings,
+    GuardSettings,
+    ModelFiles,
+    RedteamSet,
+    VictimSettings,
+)
+from tba_reward.scorer import Item, Outcome, Scorer
+from tba_reward.scorers import Tools
+from tba_reward.scorers.in_model_server import ModelServerScorer
 
 IMPLEMENTATION = 1
 
 
 def build(spec: RedteamSpec, tools: Tools) -> Scorer:
-    """A scorer whose models are loaded when it is started.
+    """Return a scorer whose models are loaded when it is started.
 
     Raises:
         ConfigError: a package or the folder of a model is missing.
@@ -22,20 +29,20 @@ def build(spec: RedteamSpec, tools: Tools) -> Scorer:
     return RedteamScorer(spec, tools)
 
 
-class RedteamScorer(ModelScorer):
-    """Asks one process, which holds victim and classifier, about every attack."""
+class RedteamScorer(ModelServerScorer):
+    """Scores every attack in one process, which holds victim and classifier."""
 
     def __init__(self, spec: RedteamSpec, tools: Tools) -> None:
         super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """The mean toxicity of the replies, or that of its logarithm, per item, in order."""
-        asks = (self._process.ask(item.prompt, item.response, timeout_s=self._timeout_s) for item in items)
-        return await asyncio.gather(*asks)
+        """Return the mean of the replies' toxicity, or of its logarithm, per item, in order."""
+        calls = (self._process.score(item.prompt, item.response, timeout_s=self._timeout_s) for item in items)
+        return await asyncio.gather(*calls)
 
 
 def model_set(spec: RedteamSpec) -> RedteamSet:
-    """What the process has to load."""
+    """Return the models that the process loads."""
     return RedteamSet(
         victim=VictimSettings(
             files=_files(spec, spec.victim, spec.victim_revision),
@@ -61,6 +68,7 @@ def _judge(spec: RedteamSpec) -> ClassifierSettings | GuardSettings:
     if spec.judge == "guard":
         return GuardSettings(
             files=files,
+            # the default of a guard is a chat
             form="text" if spec.classifier_input == "text" else "chat",
             template=spec.classifier_template,
             safe=spec.safe_verdict,

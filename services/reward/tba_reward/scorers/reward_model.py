@@ -1,4 +1,4 @@
-"""Reward models: an output of a sequence classification model, or who wins by it against another response."""
+"""Kind `reward_model`: the output of a sequence classification model, or a comparison by it with another response."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Sequence
 
 from tba.config.reward import RewardModelSpec
-from tba_reward.models.messages import ClassifierSettings, ModelFiles, RewardModelSet
-from tba_reward.models.scorer import ModelScorer
-from tba_reward.scorers.base import Failure, Item, Outcome, Scorer, Tools
+from tba_reward.model_server.messages import ClassifierSettings, ModelFiles, RewardModelSet
+from tba_reward.scorer import Failure, Item, Outcome, Scorer
+from tba_reward.scorers import Tools
+from tba_reward.scorers.in_model_server import ModelServerScorer
 
 IMPLEMENTATION = 1
 WIN, TIE, LOSS = 1.0, 0.5, 0.0
 
 
 def build(spec: RewardModelSpec, tools: Tools) -> Scorer:
-    """A scorer whose model is loaded when it is started.
+    """Return a scorer whose model is loaded when it is started.
 
     Raises:
         ConfigError: a package or the model's folder is missing.
@@ -23,15 +24,15 @@ def build(spec: RewardModelSpec, tools: Tools) -> Scorer:
     return RewardModelScorer(spec, tools)
 
 
-class RewardModelScorer(ModelScorer):
-    """Asks one model process about every item."""
+class RewardModelScorer(ModelServerScorer):
+    """Scores every item in one model process."""
 
     def __init__(self, spec: RewardModelSpec, tools: Tools) -> None:
         super().__init__(spec, tools, model_set(spec), implementation=IMPLEMENTATION)
         self._against, self._missing_eos_penalty = spec.against, spec.missing_eos_penalty
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item, in order."""
+        """Return one outcome per item, in order."""
         return await asyncio.gather(*(self._score(item) for item in items))
 
     async def _score(self, item: Item) -> Outcome:
@@ -48,16 +49,17 @@ class RewardModelScorer(ModelScorer):
         return TIE if own == others else WIN if own > others else LOSS
 
     async def _own_score(self, item: Item) -> Outcome:
+        # a constant instead of the model's score, as published for TL;DR
         if not item.is_finished and self._missing_eos_penalty is not None:
             return self._missing_eos_penalty
         return await self._ask(item.prompt, item.response, finished=item.is_finished)
 
     async def _ask(self, prompt: str, response: str, *, finished: bool) -> Outcome:
-        return await self._process.ask(prompt, response, finished=finished, timeout_s=self._timeout_s)
+        return await self._process.score(prompt, response, finished=finished, timeout_s=self._timeout_s)
 
 
 def model_set(spec: RewardModelSpec) -> RewardModelSet:
-    """What the process has to load; scorers that differ in nothing else share it."""
+    """Return the models that the process loads; scorers with the same ones share a process."""
     return RewardModelSet(
         classifier=ClassifierSettings(
             files=ModelFiles(

@@ -1,1 +1,1 @@
-"""Generation engines behind one protocol (`base.Engine`)."""
+"""Generation engines behind one protocol (`engine.Engine`)."""

@@ -1,4 +1,4 @@
-"""The one place that knows all engines: a recipe and a pulled model folder become a running engine."""
+"""Builds the engine that a recipe names; the one place that knows all engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.base import Engine
+from tba_searcher.engines.engine import Engine
 
 if TYPE_CHECKING:
     from tba.config import Recipe
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 def build_engine(
     recipe: Recipe, folder: Path, version: PolicyVersion, manifest: Manifest | None, *, seed: int
 ) -> Engine:
-    """The engine that `searcher.engine` names, with the weights of `version`, not yet verified.
-
-    Each engine's libraries are imported here and not before: vLLM's environment has to be set first, and a simulated
-    engine needs no torch.
+    """Build the engine that `searcher.engine` names, with the weights of `version`, not yet verified.
 
     Args:
         folder: model folder in Hugging Face format with the tensors of `manifest`, its config and its tokenizer.
-        manifest: None for a folder that is no published version (`tba evaluate --model`); `model.dtype` then holds.
-        seed: of the engine's own random stream (`tba_searcher.seeds`).
+        manifest: None for a folder that is no published version (`tba evaluate --model`); its dtype is `model.dtype`.
+        seed: seeds the engine's own random stream (`tba_searcher.service`).
 
     Raises:
         ConfigError: the folder's model, the device or the settings do not suit the engine.
@@ -37,6 +34,7 @@ def build_engine(
     else:
         dtype, names = manifest.dtype, [stored.name for stored in manifest.tensors]
     paths = tuple(folder / name for name in names)
+    # each engine is imported only here: vLLM's environment must be set first, and the simulated engine needs no torch
     if settings.engine == "simulated":
         from tba_searcher.engines.simulated import SimulatedEngine, SimulatedSettings
 
@@ -47,7 +45,7 @@ def build_engine(
             SimulatedSettings(num_slots=settings.num_slots, **lengths, seed=seed, behaviour=settings.simulated),
         )
     if settings.engine == "vllm":
-        from tba_searcher.engines.vllm_engine import VllmEngine, VllmSettings
+        from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 
         return VllmEngine(
             folder,
@@ -63,7 +61,7 @@ def build_engine(
                 section=settings.vllm,
             ),
         )
-    from tba_searcher.engines.embedded import EmbeddedEngine, EmbeddedSettings
+    from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
 
     return EmbeddedEngine(
         folder,

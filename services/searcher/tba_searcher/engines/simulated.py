@@ -1,20 +1,23 @@
-"""The simulated engine: takes the time that a real one would, holds no model, and makes responses up.
+"""The simulated engine: takes the time that a real one would, holds no model, and makes up responses.
 
-It stands in for an engine wherever everything else is to be real: fleets of hundreds of searchers on one machine, and
-rehearsals of a deployment (`searcher.engine = "simulated"`). No torch. Time passes within `step` alone, as it does for
-an engine that decodes: what the loop takes between two steps is lost.
+It replaces an engine where everything else is to be real: hundreds of searchers on one machine, and rehearsals of a
+deployment (`searcher.engine = "simulated"`). It needs no torch. Time passes only within `step`, as in an engine that
+decodes: the time that the loop takes between two steps is lost.
 
 Lengths, tokens and log-probs are a function of the seed and the request id (of the request's own seed and prompt where
-it has a seed), so that nothing depends on the order in which requests arrive. End of sequence ends a response that fits
-its limit; stop strings never come up.
+it has a seed), so that nothing depends on the order in which requests arrive. A response that fits its limit ends with
+end of sequence; stop strings never come up. Its text has about four characters a token. Token ids are valid for the
+run's real model, so that a trainer accepts them, and mean nothing to it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,42 +26,43 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.config.simulated import SimulatedSection
-from tba.errors import DigestError
+from tba.config.searcher import SimulatedSection
+from tba.errors import ConfigError, DigestError
 from tba.versions import PolicyVersion
 from tba.weights.digest import params_sha256_of_files
+from tba.weights.repository import MODEL_CONFIG_NAME
 from tba.wire import Manifest, VersionSpan
-from tba_searcher.engines.base import Completion, EngineDiedError, Request, check_request
-from tba_searcher.simulated_text import Vocabulary
+from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_request
 
 MEAN_NATS = 1.0
-"""Of the made-up log-prob of a token."""
+"""Mean of the negative made-up log-prob of a token."""
+CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSettings:
-    """What the engine needs besides the files of the version."""
+    """Settings of the engine."""
 
     num_slots: int
     max_prompt_tokens: int
     max_response_tokens: int
     seed: int
-    """Of everything that is random here."""
+    """Seeds everything that is random here."""
     behaviour: SimulatedSection
 
 
-def vanish() -> None:
-    """End this process without a word, as when its machine is taken away."""
+def kill_process() -> None:
+    """Kill this process, as when its machine is taken away."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SimulatedEngine:
-    """Implements `tba_searcher.engines.base.Engine`.
+    """Implements `tba_searcher.engines.engine.Engine`.
 
     Args:
-        folder: the version's files: `config.json` and what `tensors_paths` names.
-        sleep: lets time pass.
-        clock: seconds, for crashes and preemptions.
+        folder: the version's files: `config.json` and those of `tensors_paths`.
+        sleep: called to let time pass.
+        clock: returns seconds, for crashes and preemptions.
         preempt: called when the simulated machine is taken away.
 
     Raises:
@@ -74,19 +78,19 @@ class SimulatedEngine:
         *,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
-        preempt: Callable[[], None] = vanish,
+        preempt: Callable[[], None] = kill_process,
     ) -> None:
         self._settings, self._behaviour = settings, settings.behaviour
         self._sleep, self._clock, self._preempt = sleep, clock, preempt
         self._vocabulary = Vocabulary.of_folder(folder)
         self._waiting: deque[Request] = deque()
-        self._rows: list[_Row] = []
+        self._active: list[_ActiveRequest] = []
         self._ids: set[str] = set()
         self._version, self._params_sha256 = version, params_sha256_of_files(tensors_paths)
         sleep(self._behaviour.start_s)
         rng, now = np.random.default_rng(settings.seed), clock()
-        self._crash_at_s = _moment(rng, now, self._behaviour.crash_every_s)
-        self._preempt_at_s = _moment(rng, now, self._behaviour.preempt_every_s)
+        self._crash_at_s = _draw_time(rng, now, self._behaviour.crash_every_s)
+        self._preempt_at_s = _draw_time(rng, now, self._behaviour.preempt_every_s)
 
     @property
     def version(self) -> PolicyVersion:
@@ -95,18 +99,18 @@ class SimulatedEngine:
 
     @property
     def default_eos_ids(self) -> tuple[int, ...]:
-        """The end of sequence that `config.json` names, or else the last id of its vocabulary."""
+        """The end-of-sequence ids of `config.json`, or else the last id of its vocabulary."""
         return self._vocabulary.eos_ids
 
     @property
     def num_slots(self) -> int:
-        """Completions decoded at once."""
+        """Most requests that are active at once."""
         return self._settings.num_slots
 
     @property
     def num_active(self) -> int:
-        """Completions being decoded now."""
-        return len(self._rows)
+        """Requests that are being decoded now."""
+        return len(self._active)
 
     @property
     def num_waiting(self) -> int:
@@ -128,39 +132,36 @@ class SimulatedEngine:
         """Forget a request (see `Engine.abort`)."""
         if request_id in self._ids:
             self._ids.discard(request_id)
-            self._rows = [row for row in self._rows if row.request.request_id != request_id]
+            self._active = [active for active in self._active if active.request.request_id != request_id]
             self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
 
     def step(self) -> list[Completion]:
-        """Refill, let time pass for `tokens_per_step` tokens of every row, return what finished (see `Engine.step`)."""
-        self._suffer()
-        while self._waiting and len(self._rows) < self.num_slots:
-            self._rows.append(self._begin(self._waiting.popleft()))
-        if not self._rows:
+        """Let time pass for `tokens_per_step` tokens of every active request (see `Engine.step`)."""
+        self._crash_or_preempt()
+        while self._waiting and len(self._active) < self.num_slots:
+            self._active.append(self._begin(self._waiting.popleft()))
+        if not self._active:
             return []
-        num_tokens = min(self._behaviour.tokens_per_step, max(row.num_left for row in self._rows))
+        num_tokens = min(self._behaviour.tokens_per_step, max(active.num_left for active in self._active))
         self._sleep(num_tokens / self._tokens_per_s())
-        for row in self._rows:
-            row.num_done += min(num_tokens, row.num_left)
-        finished = [row for row in self._rows if not row.num_left]
-        self._rows = [row for row in self._rows if row.num_left]
-        self._ids.difference_update(row.request.request_id for row in finished)
-        return [row.completion() for row in finished]
+        for active in self._active:
+            active.num_done += min(num_tokens, active.num_left)
+        finished = [active for active in self._active if not active.num_left]
+        self._active = [active for active in self._active if active.num_left]
+        self._ids.difference_update(active.request.request_id for active in finished)
+        return [active.completion() for active in finished]
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
-        """Read the files and let time pass; active rows go on in a new span (see `Engine.load_weights`)."""
+        """Read the files and let time pass (see `Engine.load_weights`)."""
         self._params_sha256 = params_sha256_of_files(tensors_paths)
         self._sleep(self._behaviour.load_s)
         self._version = version
-        for row in self._rows:
-            row.span_starts[row.num_done] = version
+        for active in self._active:
+            active.span_starts[active.num_done] = version
 
     def verify(self, manifest: Manifest) -> None:
-        """Compare the digest of the files' tensors with the published one; there is no model for a canary.
-
-        Raises:
-            DigestError
-        """
+        """Compare the digest of the files' tensors with the published one (see `Engine.verify`)."""
+        # there is no model that could compute the canary
         if self._params_sha256 != manifest.params_sha256:
             raise DigestError(
                 f"weight version {manifest.version}: the files hold parameters with sha256 {self._params_sha256}, "
@@ -168,12 +169,12 @@ class SimulatedEngine:
             )
 
     def close(self) -> None:
-        """Forget every request."""
-        self._rows, self._ids = [], set()
+        """Forget all requests (see `Engine.close`)."""
+        self._active, self._ids = [], set()
         self._waiting.clear()
 
-    def _suffer(self) -> None:
-        """Crash or vanish, when it is time for it."""
+    def _crash_or_preempt(self) -> None:
+        """Crash or be preempted when the time for it has come."""
         now = self._clock()
         if self._preempt_at_s is not None and now >= self._preempt_at_s:
             self._preempt()
@@ -184,12 +185,13 @@ class SimulatedEngine:
             )
 
     def _tokens_per_s(self) -> float:
-        """Of one row, with as many rows as there are."""
+        """Return the tokens per second of one request, with as many active as there are."""
         one, all_slots = self._behaviour.tokens_per_s, self._behaviour.batch_tokens_per_s
-        return one if all_slots is None else min(one, all_slots / len(self._rows))
+        return one if all_slots is None else min(one, all_slots / len(self._active))
 
-    def _begin(self, request: Request) -> _Row:
-        """Decide what the response will be."""
+    def _begin(self, request: Request) -> _ActiveRequest:
+        """Make up the response to a request."""
+        # the id alone decides, so that the order in which requests arrive does not matter
         seed = request.sampling.seed
         source = f"{self._settings.seed}|{request.request_id}" if seed is None else f"{seed}|{request.prompt_tokens}"
         rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(source.encode(), digest_size=16).digest(), "big"))
@@ -199,12 +201,12 @@ class SimulatedEngine:
         if ends:
             tokens[-1] = request.eos_ids[0]
         logprobs = -rng.exponential(MEAN_NATS, size=len(tokens)).astype(np.float32)
-        return _Row(request, tokens, logprobs, "stop" if ends else "length", {0: self._version}, time.time())
+        return _ActiveRequest(request, tokens, logprobs, "stop" if ends else "length", {0: self._version}, time.time())
 
 
 @dataclass(slots=True)
-class _Row:
-    """One response on its way: what it will be, and how far it is."""
+class _ActiveRequest:
+    """A request that is being decoded: its whole response, and how many tokens of it are done."""
 
     request: Request
     tokens: NDArray[np.int32]
@@ -213,17 +215,17 @@ class _Row:
     """[R]."""
     finish_reason: str
     span_starts: dict[int, PolicyVersion]
-    """First token -> the version that makes it and what follows."""
+    """Index of a token -> the version that samples it and those after it."""
     started_at_s: float
     num_done: int = 0
 
     @property
     def num_left(self) -> int:
-        """Tokens still to come."""
+        """Tokens that are not done."""
         return len(self.tokens) - self.num_done
 
     def completion(self) -> Completion:
-        """The finished row as a value."""
+        """Return the completion."""
         starts = sorted(self.span_starts)
         ends = [*starts[1:], len(self.tokens)]
         return Completion(
@@ -242,7 +244,7 @@ class _Row:
 
 
 def draw_length(rng: np.random.Generator, behaviour: SimulatedSection) -> int:
-    """Tokens of a response, before any limit; at least 1."""
+    """Draw the length of a response in tokens, before any limit; at least 1."""
     median = behaviour.median_response_tokens
     match behaviour.lengths:
         case "fixed":
@@ -254,7 +256,72 @@ def draw_length(rng: np.random.Generator, behaviour: SimulatedSection) -> int:
     return max(1, round(min(length, 1e9)))
 
 
-def _moment(rng: np.random.Generator, now_s: float, mean_s: float | None) -> float | None:
-    """When something with this mean distance happens next."""
-    distance_s = rng.exponential()  # drawn in any case: one rate does not change the moments of the other
+def _draw_time(rng: np.random.Generator, now_s: float, mean_s: float | None) -> float | None:
+    """Draw when something that happens every `mean_s` on average happens next; None: never."""
+    distance_s = rng.exponential()  # drawn in any case: one rate must not change the times of the other
     return None if mean_s is None else now_s + mean_s * distance_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """The token ids of a model: 0 to `num_ids` - 1."""
+
+    num_ids: int
+    eos_ids: tuple[int, ...]
+    """The ids that end a sequence."""
+    plain_ids: NDArray[np.int32]
+    """The ids that responses are made of: the first thousand, without the ends of sequence."""
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Vocabulary:
+        """Read the `config.json` of a model; without an end of sequence, the last id is taken for it.
+
+        Raises:
+            ConfigError: it names no vocabulary.
+        """
+        path = folder / MODEL_CONFIG_NAME
+        try:
+            document = json.loads(path.read_text())
+            document = {**document.get("text_config", {}), **document}
+            num_ids, eos = int(document["vocab_size"]), document.get("eos_token_id")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"the simulated engine finds no vocab_size in {path} ({type(error).__name__}: {error}); "
+                "the version must hold the config.json of a language model"
+            ) from None
+        ids = eos if isinstance(eos, list) else [num_ids - 1] if eos is None else [eos]
+        known = tuple(sorted({int(number) for number in ids if 0 <= int(number) < num_ids}))
+        eos_ids = known or (num_ids - 1,)
+        plain_ids = np.setdiff1d(np.arange(min(num_ids, 1000 + len(eos_ids)), dtype=np.int32), eos_ids)
+        if not len(plain_ids):
+            raise ConfigError(f"{path}: all {num_ids} ids end a sequence; the simulated engine has nothing to say")
+        return cls(num_ids, eos_ids, plain_ids)
+
+    def draw(self, rng: np.random.Generator, num_tokens: int) -> NDArray[np.int32]:
+        """Draw ids [num_tokens], any but the ends of sequence."""
+        return self.plain_ids[rng.integers(len(self.plain_ids), size=num_tokens)]
+
+
+class SimulatedCodec:
+    """Implements `tba_searcher.engines.tokenizer.Codec`.
+
+    Raises:
+        ConfigError: `config.json` names no vocabulary.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._vocabulary = Vocabulary.of_folder(folder)
+        self.eos_ids = self._vocabulary.eos_ids
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Return one id for every four bytes of a prompt; the same prompt always has the same ids."""
+        raw = text.encode(errors="replace")
+        parts = (raw[at : at + CHARS_PER_TOKEN] for at in range(0, len(raw), CHARS_PER_TOKEN))
+        return tuple(zlib.crc32(part) % self._vocabulary.num_ids for part in parts)
+
+    def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
+        """Return every token but the end of sequence as a number of three digits, with spaces between them."""
+        return [
+            " ".join(f"{token % 1000:03d}" for token in c.response_tokens[: -1 if c.finish_reason == "stop" else None])
+            for c in completions
+        ]

@@ -1,8 +1,8 @@
-"""The evaluator: a process of its own that `tba evaluate` starts for one model.
+"""The evaluator: a process that `tba evaluate` starts for one model.
 
     prompts --generating--> answers --scoring--> scores ---------.
                                |---- perplexity (starting model) |--> numbers --> evaluation.json
                                `---- diversity (embedding model) '
 
-One step after the other, and each lets go of its model before the next one loads its own.
+The steps run one after the other. Each frees its model before the next one loads its own.
 """

@@ -1,4 +1,4 @@
-"""`python -m tba_searcher.evaluation --config FILE --job FILE`: parse both first; torch is imported when they hold."""
+"""`python -m tba_searcher.evaluation --config FILE --job FILE`: parse both, then import torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.config import Recipe
-from tba.main import service_main
+from tba.service_main import service_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate one model; returns the exit code of `tba.main.service_main`."""
+    """Evaluate one model; return the exit code of `tba.service_main.service_main`."""
     parser = argparse.ArgumentParser(prog="python -m tba_searcher.evaluation", add_help=False)
-    parser.add_argument("--job", required=True, type=Path, metavar="FILE", help="what `tba evaluate` wrote")
+    parser.add_argument("--job", required=True, type=Path, metavar="FILE", help="written by `tba evaluate`")
     args, rest = parser.parse_known_args(argv)
 
     def run(recipe: Recipe) -> None:
-        from tba.evaluation.job import load_job
+        from tba.evaluation.report import load_job
         from tba_searcher.evaluation.evaluator import evaluate
 
         evaluate(recipe, load_job(args.job))

@@ -1,4 +1,4 @@
-"""One evaluation from its job to evaluation.json."""
+"""One evaluation, from its job to evaluation.json and completions.jsonl."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import tba
 from tba.api import Prompt
 from tba.config import Recipe
 from tba.errors import MalformedError
-from tba.evaluation.job import PROGRESS, EvaluationJob, read_prompts
-from tba.evaluation.report import EvaluationReport
+from tba.evaluation.report import PROGRESS, EvaluationJob, EvaluationReport, read_prompts
 from tba.versions import START, PolicyVersion
 from tba.weights import params_sha256_of_files
 from tba.wire import Manifest
-from tba.wire.manifest import decode_manifest
+from tba.wire.weight_manifest import decode_manifest
 from tba_searcher.engines.factory import build_engine
-from tba_searcher.evaluation.answers import Answers, Say, answer_all, modes_of
-from tba_searcher.evaluation.measured import Measured
+from tba_searcher.engines.tokenizer import open_codec
+from tba_searcher.evaluation.completions import Answers, OnProgress, answer_all, modes_of
+from tba_searcher.evaluation.perplexity import negative_log_likelihoods
+from tba_searcher.evaluation.results import EvaluationMetrics
 from tba_searcher.evaluation.scores import Scores, score_all, tasks_of
-from tba_searcher.evaluation.start import negative_log_likelihoods
 from tba_searcher.service import prepare_torch
-from tba_searcher.text import open_codec
 
-SAY_EVERY_S = 2.0
+PRINT_EVERY_S = 2.0
 
 
 def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
@@ -33,19 +32,20 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
 
     Raises:
         TbaError: the model, the starting model or the embedding model cannot be used, the engine died, or the reward
-            service stayed away. Nothing but complete evaluations is written to evaluation.json.
+            service stayed away. Only a complete evaluation is written to evaluation.json.
     """
     prepare_torch(recipe)
-    say = Progress()
+    on_progress = Progress()
     prompts = read_prompts(job.prompts)
     manifest = None if job.manifest is None else decode_manifest(job.manifest.read_bytes())
-    answers = _answers(recipe, job, manifest, prompts, say)
+    answers = _generate(recipe, job, manifest, prompts, on_progress)
+    # one step after the other: each model is freed before the next one is loaded
     nlls = {}
     if recipe.eval.published.perplexity and job.start is not None:
-        nlls = negative_log_likelihoods(recipe, job.start, answers, say=say)
-    scores = score_all(recipe, answers, say=say)
+        nlls = negative_log_likelihoods(recipe, job.start, answers, on_progress=on_progress)
+    scores = score_all(recipe, answers, on_progress=on_progress)
     _write_completions(recipe, job.out / "completions.jsonl", answers, scores, nlls)
-    measured = Measured(recipe, answers, scores, nlls)
+    metrics = EvaluationMetrics(recipe, answers, scores, nlls)
     report = EvaluationReport(
         subject=job.subject,
         version=job.version,
@@ -56,9 +56,9 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
         finished_at_s=time.time(),
         num_prompts=len(prompts),
         refused_prompts={prompts[index].prompt_id: reason for index, reason in answers.refused.items()},
-        modes={mode: measured.report(mode) for mode, _ in modes_of(recipe.eval.published)},
-        metrics=measured.metrics,
-        references=measured.comparisons(),
+        modes={mode: metrics.report(mode) for mode, _ in modes_of(recipe.eval.published)},
+        metrics=metrics.by_name,
+        references=metrics.comparisons(),
         generation_s=answers.seconds,
         num_generated_tokens=sum(len(answer.tokens) for answer in answers.answers),
         settings={
@@ -71,40 +71,43 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
             "searcher.tasks": {name: task.model_dump(mode="json") for name, task in recipe.searcher.tasks.items()},
         },
     )
-    half = job.out / "evaluation.json.part"
-    half.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    os.replace(half, job.out / "evaluation.json")
+    # renamed when it is written, so that evaluation.json is always complete
+    part = job.out / "evaluation.json.part"
+    part.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    os.replace(part, job.out / "evaluation.json")
 
 
 class Progress:
-    """Lines for the person who waits: every few seconds, how far it is."""
+    """Prints how far the evaluation is, every few seconds."""
 
     def __init__(self) -> None:
-        self._said_s = -SAY_EVERY_S
+        self._printed_s = -PRINT_EVERY_S
 
     def __call__(self, text: str) -> None:
         """Print, unless something was printed just now."""
         now_s = time.monotonic()
-        if now_s - self._said_s >= SAY_EVERY_S:
-            self._said_s = now_s
+        if now_s - self._printed_s >= PRINT_EVERY_S:
+            self._printed_s = now_s
             print(PROGRESS + text, flush=True)
 
 
-def _answers(recipe: Recipe, job: EvaluationJob, manifest: Manifest | None, prompts: list[Prompt], say: Say) -> Answers:
-    say(f"loading {job.subject} into the engine {recipe.searcher.engine}")
+def _generate(
+    recipe: Recipe, job: EvaluationJob, manifest: Manifest | None, prompts: list[Prompt], on_progress: OnProgress
+) -> Answers:
+    on_progress(f"loading {job.subject} into the engine {recipe.searcher.engine}")
     version = START if job.version is None else PolicyVersion.parse(job.version)
     engine = build_engine(recipe, job.model, version, manifest, seed=recipe.eval.published.seed)
     try:
         if manifest is not None:
             engine.verify(manifest)
         codec = open_codec(recipe, job.model)
-        return answer_all(engine, codec, recipe, prompts, say=say)
+        return answer_all(engine, codec, recipe, prompts, on_progress=on_progress)
     finally:
         engine.close()
 
 
 def _params_sha256(folder: Path) -> str | None:
-    """None where the weights are stored in another format, or twice."""
+    """Return the digest of the weights; None where they are stored in another format, or twice."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         return params_sha256_of_files(paths) if paths else None

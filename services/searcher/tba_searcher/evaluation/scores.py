@@ -1,4 +1,4 @@
-"""Scores of all answers under every task that the recipe names, from the reward service, a few requests at a time."""
+"""Scores of all answers under every task that the recipe names, from the reward service."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tba.api import ScoreItem, ScoreResult
 from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.tokens import client_token
-from tba_searcher.evaluation.answers import Answers, Say
-from tba_searcher.waits import Waits, patiently
+from tba_searcher.evaluation.completions import Answers, OnProgress
+from tba_searcher.generation.status import WaitRegistry, retry_until
 
 REQUEST_ITEMS = 16
 """Few, so that slow reward models answer a request within its deadline (`reward.request_timeout_s`)."""
@@ -33,16 +33,16 @@ Scores = Mapping[tuple[str, str], Score]
 
 
 def tasks_of(recipe: Recipe, answers: Answers, prompt: int) -> Sequence[str]:
-    """The tasks that completions of a prompt are scored under."""
+    """Return the tasks that completions of a prompt are scored under."""
     return recipe.eval.published.tasks or [answers.prompts[prompt].task]
 
 
-def score_all(recipe: Recipe, answers: Answers, *, say: Say) -> dict[tuple[str, str], Score]:
-    """Ask the reward service about everything.
+def score_all(recipe: Recipe, answers: Answers, *, on_progress: OnProgress) -> dict[tuple[str, str], Score]:
+    """Score all answers.
 
     Raises:
-        WaitTimeoutError: the service does not answer, for `searcher.retry_s`.
-        ServiceError: it refused a request as a whole; nothing is taken for unknown then.
+        WaitTimeoutError: the service has not answered for `searcher.retry_s`.
+        ServiceError: the service refused a whole request; no score is taken for unknown then.
     """
     client = RewardClient(
         recipe.reward_url,
@@ -52,12 +52,14 @@ def score_all(recipe: Recipe, answers: Answers, *, say: Say) -> dict[tuple[str, 
         timeout_s=recipe.reward.request_deadline_s + 15.0,
     )
     try:
-        return asyncio.run(_score_all(recipe, answers, client, say))
+        return asyncio.run(_score_all(recipe, answers, client, on_progress))
     finally:
         client.close()
 
 
-async def _score_all(recipe: Recipe, answers: Answers, client: RewardClient, say: Say) -> dict[tuple[str, str], Score]:
+async def _score_all(
+    recipe: Recipe, answers: Answers, client: RewardClient, on_progress: OnProgress
+) -> dict[tuple[str, str], Score]:
     keys, items = [], []
     for answer in answers.answers:
         prompt = answers.prompts[answer.prompt]
@@ -74,11 +76,11 @@ async def _score_all(recipe: Recipe, answers: Answers, client: RewardClient, say
                     response_tokens=answer.tokens.tolist() if recipe.reward.takes_tokens(task) else None,
                 )
             )
-    waits, turns, found = Waits(), asyncio.Semaphore(REQUESTS_AT_ONCE), {}
+    waits, semaphore, found = WaitRegistry(), asyncio.Semaphore(REQUESTS_AT_ONCE), {}
 
     async def ask(number: int, part: list[ScoreItem]) -> None:
-        async with turns:
-            reply = await patiently(
+        async with semaphore:
+            reply = await retry_until(
                 lambda: client.score(part),
                 waits=waits,
                 owner=f"scoring-{number}",
@@ -87,20 +89,20 @@ async def _score_all(recipe: Recipe, answers: Answers, client: RewardClient, say
             )
         for result in reply.results:
             found[keys[int(result.item_id)]] = _score(result)
-        say(f"{len(found)} of {len(items)} scores")
+        on_progress(f"{len(found)} of {len(items)} scores")
 
-    await asyncio.gather(*(ask(number, part) for number, part in enumerate(_parts(items, recipe))))
+    await asyncio.gather(*(ask(number, part) for number, part in enumerate(_split(items, recipe))))
     return found
 
 
-def _parts(items: Sequence[ScoreItem], recipe: Recipe) -> Iterator[list[ScoreItem]]:
-    """Requests within the limits of the service."""
-    most_items = min(REQUEST_ITEMS, recipe.reward.max_items)
+def _split(items: Sequence[ScoreItem], recipe: Recipe) -> Iterator[list[ScoreItem]]:
+    """Cut items into requests within the limits of the service."""
+    max_items = min(REQUEST_ITEMS, recipe.reward.max_items)
     part: list[ScoreItem] = []
     num_bytes = 0
     for item in items:
         size = len(item.model_dump_json().encode()) + ITEM_OVERHEAD_BYTES
-        if part and (len(part) == most_items or num_bytes + size > recipe.reward.max_body_bytes):
+        if part and (len(part) == max_items or num_bytes + size > recipe.reward.max_body_bytes):
             yield part
             part, num_bytes = [], 0
         part.append(item)

@@ -4,20 +4,18 @@ Every objective is in policy-gradient form. Its gradient is
 
     sum_jt c_jt grad log pi_theta(y_jt),    c_jt = -A_j w_jt / denominator,    c detached
 
-so there are two steps: `advantages` gives A_j from sequence sums and rewards (a whole group, or batch, at once), and
-`objective_loss` gives the token weights and the loss of one micro-batch. Losses and metrics add up over micro-batches
-and ranks.
+and so it has two parts: `advantages` gives A_j from sequence sums and rewards (of a whole group or batch at once), and
+`objective_loss` gives the token weights w_jt and the loss of one micro-batch. Losses and metrics add up over
+micro-batches and ranks.
 
-    resolve(recipe.objective)  -> Objective      what is trained: preset, overrides, settings
-    Sequences, advantages      -> A_j            family.py, baselines.py
-    Tokens, Totals, objective_loss               loss.py
+    resolve(recipe.objective)             -> Objective      objective.py: preset, overrides and settings
+    Sequences, advantages                 -> A_j            advantages.py: one function per formula
+    Tokens, Totals, objective_loss        -> loss           loss.py: one token weight per kind of clip
 """
 
-from tba_trainer.objectives.advantage import advantages
-from tba_trainer.objectives.groups import tied_group_share
+from tba_trainer.objectives.advantages import Sequences, advantages, tied_group_share
 from tba_trainer.objectives.loss import Tokens, Totals, objective_loss
-from tba_trainer.objectives.resolved import Objective, resolve
-from tba_trainer.objectives.sequences import Sequences
+from tba_trainer.objectives.objective import Objective, resolve
 
 __all__ = [
     "Objective",

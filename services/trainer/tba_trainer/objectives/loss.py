@@ -4,16 +4,12 @@
 
 with rho = pi_theta / pi_behaviour, per token or as the product over the rollout, and w:
 
-    none            1
-    clamp           min(rho_jt, importance_clamp)
-    token_clip      rho_jt, 0 where PPO's clip is active
-    sequence_clip   rho_j, 0 where PPO's clip is active
+    none            1                                       tb, kimi, RLOO, REINFORCE, online DPO
+    clamp           min(rho_jt, importance_clamp)           tba_prime (arXiv 2503.18929), Dr. GRPO
+    token_clip      rho_jt, 0 where PPO's clip is active    GRPO, PPO (arXiv 1707.06347)
+    sequence_clip   rho_j, 0 where PPO's clip is active     proximal RLOO
 
-The last two are the gradients of the clipped surrogate min(rho A, clip(rho, 1 - c, 1 + c) A): inside, grad rho A =
-rho A grad log pi; where the clipped branch is the smaller one, the surrogate is constant. The clip is active where it
-would take A further: A > 0 and rho > 1 + c, or A < 0 and rho < 1 - c.
-
-The value of such a loss is not that of the surrogate: only its gradient means something.
+Only the gradient of such a loss means something: its value is not that of the surrogate.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tba_trainer.objectives.resolved import Objective
+from tba_trainer.objectives.objective import Objective
 
 MAX_LOG_WEIGHT = 40.0
 """Cap on log rho, so that a product with 0 or another large number stays finite in float32; no sane step gets there."""
@@ -38,7 +34,7 @@ class Tokens:
     """log pi_theta per token, with gradient."""
     sampler_logprobs: Float[Tensor, " T"]
     row: Int[Tensor, " T"]
-    """Rollout of each token, 0 to num_rows - 1."""
+    """Rollout of each token, from 0 to num_rows - 1."""
     num_rows: int
     """B."""
 
@@ -56,7 +52,7 @@ class Totals:
 def objective_loss(
     tokens: Tokens, advantage: Float[Tensor, " B"], objective: Objective, *, totals: Totals
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-    """The loss of one micro-batch and its metrics. Both are shares of the whole batch: they add up.
+    """Return the loss of one micro-batch and its metrics. Both are shares of the whole batch: they add up.
 
     Args:
         advantage: A_j of the B rollouts, from `advantages`.
@@ -64,8 +60,8 @@ def objective_loss(
     Returns:
         The loss, and `loss`, `advantage_abs_mean`, `clipped_share` (tokens whose weight is clipped or clamped).
     """
-    of_token = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
-    weight, clipped = token_weights(tokens, of_token, objective)
+    token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
+    weight, clipped = token_weights(tokens, token_advantage, objective)
     if objective.token_mean:
         lengths = torch.bincount(tokens.row, minlength=tokens.num_rows)  # [B]
         weight = weight / lengths[tokens.row]
@@ -74,7 +70,7 @@ def objective_loss(
         "groups": totals.num_groups,
         "tokens": totals.num_tokens,
     }[objective.denominator]
-    loss = -(of_token * weight * tokens.logprobs).sum() / denominator
+    loss = -(token_advantage * weight * tokens.logprobs).sum() / denominator
     sums = torch.stack([loss.detach(), advantage.detach().abs().sum().to(loss.dtype), clipped.sum().to(loss.dtype)])
     loss_value, absolute, num_clipped = sums.tolist()  # one wait for the device
     return loss, {
@@ -87,7 +83,7 @@ def objective_loss(
 def token_weights(
     tokens: Tokens, advantage: Float[Tensor, " T"], objective: Objective
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """w_jt without gradient, and where it is clipped or clamped."""
+    """Return w_jt without gradient, and where it is clipped or clamped."""
     logprobs = tokens.logprobs.detach()
     if objective.weight == "none":
         return torch.ones_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
@@ -97,6 +93,9 @@ def token_weights(
     rho = log_rho.clamp(max=MAX_LOG_WEIGHT).exp()
     if objective.weight == "clamp":
         return rho.clamp(max=objective.importance_clamp), rho > objective.importance_clamp
+    # The gradient of the clipped surrogate min(rho A, clip(rho, 1 - c, 1 + c) A). Inside the clip it is that of rho A,
+    # rho A grad log pi. Where the clipped branch is the smaller one, the surrogate is constant and the gradient 0: the
+    # clip is active where rho would take A further.
     low, high = 1 - objective.clip_range, 1 + objective.clip_range
     clipped = ((advantage > 0) & (rho > high)) | ((advantage < 0) & (rho < low))
     return rho.masked_fill(clipped, 0.0), clipped

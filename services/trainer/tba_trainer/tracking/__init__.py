@@ -1,12 +1,12 @@
-r"""Where metrics go beside the ledger: metrics.jsonl always, and the trackers that the recipe names.
+r"""Trackers: where metrics go beside the ledger. metrics.jsonl always, and those that the recipe names.
 
-    loop ------- step ------> Tracking --> [thread] metrics.jsonl
-    [thread] evaluations ---->        \--> [thread] TensorBoard, Weights & Biases, trackio: one thread each
+    loop ------- step ------> TrackerGroup --> [thread] metrics.jsonl
+    [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases, trackio: one thread each
 
-Nothing here can stop or slow training: every tracker has a queue of bounded length and a thread; what does not fit is
-dropped and counted, and what fails is logged once and counted.
+Nothing here can stop or slow training: every tracker has a queue of bounded length and a thread. A record that does
+not fit is dropped and counted; a failure is logged once and counted.
 """
 
-from tba_trainer.tracking.hub import Tracking, open_tracking
+from tba_trainer.tracking.group import TrackerGroup, open_trackers
 
-__all__ = ["Tracking", "open_tracking"]
+__all__ = ["TrackerGroup", "open_trackers"]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: every record is a line, appended; the file of a run outlives its starts."""
+"""metrics.jsonl: one line per record, appended; the file of a run outlives its starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 from tba.errors import ConfigError
-from tba_trainer.tracking.records import Record
+from tba_trainer.tracking.tracker import Record
 
 
 class JsonlTracker:
-    """Appends to a file.
+    """Appends records to a file.
 
     Raises:
         ConfigError: it cannot be opened.
@@ -29,12 +29,17 @@ class JsonlTracker:
                 f"tracking.metrics_path {path} cannot be written ({error.strerror}); name a file in a folder that can"
             ) from None
 
+    def start(self, record: Record) -> None:
+        """Append the record of the start; see `log`."""
+        self.log(record)
+
     def log(self, record: Record) -> None:
         """Append one line in one write.
 
         Raises:
-            OSError: the disk is full, for one; the next line begins anew all the same.
+            OSError: for example, the disk is full.
         """
+        # a newline first where the last write was cut off: that costs one line, not two
         line = f"\n{record.line()}\n" if self._is_cut else f"{record.line()}\n"
         data = line.encode()
         num_written = os.write(self._file, data)
@@ -48,10 +53,10 @@ class JsonlTracker:
 
 
 def known_evaluations(path: Path, run: str) -> set[str]:
-    """Evaluations of a run that the file has already; lines that are cut short are passed over."""
+    """Return the evaluations of a run that the file already has; skip lines that are cut short."""
     found: set[str] = set()
     if not path.is_file():
-        return found  # nothing yet, or a device or pipe, which cannot be read back
+        return found  # there is no file yet, or it is a device or pipe, which cannot be read back
     with path.open("rb") as file:
         for line in file:
             if b'"evaluation"' not in line:  # nearly all lines are steps
@@ -66,6 +71,6 @@ def known_evaluations(path: Path, run: str) -> set[str]:
 
 
 def _ends_with_newline(file: int) -> bool:
-    """Whether nothing was cut off by a kill in the middle of a write; true of an empty file."""
+    """Return whether the last line is complete, or there is none: a kill may have cut a write off."""
     size_bytes = os.fstat(file).st_size
     return size_bytes == 0 or os.pread(file, 1, size_bytes - 1) == b"\n"

@@ -1,16 +1,15 @@
-"""TensorBoard: one curve per metric over optimizer steps, whatever lineages they came from."""
+"""TensorBoard: one curve per metric over optimizer steps, across lineages."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tba_trainer.tracking.packages import require
-from tba_trainer.tracking.records import Record
+from tba_trainer.tracking.tracker import Record, require
 
 
 class TensorboardTracker:
-    """Writes event files; every start of the trainer begins a new one.
+    """Writes event files, a new one for every lineage.
 
     Raises:
         ConfigError: the package is missing.
@@ -23,13 +22,16 @@ class TensorboardTracker:
         self._folder = folder
         self._writer: Any = None
 
-    def log(self, record: Record) -> None:
-        """Add the numbers of a record; steps after the parent of a new lineage are purged: they are made again."""
-        if record.kind == "start":
-            from torch.utils.tensorboard.writer import SummaryWriter
+    def start(self, record: Record) -> None:
+        """Begin a file."""
+        from torch.utils.tensorboard.writer import SummaryWriter
 
-            self.close()
-            self._writer = SummaryWriter(str(self._folder), purge_step=record.step + 1)
+        self.close()
+        # the steps after the parent of the lineage are made again: their old points are hidden
+        self._writer = SummaryWriter(str(self._folder), purge_step=record.step + 1)
+
+    def log(self, record: Record) -> None:
+        """Add the numbers of a record."""
         for name, value in record.numbers.items():
             self._writer.add_scalar(name, value, global_step=record.step, walltime=record.at_s)
 

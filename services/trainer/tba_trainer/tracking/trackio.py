@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tba.config.tracking import TrackioSection
-from tba_trainer.tracking.packages import require
-from tba_trainer.tracking.records import Record
+from tba.config.trainer import TrackioSection
+from tba_trainer.tracking.tracker import Record, require
 
 
 class TrackioTracker:
     """Logs to trackio: to this machine, or to a Hugging Face Space.
 
     Args:
-        recipe: what every run shows as its config.
+        recipe: the config that every run shows.
 
     Raises:
         ConfigError: the package is missing.
@@ -28,12 +27,13 @@ class TrackioTracker:
         self._start: Record | None = None
         self._run: Any = None
 
+    def start(self, record: Record) -> None:
+        """Finish the last lineage's run; the first record of this one begins another."""
+        self.close()
+        self._start = record
+
     def log(self, record: Record) -> None:
-        """Add the numbers of a record; a `start` begins a run."""
-        if record.kind == "start":
-            self.close()
-            self._start = record
-            return
+        """Add the numbers of a record."""
         if self._run is None:
             self._run = self._init()
         self._run.log(record.numbers, step=record.step)

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tba.config.tracking import WandbSection
-from tba_trainer.tracking.packages import require
-from tba_trainer.tracking.records import Record
+from tba.config.trainer import WandbSection
+from tba_trainer.tracking.tracker import Record, require
 
 
 class WandbTracker:
     """Logs to Weights & Biases, which has threads and a process of its own.
 
     Args:
-        recipe: what every run shows as its config.
+        recipe: the config that every run shows.
 
     Raises:
         ConfigError: the package is missing.
@@ -29,15 +28,16 @@ class WandbTracker:
         self._start: Record | None = None
         self._run: Any = None
 
+    def start(self, record: Record) -> None:
+        """Finish the last lineage's run; the first record of this one begins another."""
+        self.close()
+        self._start = record
+
     def log(self, record: Record) -> None:
-        """Add the numbers of a record; a `start` begins a run."""
-        if record.kind == "start":
-            self.close()
-            self._start = record
-            return
+        """Add the numbers of a record."""
         if self._run is None:
             self._run = self._init()
-        # steps are a metric of their own: W&B's wants to grow, and an evaluation is about an earlier step
+        # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
         self._run.log({"step": record.step, **record.numbers})
 
     def close(self) -> None:

@@ -1,0 +1,274 @@
+"""Endpoints for the run: state, commands, heartbeats, live settings, number of searchers, snapshots, events."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+
+from tba.api import (
+    ACKNOWLEDGED_HEADER,
+    AcceptLoss,
+    LoadRequest,
+    OriginInfo,
+    RunChanges,
+    RunCommand,
+    RunEvent,
+    RunInfo,
+    ScaleRequest,
+    ScalingInfo,
+    SettingsInfo,
+    SettingsRequest,
+    SnapshotInfo,
+    SnapshotList,
+    SnapshotRequest,
+    Stats,
+)
+from tba.api.run import SETTINGS_HEADER, Role
+from tba.errors import BusyError, ConflictError, WireError
+from tba.server import MSGPACK_BODY, Authenticator, problems, raw_body
+from tba.server.auth import ForbiddenError
+from tba.wire import decode_heartbeat
+from tba_buffer.run.events import EventStreamResponse
+from tba_buffer.service import Buffer
+
+SnapshotName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+EVENT_ROLES = ("viewer",)
+STREAM = {EventStreamResponse.media_type: {"schema": {"type": "string", "description": RunEvent.__doc__}}}
+_KINDS = {"searcher": ("searcher",), "trainer": ("trainer", "launcher")}
+"""The kinds of heartbeats that a role may send: a trainer's waits decide how many searchers an autoscaler starts."""
+_SENTENCES = {
+    "done": "The trainer with the active token says that the run is done.",
+    "fail": "The trainer with the active token says that the run has failed.",
+    "pause": "Pause the run: an operator, or the trainer with the active token.",
+}
+
+
+def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for heartbeats, state, commands, stats."""
+    api = APIRouter(prefix="/v1")
+
+    _add_heartbeat(api, buffer, auth)
+
+    @api.get("/run", operation_id="run", dependencies=[Depends(auth.require("viewer", "searcher", "trainer"))])
+    async def run() -> RunInfo:
+        """Return the state of the run, its components, waits, evaluations."""
+        return await buffer.run_info()
+
+    @api.get(
+        "/run/changes",
+        operation_id="run_changes",
+        dependencies=[Depends(auth.require("viewer", "trainer"))],
+        responses=problems(),
+    )
+    async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
+        """Return who paused, resumed, stopped or ended the run, retried versions or accepted a loss, when and why."""
+        return await buffer.run.control.changes(after=after)
+
+    @api.post(
+        "/run/accept-loss",
+        operation_id="accept_loss",
+        dependencies=[Depends(auth.require("operator"))],
+        responses=problems(),
+    )
+    async def accept_loss(body: AcceptLoss) -> RunInfo:
+        """Continue without the acknowledged data that Redis has lost; nothing changes when nothing is lost."""
+        await buffer.recovery.accept("operator", body.reason)
+        return await buffer.run_info()
+
+    _add_command(api, "done", ["trainer"], buffer, auth)
+    _add_command(api, "fail", ["trainer"], buffer, auth)
+    _add_command(api, "pause", ["operator", "trainer"], buffer, auth)
+
+    @api.post(
+        "/run/retry-versions",
+        operation_id="retry_versions",
+        dependencies=[Depends(auth.require("operator"))],
+        responses=problems(),
+    )
+    async def retry_versions(body: RunCommand) -> RunInfo:
+        """Have searchers try the weight versions that they have refused again, at once."""
+        await buffer.run.control.retry_versions(body, "operator")
+        return await buffer.run_info()
+
+    @api.post(
+        "/run/{command}",
+        operation_id="command",
+        dependencies=[Depends(auth.require("operator"))],
+        responses=problems(409),
+    )
+    async def command(command: Literal["resume", "stop"], body: RunCommand) -> RunInfo:
+        """Resume or stop the run."""
+        await buffer.run.control.command(command, body, "operator")
+        return await buffer.run_info()
+
+    @api.get("/stats", operation_id="stats", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    async def stats() -> Stats:
+        """Return the counts of the whole run."""
+        return await buffer.stats.read()
+
+    return api
+
+
+def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
+    @api.post(
+        "/heartbeats",
+        operation_id="heartbeat",
+        status_code=204,
+        dependencies=[Depends(auth.require("searcher", "trainer", "operator"))],
+        openapi_extra=MSGPACK_BODY,
+        responses=problems(409, 429),
+    )
+    async def heartbeat(
+        request: Request, response: Response, heard: Annotated[str, Header(alias=ACKNOWLEDGED_HEADER)] = ""
+    ) -> None:
+        """Record a sign of life (msgpack `tba.wire.encode_heartbeat`). A trainer sends the last header
+        `tba-acknowledged` that it received, so that a restarted buffer finds out what Redis has lost meanwhile."""
+        body = await raw_body(request)
+        try:
+            beat = decode_heartbeat(body)
+            role = auth.role_of(request.headers.get("authorization", ""))
+            if role in _KINDS and beat.kind not in _KINDS[role]:
+                raise ForbiddenError(f"role {role!r} sends heartbeats of kind {_KINDS[role][0]!r}, not {beat.kind!r}")
+            await buffer.run.components.beat(beat)
+            # trainers only, since a false claim would stop the run; `beat` has refused those of another run
+            if heard and beat.kind == "trainer":
+                await buffer.recovery.check_claim(heard)
+        except (WireError, ForbiddenError, ConflictError, BusyError) as error:
+            await buffer.run.components.count_refused(error)
+            raise
+        if (acknowledged := buffer.context.losses.claim) is not None:
+            response.headers[ACKNOWLEDGED_HEADER] = acknowledged
+
+
+def _add_command(
+    api: APIRouter, name: Literal["done", "fail", "pause"], roles: list[str], buffer: Buffer, auth: Authenticator
+) -> None:
+    async def change(body: RunCommand, request: Request) -> RunInfo:
+        role = requester_role(auth, request, token=body.token, what=f"says {name!r}")
+        await buffer.run.control.command(name, body, role)
+        return await buffer.run_info()
+
+    # registered before /run/{command}, which would match first and refuse the name
+    api.add_api_route(
+        f"/run/{name}",
+        change,
+        methods=["POST"],
+        operation_id=name,
+        description=_SENTENCES[name],
+        dependencies=[Depends(auth.require(*roles))],
+        responses=problems(409),
+    )
+
+
+def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for live settings."""
+    api = APIRouter(prefix="/v1/run/settings")
+
+    @api.get(
+        "", operation_id="settings", dependencies=[Depends(auth.require("viewer", "trainer"))], responses=problems()
+    )
+    async def settings(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> SettingsInfo:
+        """Return the settings now, and the changes after a revision."""
+        return await buffer.run.settings.info(after=after)
+
+    @api.patch(
+        "",
+        operation_id="change_settings",
+        dependencies=[Depends(auth.require("operator", "trainer"))],
+        responses=problems(409),
+    )
+    async def change_settings(body: SettingsRequest, request: Request, response: Response) -> SettingsInfo:
+        """Change learning rate, beta, m, sampling temperature or the interval of evaluations of a running run."""
+        role = requester_role(auth, request, token=body.token, what="changes settings")
+        info = await buffer.run.settings.change(body, role)
+        response.headers[SETTINGS_HEADER] = str(info.revision)
+        return info
+
+    return api
+
+
+def searchers_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for the number of searchers."""
+    api = APIRouter(prefix="/v1/run/searchers")
+
+    @api.get(
+        "", operation_id="scaling", dependencies=[Depends(auth.require("viewer", "trainer"))], responses=problems()
+    )
+    async def scaling(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> ScalingInfo:
+        """Return how many searchers are desired and alive, and the changes after a revision."""
+        return await buffer.run.scaling.info(after=after)
+
+    @api.patch("", operation_id="scale", dependencies=[Depends(auth.require("operator"))], responses=problems(409))
+    async def scale(body: ScaleRequest) -> ScalingInfo:
+        """Set the number of searchers while the run continues; null: as many as the recipe or the chart says."""
+        return await buffer.run.scaling.change(body)
+
+    return api
+
+
+def snapshots_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for snapshots."""
+    api = APIRouter(prefix="/v1/snapshots")
+    operator, viewer = [Depends(auth.require("operator"))], [Depends(auth.require("viewer"))]
+
+    @api.post("", operation_id="save_snapshot", status_code=202, dependencies=operator, responses=problems(409))
+    async def save_snapshot(body: SnapshotRequest) -> SnapshotInfo:
+        """Begin to save the buffer; GET /v1/snapshots/{name} says how far it is."""
+        return await buffer.rollouts.snapshots.save(body.name)
+
+    @api.post(
+        "/load", operation_id="load_snapshot", status_code=202, dependencies=operator, responses=problems(404, 409)
+    )
+    async def load_snapshot(body: LoadRequest) -> OriginInfo:
+        """Begin this run with a snapshot; `origin` of GET /v1/run says how far it is."""
+        return await buffer.rollouts.snapshots.load(body)
+
+    @api.get("", operation_id="snapshots", dependencies=viewer)
+    async def snapshots() -> SnapshotList:
+        """Return the complete snapshots of this run."""
+        return await buffer.rollouts.snapshots.names()
+
+    @api.get("/{name}", operation_id="get_snapshot", dependencies=viewer)
+    async def get_snapshot(name: SnapshotName) -> SnapshotInfo:
+        """Return one snapshot."""
+        return await buffer.rollouts.snapshots.info(name)
+
+    return api
+
+
+def events_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoint for the event stream."""
+    api = APIRouter(prefix="/v1")
+
+    @api.get(
+        "/events",
+        operation_id="events",
+        response_class=Response,
+        dependencies=[Depends(auth.require(*EVENT_ROLES))],
+        responses={200: {"description": "the stream", "content": STREAM}, **problems(429)},
+    )
+    async def events(request: Request, last_event_id: Annotated[str | None, Header(max_length=200)] = None) -> Response:
+        """Stream server-sent events: `run`, the run as a whole, then its changes. `Last-Event-ID` resumes a stream."""
+        check = partial(auth.check, request.headers.get("authorization", ""), EVENT_ROLES)
+        return EventStreamResponse(buffer.events, await buffer.events.open(last_event_id), check=check)
+
+    return api
+
+
+def requester_role(auth: Authenticator, request: Request, *, token: str | None, what: str) -> Role:
+    """Return the role of an operator or a trainer that changes the run.
+
+    Args:
+        token: the fencing token of the request, if any; the change is written only if it is the active one.
+        what: what the trainer does, for the error ("changes settings").
+
+    Raises:
+        ForbiddenError: a trainer without a fencing token: it may have been replaced.
+    """
+    role = auth.role_of(request.headers.get("authorization", ""))
+    if role == "trainer" and token is None:
+        raise ForbiddenError(f"the role 'trainer' {what} with its fencing token only; send `token`")
+    # where bearer tokens are not checked, only a trainer sends a fencing token
+    return "trainer" if role == "trainer" or (role is None and token is not None) else "operator"

@@ -1,0 +1,201 @@
+"""The evictor: keep the stored rollouts within the limits of the recipe. Every eviction is in the log, and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.concurrency import SingleFlight
+from tba.versions import PolicyVersion
+from tba_buffer.eviction.near_duplicates import NO_POSITIONS, NearDuplicateSearch
+from tba_buffer.eviction.planner import EvictionPlanner, EvictionSettings
+from tba_buffer.index.replay import IndexView
+from tba_buffer.index.rollout_index import Index, Rows
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.run.state import RunStateReader
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+ROLLOUTS_PER_CALL = 500
+SHORTEST_BUCKET_TOKENS = 16
+_BUCKET_ENDS = SHORTEST_BUCKET_TOKENS << np.arange(29, dtype=np.int64)
+
+
+class Evictor:
+    """Plans with an index that is level with the log, and deletes in Redis.
+
+    One enforcement serves all pushes that wait for one.
+
+    Args:
+        context: Redis and settings.
+        view: the index.
+        lineages: for policy ages.
+        run_state: says where the trainer stands.
+    """
+
+    def __init__(self, context: Context, view: IndexView, lineages: Lineages, run_state: RunStateReader) -> None:
+        self._context = context
+        self._view = view
+        self._lineages = lineages
+        self._run_state = run_state
+        self._settings = EvictionSettings.of(context.recipe)
+        self._planner = EvictionPlanner(self._settings)
+        share = context.recipe.buffer.near_duplicate_share
+        self._near_duplicates = None if share is None else NearDuplicateSearch(context, share)
+        self._enforcement = SingleFlight(self._enforce, context.mutation_lock)
+        self._kept = _Amount()
+        """Rollouts and bytes that the last enforcement left."""
+        self._added = _Amount()
+        """Rollouts and bytes that were pushed since it began."""
+        self._last_number: int | None = None
+
+    def record_added(self, num_new: int, num_bytes: int) -> bool:
+        """Count rollouts and bytes that a push or a score has added. Return whether `enforce` must run.
+
+        The count may be too high until the next enforcement, because a push may be in the index before it is counted
+        here. It is never too low.
+        """
+        self._added += _Amount(num_new, num_bytes)
+        amount, settings = self._kept + self._added, self._settings
+        if amount.num_rollouts > settings.max_rollouts or amount.num_bytes > settings.max_bytes:
+            return True
+        # near duplicates are looked for even without new rollouts: a score makes a pending one comparable
+        return self._near_duplicates is not None or (self._planner.needs_new_rows and num_new > 0)
+
+    def record_step(self, now: PolicyVersion) -> bool:
+        """Return whether `enforce` must run because the trainer stands at `now`: rollouts may be too old for it."""
+        return self._planner.is_due(now)
+
+    async def enforce(self) -> None:
+        """Evict until everything that was stored before the call is within the limits.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+        """
+        await self._enforcement.run()
+
+    async def _enforce(self) -> None:
+        before = self._added  # all of it is in the index once that is level; later pushes may be in it or not
+        now = await self._now()
+        compared = await self._view.catch_up()
+        near = NO_POSITIONS if self._near_duplicates is None else await self._near_duplicates.find(compared)
+        index = await self._view.catch_up()
+        if index is not compared:  # Redis lost data meanwhile: these positions are of other rollouts now, or of none
+            near = NO_POSITIONS
+        stored = _Amount(index.num_live, index.payload_bytes)
+        try:
+            rows = index.rows_at(near.astype("<u8"))  # rows may have other numbers by now; positions stay
+            accepted_by = self._context.losses.accepted_by
+            plan = self._planner.plan(index, self._lineages.tree, now, rows[rows >= 0])
+            batches = [
+                EvictionBatch.of(index, reason, rows[first : first + ROLLOUTS_PER_CALL], accepted_by=accepted_by)
+                for reason, rows in plan
+                for first in range(0, len(rows), ROLLOUTS_PER_CALL)
+            ]
+            # nothing may be awaited between the plan and here: rows get other numbers when the index moves on
+            self._kept = stored - sum((batch.amount for batch in batches), _Amount())
+            self._added -= before
+            for batch in batches:
+                await self._evict(batch)
+        except BaseException:
+            # the planner counts its plan as done, and some of it may not have been: plan everything again
+            self._planner, self._kept = EvictionPlanner(self._settings), stored
+            if self._near_duplicates is not None:
+                self._near_duplicates.forget_comparisons()
+            raise
+
+    async def _now(self) -> PolicyVersion | None:
+        """Return where the trainer stands; None when no age limit asks for it, or when it cannot be read."""
+        if self._settings.max_policy_age_steps is None:
+            return None
+        fields = await self._run_state.read_fields()
+        if fields.lineage and not self._lineages.knows(fields.lineage):
+            await self._lineages.load()
+        if self._context.damaged_items.problem is not None:
+            return None  # a damaged lineage or step reads as 0, where every rollout would be too old
+        return PolicyVersion(fields.lineage, fields.step)
+
+    async def _evict(self, batch: EvictionBatch) -> None:
+        context, keys = self._context, self._context.keys
+        if self._last_number is None:
+            with redis_errors("read the number of the last eviction"):
+                raw = await context.redis.hget(keys.counters, "evicted_number")
+            self._last_number = context.read_or_note("counter", "evicted_number", lambda: int(raw or 0)) or 0
+        self._last_number += 1
+        reply = await context.scripts.run(
+            "evict",
+            [
+                keys.payloads,
+                keys.log,
+                keys.counters,
+                keys.originals,
+                keys.epoch,
+                keys.gone,
+                keys.gone_before,
+                keys.run,
+            ],
+            [
+                context.ownership.epoch,
+                self._last_number,
+                batch.reason,
+                batch.rollout_ids,
+                batch.positions,
+                batch.accepted_by,
+                *(part for pair in batch.num_by_length.items() for part in pair),
+            ],
+        )
+        if reply == ownership.SUPERSEDED:
+            raise await ownership.refusal(context, f"the eviction of {batch.amount.num_rollouts} rollouts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Amount:
+    num_rollouts: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: _Amount) -> _Amount:
+        return _Amount(self.num_rollouts + other.num_rollouts, self.num_bytes + other.num_bytes)
+
+    def __sub__(self, other: _Amount) -> _Amount:
+        return _Amount(self.num_rollouts - other.num_rollouts, self.num_bytes - other.num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionBatch:
+    """The rollouts that one call of evict.lua drops: ids (16 bytes each), positions (8 bytes each), counts by length."""
+
+    reason: str
+    accepted_by: bytes
+    """The last acceptance of a loss when this was planned."""
+    rollout_ids: bytes
+    positions: bytes
+    num_by_length: dict[str, int]
+    amount: _Amount
+
+    @classmethod
+    def of(cls, index: Index, reason: str, rows: Rows, *, accepted_by: bytes) -> EvictionBatch:
+        """Return the batch of some rows of the index as it is now."""
+        return cls(
+            reason=reason,
+            accepted_by=accepted_by,
+            rollout_ids=b"".join(index.rollout_ids(rows)),
+            positions=index.column("position", rows).astype("<u8").tobytes(),
+            num_by_length=count_by_length(index.column("num_tokens", rows)),
+            amount=_Amount(len(rows), int(index.column("num_bytes", rows).sum(dtype="int64"))),
+        )
+
+
+def length_bucket(num_tokens: int) -> str:
+    """Return the range of response lengths, in tokens, that `num_tokens` counts under: "1-16", "17-32", "33-64", ..."""
+    high = max(SHORTEST_BUCKET_TOKENS, 1 << max(0, num_tokens - 1).bit_length())
+    return f"{1 if high == SHORTEST_BUCKET_TOKENS else high // 2 + 1}-{high}"
+
+
+def count_by_length(num_tokens: NDArray[np.integer]) -> dict[str, int]:
+    """Return length bucket -> how many of `num_tokens` [n] it holds."""
+    numbers, counts = np.unique(np.searchsorted(_BUCKET_ENDS, num_tokens), return_counts=True)
+    return {length_bucket(int(_BUCKET_ENDS[number])): int(count) for number, count in zip(numbers, counts, strict=True)}

@@ -1,0 +1,457 @@
+"""The in-memory view of the log that batches are drawn from. It is a function of the log, so a restart rebuilds it.
+
+    columns         one row per rollout, in the order of the log                      (columns.py)
+    rows_by_prompt  the rows of each prompt                                           (prompt_rows.py)
+    counts          per prompt, per status, per policy version, kept up to date       (here)
+    trees           sum trees for draws from many rollouts, built when first asked for (priorities_by_prompt.py)
+
+Row numbers ascend with log positions. They are valid until the next `apply`, which may renumber the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.config import Recipe
+from tba.fields import MAX_NUMBER
+from tba.versions import PolicyVersion
+from tba_buffer.index.columns import DEAD, Columns, VersionNumbers
+from tba_buffer.index.log import (
+    CHECKPOINT_DTYPE,
+    FAILED,
+    PENDING,
+    RECORD_DTYPE,
+    SCORED,
+    Event,
+    Evicted,
+    LogCheckpoint,
+    LogGapError,
+    Publication,
+    Rescored,
+    RolloutsAdded,
+    first_position,
+)
+from tba_buffer.index.priorities_by_prompt import RewardTrees
+from tba_buffer.index.prompt_rows import Groups, PromptRows, PromptSet, csr_indices, group_by
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSettings:
+    """The settings that the index counts by.
+
+    Draws from a prompt with more scored rollouts than `big_prompt` use a tree, draws from others look at all of its
+    rollouts. Both are exact.
+    """
+
+    num_publications_kept: int = 8
+    recent_window: str = "arrival"
+    recent_versions: int = 2
+    min_distinct: int = 2
+    success_reward: float = 1.0
+    big_prompt: int = 512
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> IndexSettings:
+        """The settings of a run."""
+        sampling = recipe.sampling
+        return cls(
+            # versions may be announced more than once; the newest distinct ones must be among the publications kept
+            num_publications_kept=max(2, 4 * sampling.recent_versions),
+            recent_window=sampling.recent_window,
+            recent_versions=sampling.recent_versions,
+            min_distinct=sampling.min_distinct,
+            success_reward=recipe.eval.success_reward,
+        )
+
+
+class Index:
+    """Live rollouts and publications at one log position."""
+
+    def __init__(self, settings: IndexSettings) -> None:
+        self.settings = settings
+        self.position = 0
+        self.publications: list[Publication] = []
+        self.columns = Columns()
+        self.rows_by_prompt = PromptRows(self._is_live)
+        self.trees = RewardTrees(self.columns, self.rows_by_prompt, self.settings.big_prompt)
+        self.drawable = PromptSet()
+        """Prompts with at least min_distinct scored rollouts."""
+        self.recent_drawable = PromptSet()
+        """Prompts with at least min_distinct recent ones."""
+        self.unusable: list[bytes] = []
+        """Ids of rollouts that count as failed because the log has no valid reward for them; its reader empties it."""
+        self._recent_from = 0
+        self._versions = VersionNumbers()
+        self._num_of = np.zeros(3, dtype=np.int64)
+        self._payload_bytes = 0
+        self._pending_from = 0
+        self._num_prompts = 0
+        self._per_prompt = np.zeros((4, 0), dtype=np.int64)
+
+    # ---- following the log ------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Advance the view by one event.
+
+        Raises:
+            LogGapError: the event is not the next one. A fresh view accepts any first event.
+        """
+        self.apply_many([event])
+
+    def apply_many(self, events: Sequence[Event]) -> None:
+        """Advance the view by several events; the result is that of one after the other.
+
+        All additions go first, as one vector operation, then all changes, then all evictions. That is the same, because
+        an eviction or a change only names rollouts that were added before it, and an evicted rollout never returns.
+
+        Raises:
+            LogGapError: an event is not the next one; then nothing is applied.
+        """
+        position = self.position
+        for event in events:
+            first = first_position(event)
+            if first != position + 1 and position:
+                raise LogGapError(f"the log continues at {first}, the view ends at {position}")
+            position = first + len(event.records) - 1 if isinstance(event, RolloutsAdded) else first
+        self._add_all([event for event in events if isinstance(event, RolloutsAdded)])
+        if changes := [event.changes for event in events if isinstance(event, Rescored)]:
+            self._rescore(np.concatenate(changes))
+        if gone := [event.positions for event in events if isinstance(event, Evicted)]:
+            self._evict(np.concatenate(gone))
+        self.position = position
+        if publications := [event for event in events if isinstance(event, Publication)]:
+            self._set_publications([*self.publications, *publications])
+
+    def restore(self, checkpoint: LogCheckpoint) -> None:
+        """Begin with a checkpoint.
+
+        Raises:
+            ValueError: the view is not fresh.
+        """
+        if self.position:
+            raise ValueError(f"only a fresh index can begin with a checkpoint; this one is at position {self.position}")
+        if len(checkpoint.records):
+            self._add(checkpoint.records, checkpoint.records["position"].astype(np.int64))
+        self.position = checkpoint.position
+        self._set_publications(list(checkpoint.publications))
+
+    def checkpoint(self) -> LogCheckpoint:
+        """Return the state as a checkpoint."""
+        return LogCheckpoint(self.position, tuple(self.publications), self.records(self.live_rows()))
+
+    def records(self, rows: Rows) -> NDArray[np.void]:
+        """Return the records (CHECKPOINT_DTYPE) of rows [n]. [n]"""
+        records = np.empty(len(rows), dtype=CHECKPOINT_DTYPE)
+        for name in CHECKPOINT_DTYPE.names or ():
+            records[name] = self.column(name, rows)
+        return records
+
+    def _add_all(self, events: list[RolloutsAdded]) -> None:
+        if not events:
+            return
+        if len(events) == 1:
+            records = events[0].records
+        else:  # joined as bytes: much faster than concatenating thousands of structured arrays
+            records = np.frombuffer(b"".join(event.records.tobytes() for event in events), dtype=RECORD_DTYPE)
+        firsts = np.array([event.first_position for event in events], dtype=np.int64)
+        if len(records):
+            self._add(records, csr_indices(firsts, np.array([len(event.records) for event in events])))
+
+    def _add(self, records: NDArray[np.void], positions: NDArray[np.int64]) -> None:
+        num = len(records)
+        if not self.columns.has_room(num):
+            self._make_room(num)
+        versions = self._versions.number_of(records["lineage"], records["step"])
+        columns = {name: records[name] for name in RECORD_DTYPE.names or ()}
+        # no sum of a tree may hold an unbounded reward, so such a rollout counts as failed and is reported
+        if (bad := _is_unusable(records)).any():
+            self.unusable += [rollout_id.tobytes() for rollout_id in records["rollout_id"][bad]]
+            columns["status"] = np.where(bad, FAILED, records["status"]).astype(np.uint8)
+            columns["reward"] = np.where(bad, np.nan, records["reward"])
+        rows = self.columns.append({**columns, "position": positions, "version": versions}, num)
+        prompts = records["prompt"]
+        self._grow_prompts(int(prompts.max()) + 1)
+        by_prompt = group_by(prompts)
+        self._account(rows, by_prompt, 1)
+        self._versions.count(versions, 1)
+        self._per_prompt[1, by_prompt.keys] += by_prompt.sizes
+        self.trees.note_moved(self.rows_by_prompt.append(by_prompt, rows))
+        self.trees.note_added(by_prompt.keys)
+
+    def _rescore(self, changes: NDArray[np.void]) -> None:
+        # of several changes of one rollout the last one holds: reversed, it is the first that `unique` finds
+        _, newest = np.unique(changes["position"][::-1], return_index=True)
+        changes = changes[::-1][newest]
+        rows = self.columns.rows_at(changes["position"])
+        # a rollout that was evicted before its score arrived is ignored
+        changes, rows = changes[rows >= 0], rows[rows >= 0]
+        if not len(rows):
+            return
+        if (bad := _is_unusable(changes)).any():
+            self.unusable += self.rollout_ids(rows[bad])
+            changes = changes.copy()
+            changes["status"][bad], changes["reward"][bad] = FAILED, np.nan
+        by_prompt = group_by(self.columns.get("prompt", rows))
+        # counted out with the old values and in with the new ones
+        self._account(rows, by_prompt, -1)
+        for name in ("reward", "num_bytes", "status"):
+            self.columns.put(name, rows, changes[name])
+        self._account(rows, by_prompt, 1)
+        # one that is pending again may lie before the row where the search for pending rows begins
+        if (pending := rows[changes["status"] == PENDING]).size:
+            self._pending_from = min(self._pending_from, int(pending[0]))
+        self.trees.note_changed(rows, by_prompt)
+
+    def _evict(self, positions: NDArray[np.uint64]) -> None:
+        rows = self.columns.rows_at(np.unique(positions))
+        rows = rows[rows >= 0]
+        if not len(rows):
+            return
+        by_prompt = group_by(self.columns.get("prompt", rows))
+        prompts = by_prompt.keys
+        # counted out first: with status DEAD a row counts for nothing
+        self._account(rows, by_prompt, -1)
+        self._versions.count(self.columns.get("version", rows), -1)
+        self._per_prompt[1, prompts] -= by_prompt.sizes
+        self.columns.put("status", rows, DEAD)
+        self.trees.note_changed(rows, by_prompt)
+        self.trees.note_moved(self.rows_by_prompt.trim(prompts, self._per_prompt[1, prompts]))
+        self.columns.skip_dead()
+
+    def _account(self, rows: Rows, by_prompt: Groups, sign: int) -> None:
+        """Count rows in (+1) or out (-1), with the reward, size and status that they have now."""
+        table, slots = self.columns, self.columns.slots(rows)
+        status, prompts = table.at("status", slots), by_prompt.keys
+        self._num_of += sign * np.bincount(status, minlength=3)
+        self._payload_bytes += sign * int(table.at("num_bytes", slots).sum())
+        scored = status == SCORED
+        counts, _, successes, recent = self._per_prompt
+        counts[prompts] += sign * by_prompt.count(scored)
+        successes[prompts] += sign * by_prompt.count(
+            scored & (table.at("reward", slots) >= self.settings.success_reward)
+        )
+        recent[prompts] += sign * by_prompt.count(scored & self.is_recent(rows))
+        self.drawable.put(prompts, counts[prompts] >= self.settings.min_distinct)
+        self.recent_drawable.put(prompts, recent[prompts] >= self.settings.min_distinct)
+
+    def _grow_prompts(self, num: int) -> None:
+        self._num_prompts = max(self._num_prompts, num)
+        if num > self._per_prompt.shape[1]:
+            size = max(64, num + num // 4)
+            grown = np.zeros((4, size), dtype=np.int64)
+            grown[:, : self._per_prompt.shape[1]] = self._per_prompt
+            self._per_prompt = grown
+            for part in (self.rows_by_prompt, self.drawable, self.recent_drawable):
+                part.grow(size)
+
+    def _make_room(self, num: int) -> None:
+        in_use = self.columns.end - self.columns.first
+        if 4 * (in_use - self.num_live) <= in_use:
+            self.columns.grow(num)
+            return
+        self.columns.compact(self.live_rows(), num)
+        self.rows_by_prompt = PromptRows(self._is_live)
+        self.rows_by_prompt.grow(self._per_prompt.shape[1])
+        rows = np.arange(self.columns.end)
+        if len(rows):
+            self.rows_by_prompt.append(group_by(self.columns.get("prompt", rows)), rows)
+        self.trees = RewardTrees(self.columns, self.rows_by_prompt, self.settings.big_prompt)
+        # compaction has numbered the rows again
+        self._pending_from = 0
+        self._find_recent()
+
+    def _is_live(self, rows: Rows) -> NDArray[np.bool_]:
+        return self.columns.status(rows) != DEAD
+
+    # ---- what is recent ---------------------------------------------------------------------------------------
+
+    def _set_publications(self, publications: list[Publication]) -> None:
+        self.publications = publications[-self.settings.num_publications_kept :]
+        self._find_recent()
+
+    def _find_recent(self) -> None:
+        """Find the recent rollouts again. O(recent), by version O(n).
+
+        With `arrival`, those after the last publication but one; before the second publication, all. With `version`,
+        those of the versions of the last `recent_versions` publications; before the first one, all.
+        """
+        table, settings = self.columns, self.settings
+        self._recent_from = table.first
+        if settings.recent_window == "arrival" and len(self.publications) > 1:
+            self._recent_from = table.row_after(self.publications[-2].position)
+        elif settings.recent_window == "version" and self.publications:
+            newest_first = dict.fromkeys(publication.version for publication in reversed(self.publications))
+            self._versions.set_recent(set(list(newest_first)[: settings.recent_versions]))
+        recent = self.recent_rows()
+        self._per_prompt[3] = np.bincount(table.get("prompt", recent), minlength=self._per_prompt.shape[1])
+        self.recent_drawable.put_all(self._per_prompt[3] >= settings.min_distinct)
+
+    def first_recent(self) -> int:
+        """Return the first live row that is recent, whatever its status; the end if there is none. O(1) amortised.
+
+        By arrival it may be a dead row before that one, since all rows from there on are recent.
+        """
+        table = self.columns
+        self._recent_from = max(self._recent_from, table.first)
+        while self.settings.recent_window == "version" and self._recent_from < table.end:
+            end = min(table.end, self._recent_from + 65_536)
+            rows = np.arange(self._recent_from, end)
+            found = np.flatnonzero(self._is_live(rows) & self.is_recent(rows))
+            self._recent_from += int(found[0]) if len(found) else len(rows)
+            if len(found):
+                break
+        return self._recent_from
+
+    def is_recent(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return whether rows [n] are recent, whatever their status. [n]"""
+        if self.settings.recent_window == "arrival":
+            return rows >= self._recent_from
+        return self._versions.recent[self.columns.get("version", rows)]
+
+    def recent_rows(self) -> Rows:
+        """Return the live scored rows that are recent, ascending."""
+        first = self.first_recent()
+        rows = np.flatnonzero(self.columns.scan("status", first, self.columns.end) == SCORED) + first
+        return rows if self.settings.recent_window == "arrival" else rows[self.is_recent(rows)]
+
+    # ---- counts -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Stored rollouts, whatever their status."""
+        return int(self._num_of.sum())
+
+    @property
+    def num_scored(self) -> int:
+        """Stored rollouts that batches may hold."""
+        return int(self._num_of[SCORED])
+
+    @property
+    def num_pending(self) -> int:
+        """Stored rollouts whose reward is not known yet."""
+        return int(self._num_of[PENDING])
+
+    @property
+    def num_failed(self) -> int:
+        """Stored rollouts that could not be scored."""
+        return int(self._num_of[FAILED])
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the stored payloads."""
+        return self._payload_bytes
+
+    @property
+    def num_drawable(self) -> int:
+        """Prompts that can fill a slot: at least min_distinct scored rollouts."""
+        return self.drawable.num
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[P] scored live rollouts per prompt number (a view: read only); P is the highest number seen, plus 1."""
+        return self._per_prompt[0, : self._num_prompts]
+
+    @property
+    def live_counts(self) -> NDArray[np.int64]:
+        """[P] live rollouts, whatever their status."""
+        return self._per_prompt[1, : self._num_prompts]
+
+    @property
+    def successes(self) -> NDArray[np.int64]:
+        """[P] scored live rollouts with a reward of at least success_reward."""
+        return self._per_prompt[2, : self._num_prompts]
+
+    @property
+    def recent_counts(self) -> NDArray[np.int64]:
+        """[P] scored live rollouts that are recent."""
+        return self._per_prompt[3, : self._num_prompts]
+
+    def versions(self) -> dict[PolicyVersion, int]:
+        """Return the live rollouts per policy version, ascending."""
+        return self._versions.live()
+
+    # ---- rows -------------------------------------------------------------------------------------------------
+
+    def live_rows(self, *, newest: int | None = None) -> Rows:
+        """Return the live rows, ascending; only the `newest` so many, if given."""
+        table = self.columns
+        wanted = self.num_live if newest is None else min(newest, self.num_live)
+        num, found = wanted, np.zeros(0, dtype=np.int64)
+        # dead rows lie between the live ones: look twice as far back until enough are found
+        while len(found) < wanted:
+            first = max(table.first, table.end - num)
+            found = np.flatnonzero(table.scan("status", first, table.end) != DEAD) + first
+            num *= 2
+        return found[len(found) - wanted :]
+
+    def oldest_rows(self, num: int) -> Rows:
+        """Return the `num` oldest live rows, ascending."""
+        return self.columns.live(self.columns.first, num=num)
+
+    def pending_rows(self, num: int) -> Rows:
+        """Return the `num` oldest live rows whose reward is not known yet, ascending."""
+        first = max(self._pending_from, self.columns.first)
+        rows = self.columns.where(PENDING, first, num=min(num, self.num_pending))
+        # no row before the first pending one needs to be looked at again
+        if num > 0:
+            self._pending_from = int(rows[0]) if len(rows) else self.columns.end
+        return rows
+
+    def prompt_rows(self, prompt: int, *, scored_only: bool = True) -> Rows:
+        """Return the live rows of one prompt, ascending."""
+        if not 0 <= prompt < self._num_prompts:
+            return np.zeros(0, dtype=np.int64)
+        rows = self.rows_by_prompt.rows(prompt)
+        status = self.columns.status(rows)
+        return rows[status == SCORED if scored_only else status != DEAD]
+
+    def rows_at(self, positions: NDArray[np.integer]) -> Rows:
+        """Return the row of each log position [n], -1 where no live rollout has it."""
+        return self.columns.rows_at(positions)
+
+    def column(self, name: str, rows: Rows) -> NDArray:
+        """Return a field of CHECKPOINT_DTYPE for rows [n]. [n]
+
+        Raises:
+            KeyError: no such field.
+        """
+        if name in ("lineage", "step"):
+            values = self._versions.lineages if name == "lineage" else self._versions.steps
+            return values[self.columns.get("version", rows)]
+        return self.columns.get(name, rows).astype(CHECKPOINT_DTYPE[name], copy=False)
+
+    def rollout_ids(self, rows: Rows) -> list[bytes]:
+        """Return the 16-byte ids of rows."""
+        packed = self.columns.get("rollout_id", rows).tobytes()
+        return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+    def memory_bytes(self) -> int:
+        """Return the memory of everything above."""
+        parts = (self.columns, self.rows_by_prompt, self.trees, self.drawable, self.recent_drawable)
+        return sum(part.num_bytes for part in parts) + self._per_prompt.nbytes
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return everything the view knows, comparable between two processes that read the same log."""
+        state, positions = self.checkpoint(), self.columns
+        prompts = np.flatnonzero(self.live_counts).tolist()
+        return (
+            state.position,
+            state.publications,
+            state.records.tobytes(),
+            (self._num_of.tolist(), self._payload_bytes, self.num_drawable, self.recent_drawable.num),
+            [self._per_prompt[:, prompt].tolist() for prompt in prompts],
+            [positions.get("position", self.prompt_rows(prompt)).tolist() for prompt in prompts],
+            positions.get("position", self.recent_rows()).tolist(),
+            self.versions(),
+        )
+
+
+def _is_unusable(records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Return which records or changes [n] count as scored without a bounded reward. [n]"""
+    return (records["status"] == SCORED) & ~(np.abs(records["reward"]) <= MAX_NUMBER)

@@ -1,0 +1,285 @@
+"""The metrics of GET /metrics.
+
+Counts are those of the whole run. They are read from Redis and the index when /metrics is asked, so they neither start
+again with this process nor differ from GET /v1/stats. Only the times of requests belong to this process.
+docs/operations.md lists the metrics; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tba.api import ComponentInfo, RunState, WaitInfo
+from tba.versions import PolicyVersion
+from tba_buffer.monitoring.component_metrics import component_families, gauge_families
+from tba_buffer.monitoring.request_times import RequestMetrics
+from tba_buffer.monitoring.stats import LEASE_EVENTS, PUSH_OUTCOMES, Counters, StatsReader
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.run.components import Components
+from tba_buffer.run.state import RunFields, RunStateReader
+from tba_buffer.sampling.draw import WAIT_SENTENCES
+
+AGE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WAITS_SHOWN = 30
+BATCH_WAIT = "batch"
+OTHER_WAITS = "other"
+DATA_WAITS = (BATCH_WAIT, *WAIT_SENTENCES)
+"""The waits of a trainer for a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The values behind one answer of /metrics."""
+
+    counters: Counters
+    by_length: Mapping[str, int]
+    mean_reward_recent: float | None
+    components: Sequence[ComponentInfo]
+    waits: Sequence[WaitInfo]
+    trainer_waited_s: Mapping[str, float]
+    run: RunFields
+    searchers_desired: int | None
+
+
+class Metrics(Collector):
+    """The metrics of the run.
+
+    Args:
+        registry: where they are registered.
+        stats: the counts.
+        components: who is alive, and who waits.
+        catalog: the prompts.
+        run_state: the state of the run.
+        searchers_desired: the desired number of searchers in a state of the run; None: not known here.
+        durability_problem: why Redis could lose what it acknowledges, or None.
+        loss: what Redis has lost of what was acknowledged, while that is not accepted.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        stats: StatsReader,
+        components: Components,
+        catalog: Catalog,
+        run_state: RunStateReader,
+        searchers_desired: Callable[[RunState], Awaitable[int | None]],
+        durability_problem: Callable[[], str | None],
+        loss: Callable[[], str | None],
+    ) -> None:
+        self._stats = stats
+        self._components = components
+        self._catalog = catalog
+        self._run_state = run_state
+        self._searchers_desired = searchers_desired
+        self._durability_problem, self._loss = durability_problem, loss
+        self._reading: Reading | None = None
+        self._redis_answers = False
+        self.times = RequestMetrics(registry)
+        registry.register(self)
+
+    async def refresh(self) -> None:
+        """Read what `collect` shows.
+
+        Raises:
+            UnavailableError: Redis did not answer; `collect` shows what it had.
+        """
+        # until all is read: an error below leaves it false
+        self._redis_answers = False
+        counters = await self._stats.counters()
+        detail = self._stats.detail(counters)
+        infos, waits = await self._components.read()
+        fields = await self._run_state.read_fields()
+        self._reading = Reading(
+            counters=counters,
+            by_length=detail.stored.by_length,
+            mean_reward_recent=detail.mean_reward_recent,
+            components=infos,
+            waits=waits,
+            trainer_waited_s=await self._components.trainer_waits.totals(),
+            run=fields,
+            searchers_desired=await self._searchers_desired(fields.state),
+        )
+        self._redis_answers = True
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric but the times; before the first `refresh` only those about Redis."""
+        is_durable = self._redis_answers and self._durability_problem() is None
+        yield GaugeMetricFamily(
+            "tba_redis_durable", "1 while Redis answers and can keep what the buffer acknowledges", value=is_durable
+        )
+        yield GaugeMetricFamily(
+            "tba_redis_lost_data",
+            "1 while Redis lacks what was acknowledged, and no operator has accepted that",
+            value=self._loss() is not None,
+        )
+        if self._reading is not None:
+            yield from _counter_families(self._reading.counters)
+            yield from _gauge_families(self._reading)
+            yield from _run_families(self._reading)
+            yield from component_families(self._reading.components, self._reading.waits)
+            yield from gauge_families(self._reading.components)
+            yield from self._prompts(self._reading.counters)
+
+    def _prompts(self, counters: Counters) -> Iterator[Metric]:
+        prompts = GaugeMetricFamily("tba_prompts", "Prompts uploaded, by split", labels=["split"])
+        prompts.add_metric(["train"], len(self._catalog.train))
+        prompts.add_metric(["heldout"], len(self._catalog.heldout))
+        yield prompts
+        drawable = GaugeMetricFamily("tba_buffer_drawable_prompts", "Prompts that can fill a slot of a batch now")
+        drawable.add_metric([], counters.index.num_drawable)
+        yield drawable
+
+
+def _counter_families(counters: Counters) -> Iterator[Metric]:
+    totals = counters.totals
+    pushed = CounterMetricFamily("tba_rollouts", "Rollouts pushed, by outcome", labels=["service", "outcome"])
+    for outcome in PUSH_OUTCOMES:
+        pushed.add_metric(["buffer", outcome], totals.get(f"pushed:{outcome}", 0))
+    yield pushed
+    yield _by(
+        "tba_buffer_refused", "Pushed rollouts that were not stored, by reason", "reason", counters.group("refused")
+    )
+    yield _by(
+        "tba_buffer_foreign_writes",
+        "Refused writes to a lease of another searcher, or under the id of another component, by act",
+        "act",
+        counters.group("foreign"),
+    )
+    dropped = CounterMetricFamily(
+        "tba_buffer_evicted",
+        "Stored rollouts that were evicted, by reason and number of response tokens",
+        labels=["reason", "length"],
+    )
+    for reason, lengths in counters.evicted_by_length().items():
+        for length, number in lengths.items():
+            dropped.add_metric([reason, length], number)
+    yield dropped
+    for name, text in (
+        ("heartbeats_refused", "Heartbeats that were not taken, by reason"),
+        ("components_forgotten", "Components that were forgotten, by reason"),
+    ):
+        yield _by(f"tba_{name}", text, "reason", counters.group(name))
+    yield _by("tba_buffer_rescored", "Rollouts scored after they were stored", "outcome", counters.group("rescored"))
+    for name, counted, text in (
+        ("tba_drawn_rollouts", "drawn", "Rollouts drawn for batches"),
+        ("tba_void_rollouts", "void", "Rollouts of drawn batches that became void"),
+        ("tba_trained_rollouts", "trained", "Rollouts of batches that a step was made with"),
+        ("tba_published_versions", "marks", "Versions announced"),
+    ):
+        yield CounterMetricFamily(name, text, value=totals.get(counted, 0))
+    events = {"drawn": totals.get("batches", 0), "acked": counters.num_acked}
+    yield _by("tba_buffer_batches", "Batches, by what became of them", "event", events)
+    yield _by("tba_trainer_refused", "Rollouts that the trainer refused", "reason", counters.group("trainer_refused"))
+    yield _by(
+        "tba_skipped_batches", "Batches consumed by a step that skipped them", "reason", counters.group("skipped")
+    )
+    slots = counters.group("slots")
+    kinds = {kind: slots.get(kind, 0) for kind in ("recent", "replay", "fallback")}
+    yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)
+    leases = counters.group("leases")
+    ended = {event: leases.get(event, 0) for event in LEASE_EVENTS}
+    yield _by("tba_buffer_leases", "Leases, by what became of them", "event", ended)
+    ages = [
+        *((str(float(edge)), _up_to(counters.ages, edge)) for edge in AGE_BUCKETS),
+        ("+Inf", sum(counters.ages.values())),
+    ]
+    yield HistogramMetricFamily(
+        "tba_policy_age_steps",
+        "Policy age of rollouts when a step consumed them",
+        buckets=ages,
+        sum_value=sum(age * number for age, number in counters.ages.items()),
+    )
+
+
+def _gauge_families(reading: Reading) -> Iterator[Metric]:
+    counters, index = reading.counters, reading.counters.index
+    stored = GaugeMetricFamily("tba_buffer_rollouts", "Rollouts stored now, by reward status", labels=["status"])
+    stored.add_metric(["scored"], index.num_scored)
+    stored.add_metric(["pending"], index.num_pending)
+    stored.add_metric(["failed"], index.num_failed)
+    yield stored
+    by_length = GaugeMetricFamily(
+        "tba_buffer_rollouts_by_length", "Rollouts stored now, by number of response tokens", labels=["length"]
+    )
+    for length, number in reading.by_length.items():
+        by_length.add_metric([length], number)
+    yield by_length
+    recent = GaugeMetricFamily("tba_buffer_mean_reward_recent", "Mean reward of the recent part of the buffer")
+    if reading.mean_reward_recent is not None:
+        recent.add_metric([], reading.mean_reward_recent)
+    yield recent
+    for name, value, text in (
+        ("tba_buffer_payload_bytes", index.payload_bytes, "Bytes of the stored rollouts, as pushed"),
+        ("tba_buffer_index_bytes", index.memory_bytes(), "Memory of the index"),
+        ("tba_buffer_log_tail_events", index.position - counters.base_position, "Log positions that a restart replays"),
+        ("tba_buffer_open_leases", counters.num_open_leases, "Leases that have not ended"),
+    ):
+        yield GaugeMetricFamily(name, text, value=value)
+    version = GaugeMetricFamily("tba_weight_version", "Step of the newest announced version", labels=["role"])
+    if reading.run.latest_version is not None:
+        version.add_metric(["buffer"], PolicyVersion.parse(reading.run.latest_version).step)
+    yield version
+    damaged = GaugeMetricFamily("tba_damaged_items", "Stored items that are damaged, by kind", labels=["kind"])
+    for kind, number in counters.damaged.items():
+        damaged.add_metric([kind], number)
+    yield damaged
+    waits = GaugeMetricFamily("tba_waits", "Who waits now, by the name of the wait", labels=["name"])
+    for name, number in shown_waits(Counter(wait.name for wait in reading.waits)).items():
+        waits.add_metric([name], number)
+    yield waits
+
+
+def _run_families(reading: Reading) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "tba_run_step", "Last acked step of the active lineage", value=reading.counters.trainer.step
+    )
+    states = GaugeMetricFamily("tba_run_state", "1 for the state that the run is in", labels=["state"])
+    for state in get_args(RunState):
+        states.add_metric([state], state == reading.run.state)
+    yield states
+    for name, number, text in (
+        ("tba_redis_losses_accepted", reading.run.num_losses_accepted, "Losses of Redis that were accepted"),
+        ("tba_redis_lost_changes", reading.run.num_lost_changes, "Acknowledged changes that were accepted as lost"),
+    ):
+        yield CounterMetricFamily(name, text, value=number)
+    waited = CounterMetricFamily(
+        "tba_trainer_wait_seconds", "Time that trainers have waited, by the name of the wait", labels=["name"]
+    )
+    # a rate needs a first value: the waits for data are there from the beginning
+    for name, waited_s in {**dict.fromkeys(DATA_WAITS, 0.0), **reading.trainer_waited_s}.items():
+        waited.add_metric([name], waited_s)
+    yield waited
+    desired = GaugeMetricFamily("tba_searchers_desired", "Desired number of searchers")
+    # absent, not 0: nothing of tba knows a number
+    if reading.searchers_desired is not None:
+        desired.add_metric([], reading.searchers_desired)
+    yield desired
+    failures = reading.counters.group("scaling_failures")
+    yield _by("tba_scaling_failures", "Attempts to change the number of searchers that failed", "reason", failures)
+
+
+def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, number in counts.items():
+        family.add_metric([value], number)
+    return family
+
+
+def _up_to(ages: Mapping[int, int], edge: int) -> int:
+    return sum(number for age, number in ages.items() if age <= edge)
+
+
+def shown_waits(waits: Counter[str]) -> dict[str, int]:
+    """Return the most frequent waits by name, and the rest as one."""
+    # names come from heartbeats, and labels must stay few
+    shown = dict(waits.most_common(WAITS_SHOWN))
+    rest = waits.total() - sum(shown.values())
+    return {**shown, OTHER_WAITS: shown.get(OTHER_WAITS, 0) + rest} if rest else shown

@@ -1,0 +1,329 @@
+"""The counts of GET /v1/stats and GET /metrics: the index knows what is stored, Redis has counted what happened.
+
+Counters      cheap: one read of the counters, and the index. The upkeep asks for no more
+RateWindow    how fast the cumulative counters have grown over the last minute
+stored_stats  what is stored, by policy version, policy age, length and reward: O(live rollouts), so StatsReader keeps
+              the answer for large buffers
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import Rates, Stats, StoredStats
+from tba.api.stats import NUM_DECILES
+from tba.versions import LineageTree, PolicyVersion
+from tba_buffer.eviction.evictor import length_bucket
+from tba_buffer.index.log import SCORED
+from tba_buffer.index.replay import IndexView
+from tba_buffer.index.rollout_index import Index
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+WINDOW_S = 60.0
+MIN_WINDOW_S = 1.0
+NAMES = ("generated", "evicted", "drawn", "trained")
+
+
+class RateWindow:
+    """Samples of cumulative counts of the last WINDOW_S, and one before, oldest first."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, dict[str, int]]] = deque()
+
+    def add(self, at_s: float, counts: Mapping[str, int]) -> None:
+        """Remember the counts NAMES at `at_s` (a clock that never goes back)."""
+        self._samples.append((at_s, {name: counts[name] for name in NAMES}))
+        while len(self._samples) > 1 and self._samples[1][0] <= at_s - WINDOW_S:
+            self._samples.popleft()
+
+    def rates(self, at_s: float, counts: Mapping[str, int]) -> Rates | None:
+        """Return the growth per second since the oldest sample, or None while less than MIN_WINDOW_S is known."""
+        if not self._samples or at_s - self._samples[0][0] < MIN_WINDOW_S:
+            return None
+        window_s, before = at_s - self._samples[0][0], self._samples[0][1]
+        grown = {name: counts[name] - before[name] for name in NAMES}
+        if min(grown.values()) < 0:  # Redis was emptied or restored: the samples are of another one
+            return None
+        return Rates(window_s=window_s, **{f"{name}_per_s": number / window_s for name, number in grown.items()})
+
+
+VERSIONS_SHOWN = 50
+
+
+def stored_stats(index: Index, tree: LineageTree, trainer: PolicyVersion) -> StoredStats:
+    """Return the detail of what `index` holds. O(live rollouts): about 40 ms for a million.
+
+    Args:
+        tree, trainer: what policy age is measured along, and the last step of the active lineage.
+    """
+    versions = sorted(index.versions().items(), reverse=True)
+    ages: dict[int, int] = {}
+    for version, number in versions:
+        age = tree.policy_age(version, trainer)
+        ages[age] = ages.get(age, 0) + number
+    rows = index.live_rows()
+    rewards = index.column("reward", rows)[index.column("status", rows) == SCORED]
+    return StoredStats(
+        log_position=index.position,
+        by_version={str(version): number for version, number in versions[:VERSIONS_SHOWN]},
+        num_of_older_versions=sum(number for _, number in versions[VERSIONS_SHOWN:]),
+        by_policy_age=_by_age(ages),
+        policy_age_deciles=age_deciles(ages),
+        by_length=by_length(index.column("num_tokens", rows)),
+        reward_deciles=_reward_deciles(rewards),
+    )
+
+
+def age_bucket(age: int) -> str:
+    """Return the bucket of a policy age: `0`, `1`, `2`, `3-4`, `5-8`, ..."""
+    if age == 0:
+        return "0"
+    last = 1 << (age - 1).bit_length()
+    return str(last) if last <= 2 else f"{last // 2 + 1}-{last}"
+
+
+def age_deciles(ages: Mapping[int, int]) -> list[int] | None:
+    """Return eleven ages that occur, from the smallest to the largest (nearest rank); None without any.
+
+    Args:
+        ages: age -> rollouts, at least one each.
+    """
+    if not ages:
+        return None
+    known = sorted(ages)
+    up_to = np.cumsum([ages[age] for age in known])
+    return [known[i] for i in np.searchsorted(up_to, _decile_ranks(int(up_to[-1])) + 1)]
+
+
+def by_length(num_tokens: NDArray[np.integer]) -> dict[str, int]:
+    """Return bucket of the number of response tokens -> rollouts, shortest first. num_tokens: [N]."""
+    per_length = np.bincount(num_tokens.astype(np.int64))
+    buckets: dict[str, int] = {}
+    for length in np.flatnonzero(per_length).tolist():
+        bucket = length_bucket(length)
+        buckets[bucket] = buckets.get(bucket, 0) + int(per_length[length])
+    return buckets
+
+
+def _reward_deciles(rewards: NDArray[np.float64]) -> list[float] | None:
+    if not len(rewards):
+        return None
+    ranks, ordered, end = _decile_ranks(len(rewards)), rewards.copy(), len(rewards)
+    for rank in np.unique(ranks)[::-1].tolist():  # one at a time: numpy takes ten times as long for several
+        ordered[:end].partition(rank)
+        end = rank + 1
+    return ordered[ranks].tolist()
+
+
+def _decile_ranks(num: int) -> NDArray[np.int64]:
+    """Return where in `num` sorted values the deciles are (nearest rank, in whole numbers). [11]"""
+    return np.maximum(0, -(-np.arange(NUM_DECILES) * num // (NUM_DECILES - 1)) - 1)
+
+
+def _by_age(ages: Mapping[int, int]) -> dict[str, int]:
+    buckets: dict[str, int] = {}
+    for age in sorted(ages):
+        buckets[age_bucket(age)] = buckets.get(age_bucket(age), 0) + ages[age]
+    return buckets
+
+
+LEASE_EVENTS = ("granted", "fulfilled", "expired", "returned", "refused")
+PUSH_OUTCOMES = ("new", "duplicate", "refused")
+ALWAYS_FRESH_ROLLOUTS = 10_000
+DETAIL_EVERY_S = 1.0
+DETAIL_SHARE = 0.02
+"""Most of the process' time that the detail may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """The counters of the run, what the index holds, and where the trainer stands."""
+
+    totals: Mapping[str, int]
+    ages: Mapping[int, int]
+    """Policy age in steps when consumed -> rollouts."""
+    num_open_leases: int
+    num_acked: int
+    base_position: int
+    trainer: PolicyVersion
+    """Lineage that owns the run, and its last acked step."""
+    latest_version: str | None
+    damaged: Mapping[str, int]
+    """Kind of stored item -> how many damaged ones were found."""
+    index: Index
+
+    def group(self, name: str) -> dict[str, int]:
+        """Return the counters `name:<what>`, by what; not those of a group within it."""
+        parts = ((key.split(":"), value) for key, value in sorted(self.totals.items()))
+        return {key[1]: value for key, value in parts if key[0] == name and len(key) == 2}
+
+    def evicted_by_length(self) -> dict[str, dict[str, int]]:
+        """Return reason -> length bucket -> rollouts evicted, ever."""
+        found: dict[str, dict[str, int]] = {}
+        for key, value in sorted(self.totals.items()):
+            parts = key.split(":")
+            if parts[0] == "evicted" and len(parts) == 3:
+                found.setdefault(parts[1], {})[parts[2]] = value
+        return found
+
+    def rate_counts(self) -> dict[str, int]:
+        """Return the counts that rates are made of."""
+        return {
+            "generated": self.totals.get("generated", 0),
+            "evicted": sum(self.group("evicted").values()),
+            "drawn": self.totals.get("drawn", 0),
+            "trained": self.totals.get("trained", 0),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """Statistics over every stored rollout. Out of date, they are computed again from `due_s` on (monotonic)."""
+
+    due_s: float
+    trainer: PolicyVersion
+    mean_reward_recent: float | None
+    stored: StoredStats
+
+
+class StatsReader:
+    """Reads the counts of the run.
+
+    Args:
+        context: Redis and settings.
+        catalog: the prompts.
+        view: the index.
+        lineages: what policy age is measured along.
+    """
+
+    def __init__(self, context: Context, *, catalog: Catalog, view: IndexView, lineages: Lineages) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._view = view
+        self._lineages = lineages
+        self._window = RateWindow()
+        self._detail: Detail | None = None
+
+    async def counters(self) -> Counters:
+        """Read everything that is cheap to know.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        index, keys = await self._view.catch_up(), self._context.keys
+        with redis_errors("read the counters"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.hgetall(keys.counters)
+                pipe.hgetall(keys.ages)
+                pipe.hlen(keys.leases)
+                pipe.hlen(keys.ledger_steps)
+                pipe.hget(keys.log_checkpoint, "position")
+                pipe.hmget(keys.run, "lineage", "step", "latest_version")
+                counters, ages, num_leases, num_acked, base, (lineage, step, latest) = await pipe.execute()
+        damaged = await self._context.damaged_items.info(self._context.redis, keys)
+        return Counters(
+            damaged={} if damaged is None else damaged.num,
+            totals=self._context.parse_counters(counters),
+            ages=dict(sorted(self._ages(ages).items())),
+            num_open_leases=num_leases,
+            num_acked=num_acked,
+            base_position=self._context.read_number("base position", base),
+            trainer=PolicyVersion(
+                self._context.read_number("lineage", lineage), self._context.read_number("step", step)
+            ),
+            latest_version=None if latest is None else latest.decode(errors="replace"),
+            index=index,
+        )
+
+    def _ages(self, raw: Mapping[bytes, bytes]) -> dict[int, int]:
+        ages = self._context.parse_counters(raw)
+        return {int(age): number for age, number in ages.items() if age.lstrip("-").isdecimal()}
+
+    async def sample(self) -> None:
+        """Remember the counters, for the rates. The upkeep calls it every second.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        counters = await self.counters()
+        self._window.add(time.monotonic(), counters.rate_counts())
+
+    async def read(self) -> Stats:
+        """Return all counts.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        counters = await self.counters()
+        index, totals, slots = counters.index, counters.totals, counters.group("slots")
+        generated, trained, leases = totals.get("generated", 0), totals.get("trained", 0), counters.group("leases")
+        detail = self.detail(counters)
+        return Stats(
+            run=self._context.run,
+            num_rollouts=index.num_live,
+            num_scored=index.num_scored,
+            num_pending=index.num_pending,
+            num_failed=index.num_failed,
+            num_prompts_train=len(self._catalog.train),
+            num_prompts_heldout=len(self._catalog.heldout),
+            num_prompts_seen=int(np.count_nonzero(index.counts)),
+            num_prompts_drawable=index.num_drawable,
+            payload_bytes=index.payload_bytes,
+            log_position=index.position,
+            base_position=counters.base_position,
+            index_bytes=index.memory_bytes(),
+            replica=self._context.ownership.epoch,
+            num_marks=totals.get("marks", 0),
+            pushed={name: totals.get(f"pushed:{name}", 0) for name in PUSH_OUTCOMES},
+            refused=counters.group("refused"),
+            evicted=counters.group("evicted"),
+            evicted_by_length=counters.evicted_by_length(),
+            rescored=counters.group("rescored"),
+            leases={"open": counters.num_open_leases, **{name: leases.get(name, 0) for name in LEASE_EVENTS}},
+            rollouts_generated=generated,
+            rollouts_drawn=totals.get("drawn", 0),
+            rollouts_trained=trained,
+            rollouts_refused_by_trainer=counters.group("trainer_refused"),
+            batches_skipped=counters.group("skipped"),
+            samples_per_insert=trained / generated if generated else None,
+            heartbeats_refused=counters.group("heartbeats_refused"),
+            components_forgotten=counters.group("components_forgotten"),
+            slots=slots,
+            unique_ratio=_ratio(slots, "distinct_rollouts", "rollouts"),
+            realised_most_on_policy=_ratio(slots, "recent", "total"),
+            mean_reward_recent=detail.mean_reward_recent,
+            policy_age_histogram=dict(counters.ages),
+            rates=self._window.rates(time.monotonic(), counters.rate_counts()),
+            stored=detail.stored,
+        )
+
+    def detail(self, counters: Counters) -> Detail:
+        """Return the detail of what is stored; kept until out of date and, for large buffers, until due."""
+        kept, index, now_s = self._detail, counters.index, time.monotonic()
+        if kept is not None:
+            if (kept.stored.log_position, kept.trainer) == (index.position, counters.trainer):
+                return kept
+            # a small buffer is looked through at once; for a large one an older answer is good enough
+            if index.num_live > ALWAYS_FRESH_ROLLOUTS and now_s < kept.due_s:
+                return kept
+        recent = index.recent_rows()
+        mean_reward = float(index.column("reward", recent).mean()) if len(recent) else None
+        stored = stored_stats(index, self._lineages.tree, counters.trainer)
+        done_s = time.monotonic()
+        # it takes at most DETAIL_SHARE of the time of the process
+        due_s = done_s + max(DETAIL_EVERY_S, (done_s - now_s) / DETAIL_SHARE)
+        self._detail = Detail(due_s, counters.trainer, mean_reward, stored)
+        return self._detail
+
+
+def _ratio(counts: Mapping[str, int], part: str, whole: str) -> float | None:
+    return counts.get(part, 0) / counts[whole] if counts.get(whole) else None

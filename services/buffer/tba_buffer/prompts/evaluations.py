@@ -1,0 +1,335 @@
+"""Evaluations on held-out prompts, done by searchers with a pinned version.
+
+An evaluation has 2 * num_prompts units: per prompt one of kind `sample` and one of kind `greedy`, always over the first
+held-out prompts in upload order. Units are leased (leases.py) before any visit; an expired lease puts its unit back.
+The first result of a unit counts. Unknown scores are left out of every mean, and counted (evaluation_summary.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from tba.api import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults
+from tba.errors import BadRequestError, ConflictError, NotFoundError
+from tba.fields import Integer, Number
+from tba.server.auth import ForbiddenError
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.prompts.evaluation_summary import (
+    KINDS,
+    EvaluationUnit,
+    count_unknown,
+    find_best_version,
+    summarise,
+    summarise_first,
+)
+from tba_buffer.run.lineage import fenced
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+
+class Evaluations:
+    """The evaluations of the run.
+
+    Args:
+        context: Redis and settings.
+        catalog: holds the held-out prompts.
+    """
+
+    def __init__(self, context: Context, catalog: Catalog) -> None:
+        self._context = context
+        self._catalog = catalog
+
+    async def request(self, request: EvalRequest) -> EvalInfo:
+        """Open an evaluation. The same version, prompts and samples again return the same one.
+
+        An expired evaluation is opened again, and keeps the results that it has.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+            ConflictError: there are no held-out prompts, or the version was never announced.
+            UnavailableError: Redis did not answer.
+        """
+        num_prompts = min(request.num_prompts, len(self._catalog.heldout))
+        if not num_prompts:
+            raise ConflictError("there are no held-out prompts to evaluate on; upload prompts with split 'heldout'")
+        eval_id, now = f"eval-{request.version}-{num_prompts}-{request.num_samples}", self._context.clock()
+        document = {
+            "eval_id": eval_id,
+            "version": request.version,
+            "state": "pending",
+            "num_prompts": num_prompts,
+            "num_samples": request.num_samples,
+            "success_reward": request.success_reward,
+            "pass_at": request.pass_at,
+            "created_at_s": now,
+            "deadline_s": now + request.timeout_s,
+        }
+        keys = self._context.keys
+        units = [str(EvaluationUnit(eval_id, kind, number)) for number in range(num_prompts) for kind in KINDS]
+        reply = await self._context.scripts.run(
+            "eval_request",
+            [keys.evals, keys.eval_order, keys.eval_todo, keys.eval_results, keys.run, keys.announced],
+            [eval_id, json.dumps(document), now, request.token, request.version, *units],
+        )
+        if reply == b"fenced":
+            raise fenced(f"the evaluation of version {request.version}")
+        if reply == b"unknown-version":
+            raise ConflictError(
+                f"version {request.version} was never announced, so there is nothing to evaluate; announce it first"
+            )
+        return await self.get(eval_id)
+
+    async def get(self, eval_id: str) -> EvalInfo:
+        """Return one evaluation.
+
+        Raises:
+            NotFoundError: there is none with this id.
+            UnavailableError: Redis did not answer.
+        """
+        found = await self._read([eval_id])
+        if not found:
+            raise NotFoundError(f"there is no evaluation {eval_id!r}")
+        return found[0][0]
+
+    async def all_and_best(self) -> tuple[list[EvalInfo], BestVersion | None]:
+        """Return every evaluation, oldest first, and the best version among the finished ones.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read the evaluations"):
+            ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
+        found = await self._read([eval_id.decode(errors="replace") for eval_id in ids])
+        section, documents = self._context.recipe.eval, (document for _, document in found if document is not None)
+        best = find_best_version(documents, section, num_heldout=len(self._catalog.heldout))
+        return [info for info, _ in found], best
+
+    async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the stored documents of evaluations, without the damaged ones.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        if not eval_ids:
+            return {}
+        with redis_errors("read the evaluations"):
+            texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
+        found = {}
+        for eval_id, text in zip(eval_ids, texts, strict=True):
+            document = None if text is None else self._document(eval_id, text)
+            if document is not None:
+                found[eval_id] = document
+        return found
+
+    async def results(self, eval_id: str, results: EvalResults) -> None:
+        """Store results; idempotent by lease, and the first result of a unit counts.
+
+        Nothing is taken past the deadline: from then on the version is not held. It may be gone, and a version that is
+        gone must not become the best one.
+
+        Raises:
+            ConflictError: the evaluation has expired.
+            NotFoundError: no such evaluation, or a lease that is not one of its leases.
+            ForbiddenError: a lease was granted to another searcher.
+            BadRequestError: the version is another one, or the number of rewards is not what was leased.
+            UnavailableError: Redis did not answer.
+        """
+        document = (await self.documents([eval_id])).get(eval_id)
+        if document is None:
+            raise NotFoundError(f"there is no evaluation {eval_id!r}")
+        if results.version != document["version"]:
+            raise BadRequestError(f"{eval_id} evaluates version {document['version']}, not {results.version}")
+        # a repeated report: the results of a finished evaluation are no longer kept one by one
+        if document["state"] == "done" or not results.results:
+            return
+        if self._is_expired(document):
+            raise ConflictError(
+                f"{eval_id} has expired, so its results are not taken any more; the trainer may ask for it again"
+            )
+        keys = self._context.keys
+        with redis_errors("read the leases"):
+            units = await self._context.redis.hmget(keys.eval_units, [item.lease_id for item in results.results])
+        args: list[str] = [eval_id]
+        for item, value in zip(results.results, units, strict=True):
+            unit, searcher_id = _unit_of(value)
+            if unit is None or unit.eval_id != eval_id:
+                raise NotFoundError(f"lease {item.lease_id!r} is not a lease of {eval_id}")
+            if searcher_id != results.searcher_id:
+                await self._context.count("foreign:eval_results")
+                raise ForbiddenError(
+                    f"lease {item.lease_id!r} was granted to another searcher than {results.searcher_id!r}; no result "
+                    "was taken"
+                )
+            _check_result(item, unit, document["num_samples"])
+            args += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
+        num_done = await self._context.scripts.run(
+            "eval_results",
+            [keys.eval_units, keys.eval_results, keys.eval_done, keys.leases, keys.lease_deadlines, keys.counters],
+            args,
+        )
+        if num_done >= len(KINDS) * document["num_prompts"]:
+            await self._finish(document)
+
+    async def _read(self, eval_ids: Sequence[str]) -> list[tuple[EvalInfo, dict[str, Any] | None]]:
+        """Return evaluations with their documents; a damaged document is None, and its evaluation has failed."""
+        if not eval_ids:
+            return []
+        keys, found = self._context.keys, []
+        with redis_errors("read the evaluations"):
+            texts = await self._context.redis.hmget(keys.evals, list(eval_ids))
+            counts = await self._context.redis.hmget(keys.eval_done, list(eval_ids))
+        for eval_id, text, count in zip(eval_ids, texts, counts, strict=True):
+            document = None if text is None else self._document(eval_id, text)
+            if document is not None:
+                num_units = len(KINDS) * document["num_prompts"]
+                num_done = self._context.read_or_note("evaluation", eval_id, lambda count=count: int(count or 0)) or 0
+                if document["state"] == "pending" and num_done >= num_units:
+                    document = await self._finish(document)  # the process died after it stored the last result
+                found.append((self._info(document, num_done), document))
+            # an evaluation that cannot be read is shown as failed, so that the trainer may ask for it again
+            elif text is not None and (failed := _failed_info(eval_id)) is not None:
+                found.append((failed, None))
+        return found
+
+    def _document(self, eval_id: str, text: bytes) -> dict[str, Any] | None:
+        def read() -> dict[str, Any]:
+            document = json.loads(text)
+            self._info(document, 0)
+            StoredEval.model_validate(document)
+            return document
+
+        return self._context.read_or_note("evaluation", eval_id, read)
+
+    def _info(self, document: dict[str, Any], num_done: int) -> EvalInfo:
+        state = "expired" if self._is_expired(document) else document["state"]
+        return EvalInfo(
+            eval_id=document["eval_id"],
+            version=document["version"],
+            state=state,
+            num_prompts=document["num_prompts"],
+            num_done=document["num_prompts"] if state == "done" else num_done // len(KINDS),
+            num_samples=document["num_samples"],
+            created_at_s=document["created_at_s"],
+            **document.get("summary", {}),
+        )
+
+    def _is_expired(self, document: dict[str, Any]) -> bool:
+        return document["state"] == "pending" and document["deadline_s"] <= self._context.clock()
+
+    async def _finish(self, document: dict[str, Any]) -> dict[str, Any]:
+        eval_id, keys, redis = document["eval_id"], self._context.keys, self._context.redis
+        units = [EvaluationUnit(eval_id, kind, number) for number in range(document["num_prompts"]) for kind in KINDS]
+        with redis_errors("finish an evaluation"):
+            texts = await redis.hmget(keys.eval_results, [str(unit) for unit in units])
+            leases = await redis.hgetall(keys.eval_units)
+            if any(text is None for text in texts):  # another request has just finished it
+                return (await self.documents([eval_id])).get(eval_id, document)
+            num_samples = document["num_samples"]
+            results = {unit: self._result(unit, text, num_samples) for unit, text in zip(units, texts, strict=True)}
+            done = self._done(document, results)
+            ended = [lease for lease, value in leases.items() if _is_of(value, eval_id)]
+            # one transaction: after a kill either the results are there, or the finished evaluation is
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.hset(keys.evals, eval_id, json.dumps(done))
+                pipe.hdel(keys.eval_results, *(str(unit) for unit in units))
+                pipe.hdel(keys.eval_done, eval_id)
+                if ended:
+                    pipe.hdel(keys.eval_units, *ended)
+                await pipe.execute()
+        self._context.changed.notify()
+        return done
+
+    def _result(self, unit: EvaluationUnit, text: bytes, num_samples: int) -> dict[str, Any]:
+        """Return the stored result of a unit; all of its scores are unknown where that is damaged."""
+
+        def read() -> dict[str, Any]:
+            return EvalResult.model_validate({**json.loads(text), "lease_id": "ended"}).model_dump()
+
+        num = num_samples if unit.kind == "sample" else 1
+        unknown = {"rewards": [None] * num, "num_response_tokens": []}
+        return self._context.read_or_note("result", str(unit), read) or unknown
+
+    def _done(self, document: dict[str, Any], results: dict[EvaluationUnit, dict[str, Any]]) -> dict[str, Any]:
+        """Return the document of a finished evaluation: its numbers, and those that versions are compared by."""
+        how = {"success_reward": document["success_reward"], "pass_at": document.get("pass_at", ())}
+        num_first = min(document["num_prompts"], self._context.recipe.eval.num_prompts_compared)
+        numbers, first = summarise(results, **how), summarise_first(results, num_first, **how)
+        return {
+            **document,
+            "state": "done",
+            "summary": {**numbers.model_dump(mode="json"), "finished_at_s": self._context.clock()},
+            "first": {
+                "num_prompts": num_first,
+                "numbers": first.model_dump(mode="json"),
+                "num_unknown": count_unknown(results, num_first),
+            },
+        }
+
+
+class ComparedNumbers(BaseModel):
+    """The numbers over the prompts that all evaluations have."""
+
+    num_prompts: Integer
+    numbers: EvalNumbers
+    num_unknown: dict[str, int] = Field(default_factory=dict)
+
+
+class FinishedAt(BaseModel):
+    """When it was finished."""
+
+    finished_at_s: Number
+
+
+class StoredEval(BaseModel):
+    """The fields of a stored evaluation beside its EvalInfo; evaluations of older releases lack some."""
+
+    success_reward: Number
+    deadline_s: Number
+    num_samples: Annotated[Integer, Field(ge=1, le=4096)]
+    pass_at: list[Integer] = Field(default_factory=list)
+    first: ComparedNumbers | None = None
+    summary: FinishedAt | None = None
+
+
+def _failed_info(eval_id: str) -> EvalInfo | None:
+    """Return a damaged evaluation as its id describes it; None where the id is not one of ours."""
+    found = re.fullmatch(r"eval-([0-9]{1,9}-[0-9]{1,12})-([0-9]{1,5})-([0-9]{1,4})", eval_id)
+    if found is None:
+        return None
+    version, num_prompts, num_samples = found.groups()
+    return EvalInfo(
+        eval_id=eval_id,
+        version=version,
+        state="failed",
+        num_prompts=int(num_prompts),
+        num_done=0,
+        num_samples=int(num_samples),
+        created_at_s=0.0,
+    )
+
+
+def _unit_of(value: bytes | None) -> tuple[EvaluationUnit | None, str]:
+    """Return the unit of a lease, and the searcher that it was granted to."""
+    unit, _, searcher_id = (value or b"").decode().partition(" ")
+    return EvaluationUnit.parse(unit) if unit else None, searcher_id
+
+
+def _is_of(value: bytes, eval_id: str) -> bool:
+    unit, _ = _unit_of(value)
+    return unit is not None and unit.eval_id == eval_id
+
+
+def _check_result(item: EvalResult, unit: EvaluationUnit, num_samples: int) -> None:
+    wanted = num_samples if unit.kind == "sample" else 1
+    if len(item.rewards) != wanted or len(item.num_response_tokens) != wanted:
+        raise BadRequestError(
+            f"lease {item.lease_id!r} ({unit.kind}) asked for {wanted} completions, got {len(item.rewards)} rewards "
+            f"and {len(item.num_response_tokens)} lengths"
+        )
+    if item.log_ratios is not None and len(item.log_ratios) != wanted:
+        raise BadRequestError(f"lease {item.lease_id!r}: {len(item.log_ratios)} log-ratios of {wanted} completions")

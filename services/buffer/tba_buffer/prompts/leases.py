@@ -1,0 +1,291 @@
+"""Leases: which searcher works on which visit or evaluation unit until when.
+
+A visit is fulfilled once `rollouts_per_visit` rollouts that name it are stored, in one push or several, from any
+searcher. A lease that ends earlier leaves the rest: the next lease of that visit asks for the missing rollouts only.
+Evaluation units come before visits, returned and expired visits before new ones. A live searcher renews its leases, so
+a visit may take longer than `lease_s`. A visit that cannot be sampled (refused) ends. A prompt may be on lease any
+number of times at once, each time for another visit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import time
+from collections import OrderedDict
+from typing import Any
+
+from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
+from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog, VisitCursor, VisitOrder
+from tba_buffer.prompts.evaluation_summary import EvaluationUnit
+from tba_buffer.prompts.evaluations import Evaluations
+from tba_buffer.run.flow_control import FlowSettings, generation_room
+from tba_buffer.run.state import RunSnapshot, RunStateReader
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+MIN_RETRY_S = 0.25
+MAX_RETRY_S = 10.0
+MAX_POLLS_PER_S = 100.0
+"""All waiting searchers together. An empty reply costs the buffer about 1 ms, so this is a tenth of its one core."""
+
+
+ATTEMPTS = 3
+
+
+class Leases:
+    """Leases visits and evaluation units to searchers.
+
+    Args:
+        context: Redis and settings.
+        catalog: the prompts.
+        evaluations: the evaluations.
+        run_state: the state of the run and the counts of flow control.
+    """
+
+    def __init__(
+        self, context: Context, *, catalog: Catalog, evaluations: Evaluations, run_state: RunStateReader
+    ) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._evaluations = evaluations
+        self._run_state = run_state
+        self._lock = asyncio.Lock()
+        self._poll_backoff = PollBackoff()
+        self._order = VisitOrder(catalog, context.recipe)
+        self._flow = FlowSettings.of(context.recipe)
+        keys = context.keys
+        self._keys = [
+            keys.visits,
+            keys.returned,
+            keys.leases,
+            keys.lease_deadlines,
+            keys.cursor,
+            keys.counters,
+            keys.evals,
+            keys.eval_todo,
+            keys.eval_units,
+            keys.eval_results,
+            keys.run,
+            keys.settings,
+            keys.settings_changes,
+            keys.settings_effects,
+            keys.damaged_items,
+        ]
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Claim up to `max_leases` evaluation units and visits. A repeated request gets the same leases again.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        leases: list[Lease] = []
+        async with self._lock:  # one at a time: a claim takes room away from the next request
+            snapshot = await self._run_state.read()
+            room, wait = self._room(snapshot)
+            # a stopping run still evaluates; `_room` leaves it no room for visits
+            if snapshot.state in ("running", "stopping"):
+                leases = await self._claim(request, room if wait is None else 0, snapshot)
+        if leases:
+            self._poll_backoff.record_served(request.searcher_id)
+            retry_after_s = 0.0
+        else:
+            retry_after_s = self._poll_backoff.record_empty(request.searcher_id, time.monotonic())
+        return LeaseReply(
+            leases=leases,
+            latest_version=snapshot.latest_version,
+            run_state=snapshot.state,
+            wait=None if leases else wait,
+            retry_after_s=retry_after_s,
+            num_version_retries=snapshot.num_retries,
+        )
+
+    async def give_back(self, request: LeaseReturn) -> None:
+        """End leases of a searcher before their deadline. What they owe is leased again; refused visits are not.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        returned, refused = request.lease_ids, request.refused_lease_ids
+        args = [request.searcher_id, len(returned), *returned, *refused]
+        await self._context.scripts.run("return", self._keys, args)
+
+    async def renew(self, request: LeaseRenewal) -> LeaseRenewalReply:
+        """Give leases of a searcher a new deadline. The reply names those that it does not hold any more.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        keys, deadline_s = self._context.keys, self._context.clock() + self._context.recipe.buffer.lease_s
+        args = [request.searcher_id, deadline_s, *request.lease_ids]
+        names = [keys.leases, keys.lease_deadlines, keys.counters, keys.damaged_items]
+        lost = await self._context.scripts.run("renew", names, args)
+        return LeaseRenewalReply(lost_lease_ids=[lease_id.decode() for lease_id in lost])
+
+    def _room(self, snapshot: RunSnapshot) -> tuple[int | None, str | None]:
+        if snapshot.state != "running":
+            return 0, f"run-{snapshot.state}"
+        # nothing was announced yet, so no searcher has weights to sample with
+        if snapshot.latest_version is None:
+            return 0, "no-version"
+        if not self._catalog.train:
+            return 0, "no-prompts"
+        return generation_room(snapshot.counts, self._flow)
+
+    async def _claim(self, request: LeaseRequest, room: int | None, snapshot: RunSnapshot) -> list[Lease]:
+        now, sampling = self._context.clock(), self._context.recipe.sampling
+        lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
+        max_train = request.max_leases if room is None else min(request.max_leases, math.ceil(room / num_visit))
+        lease_ids = make_lease_ids(request)
+        # another process may move the cursor before lease.lua runs; the candidates are then of visits that are taken
+        for _ in range(ATTEMPTS):
+            with redis_errors("read the cursor"):
+                cursor = (await self._context.redis.get(self._context.keys.cursor)) or b""
+            candidates = self._order.next(self._read_cursor(cursor), max_train, snapshot.index)
+            moved, *flat = await self._context.scripts.run(
+                "lease",
+                self._keys,
+                [
+                    now,
+                    now + lease_s,
+                    request.searcher_id,
+                    num_visit,
+                    request.max_leases,
+                    max_train,
+                    -1 if room is None else room,
+                    cursor,
+                    len(candidates),
+                    snapshot.settings.revision,
+                    *lease_ids,
+                    *(part for c in candidates for part in (c.visit_id, c.prompt_id, c.cursor_after)),
+                    *request.refused_versions,
+                ],
+            )
+            if flat or not moved:
+                sampling_temperature = snapshot.settings.recipe.searcher.sampling_temperature.at(snapshot.step)
+                leases, damaged = await self._leases(flat, lease_s, sampling_temperature)
+                # else a damaged visit would come back to one searcher after the other when its lease expires
+                if damaged:
+                    await self._drop(request.searcher_id, damaged)
+                if leases or not damaged:
+                    return leases
+        return []
+
+    def _read_cursor(self, stored: bytes) -> VisitCursor | None:
+        """Read the stored cursor; None before the first visit."""
+        if not stored:
+            return None
+        num_train = len(self._catalog.train)
+        cursor = self._context.read_or_note("cursor", "cursor", lambda: VisitCursor.parse(stored, num_train))
+        # a damaged cursor begins a new epoch; the time as its number gives no visit an id that it has had before
+        return cursor or VisitCursor(epoch=int(self._context.clock()), offset=0, size=num_train)
+
+    async def _drop(self, searcher_id: str, damaged: dict[str, str]) -> None:
+        """End the leases of visits and units that nobody can work on: lease id -> its unit or visit."""
+        await self._context.scripts.run("return", self._keys, [searcher_id, 0, *damaged])
+        with redis_errors("drop damaged units"):
+            async with self._context.redis.pipeline(transaction=False) as pipe:
+                for subject in damaged.values():
+                    pipe.lrem(self._context.keys.eval_todo, 0, subject)
+                await pipe.execute()
+
+    async def _leases(
+        self, flat: list[bytes | int], lease_s: float, sampling_temperature: float
+    ) -> tuple[list[Lease], dict[str, str]]:
+        """Return the leases; and lease id -> visit or unit of those that name something damaged or missing."""
+        rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
+        documents = await self._evaluations.documents(sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"}))
+        leases: list[Lease] = []
+        damaged: dict[str, str] = {}
+        for kind, lease_id, subject, prompt_id, num in rows:
+            if kind == "train":
+                lease = self._train_lease(lease_id, subject, prompt_id, int(num), sampling_temperature, lease_s)
+            else:
+                lease = self._eval_lease(lease_id, subject, documents.get(_eval_id(subject)), lease_s)
+            if lease is None:
+                damaged[lease_id] = subject
+            else:
+                leases.append(lease)
+        return leases, damaged
+
+    def _train_lease(
+        self, lease_id: str, visit_id: str, prompt_id: str, num: int, temperature: float, lease_s: float
+    ) -> Lease | None:
+        found = self._catalog.find(prompt_id)
+        if found is None or found[1].task == DAMAGED_TASK:
+            why = f"its prompt {prompt_id!r} is not there, or cannot be read"
+            self._context.damaged_items.note("visit", visit_id, why, at_s=self._context.clock())
+            return None
+        return Lease(
+            lease_id=lease_id,
+            kind="train",
+            visit_id=visit_id,
+            prompt=found[1],
+            num_rollouts=num,
+            temperature=temperature,
+            expires_in_s=lease_s,
+        )
+
+    def _eval_lease(self, lease_id: str, text: str, document: dict[str, Any] | None, lease_s: float) -> Lease | None:
+        if document is None:  # `documents` has noted the evaluation as damaged
+            return None
+
+        def read() -> Lease:
+            unit = EvaluationUnit.parse(text)
+            return Lease(
+                lease_id=lease_id,
+                kind="greedy" if unit.kind == "greedy" else "sample",
+                visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
+                prompt=self._catalog.heldout[unit.number],
+                num_rollouts=1 if unit.kind == "greedy" else document["num_samples"],
+                temperature=0.0 if unit.kind == "greedy" else self._context.recipe.model.policy_temperature,
+                expires_in_s=lease_s,
+                eval_id=unit.eval_id,
+                version=document["version"],
+            )
+
+        return self._context.read_or_note("unit", text, read)
+
+
+class PollBackoff:
+    """Says how often searchers that wait for work may ask: even hundreds of them leave the buffer time for its work."""
+
+    def __init__(self) -> None:
+        self._polled_at_s: OrderedDict[str, float] = OrderedDict()
+        """Searcher -> when it last got nothing, the oldest first."""
+
+    def record_empty(self, searcher_id: str, now_s: float) -> float:
+        """Record that a searcher got nothing. Return the seconds after which it may ask again.
+
+        Args:
+            searcher_id: the searcher.
+            now_s: monotonic time.
+        """
+        self._polled_at_s[searcher_id] = now_s
+        self._polled_at_s.move_to_end(searcher_id)
+        retry_s = min(max(MIN_RETRY_S, len(self._polled_at_s) / MAX_POLLS_PER_S), MAX_RETRY_S)
+        # a searcher that has not asked for so long is gone, or busy elsewhere
+        while next(iter(self._polled_at_s.values())) < now_s - 2 * retry_s - 1.0:
+            self._polled_at_s.popitem(last=False)
+        return retry_s
+
+    def record_served(self, searcher_id: str) -> None:
+        """Record that a searcher got work: it does not wait any more."""
+        self._polled_at_s.pop(searcher_id, None)
+
+
+def make_lease_ids(request: LeaseRequest) -> list[str]:
+    """Return the ids of the leases that a request may be granted: the same ones however often it is sent."""
+    # lease.lua finds by these ids what it granted to a request whose reply was lost
+    request_digest = hashlib.sha256(json.dumps([request.searcher_id, request.request_id]).encode()).hexdigest()[:20]
+    return [f"lease-{request_digest}-{i}" for i in range(request.max_leases)]
+
+
+def _eval_id(unit: str) -> str:
+    return unit.partition("|")[0]
+
+
+def _text(value: bytes | int) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

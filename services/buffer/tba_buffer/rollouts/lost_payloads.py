@@ -1,0 +1,77 @@
+"""Rollouts that the log has and whose payloads are lost (not evicted) or damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.errors import UnavailableError
+from tba.versions import PolicyVersion
+from tba.wire import Rollout, Sampling, VersionSpan
+from tba_buffer.index.rollout_index import Index, Rows
+from tba_buffer.prompts.catalog import Catalog
+
+
+def lost_payload_error(
+    index: Index, positions: NDArray[np.integer], payloads: Sequence[bytes | None]
+) -> UnavailableError | None:
+    """Return the error for missing payloads [n] of the rollouts at log positions [n]; None when they were evicted.
+
+    Args:
+        index: caught up with the log after the payloads were read, so it knows an eviction that took them.
+        positions: of the drawn rollouts.
+        payloads: None where Redis has none.
+    """
+    # an eviction would have removed the row: a live row without a payload is a loss
+    rows = index.rows_at(np.unique(positions[[payload is None for payload in payloads]]))
+    lost = rows[rows >= 0]
+    if not len(lost):
+        return None
+    rollout_id = index.rollout_ids(lost[:1])[0].hex()
+    return UnavailableError(
+        f"{len(lost)} drawn rollouts are in the log but their payloads are not in Redis (for example "
+        f"{rollout_id}): Redis lost data, or somebody deleted it; restore Redis from a backup, or start another run "
+        "with a snapshot"
+    )
+
+
+def placeholders(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> list[Rollout]:
+    """Return rollouts as the index alone knows them, in place of damaged ones: failed, without tokens. [n]
+
+    Args:
+        rows: [n] of the index as it is now.
+    """
+    columns = [index.column(name, rows).tolist() for name in ("prompt", "lineage", "step", "num_tokens")]
+    found = []
+    for rollout_id, prompt, lineage, step, num_tokens in zip(index.rollout_ids(rows), *columns, strict=True):
+        # the log keeps no tokens, visits, searchers or times
+        nothing = np.zeros(0, dtype=np.int32)
+        prompt_id = catalog.ids[prompt] if prompt < len(catalog.ids) else "unreadable"
+        known = catalog.find(prompt_id)
+        found.append(
+            Rollout(
+                rollout_id=rollout_id,
+                run=run,
+                task="unreadable" if known is None else known[1].task,
+                prompt_id=prompt_id,
+                visit_id="unreadable",
+                prompt_tokens=nothing,
+                response_tokens=nothing,
+                response_text="",
+                finish_reason="abort",
+                version_spans=(VersionSpan(version=PolicyVersion(lineage, step), start=0, end=num_tokens),),
+                sampling=Sampling(temperature=0.0),
+                sampler_logprobs=nothing.astype(np.float32),
+                ref_logprob=None,
+                reward=None,
+                reward_status="failed",
+                reward_reason="unreadable: what is stored of this rollout cannot be read",
+                reward_version=None,
+                searcher_id="unreadable",
+                started_at_s=0.0,
+                finished_at_s=0.0,
+            )
+        )
+    return found

@@ -1,0 +1,267 @@
+"""Pushes: every item gets its own outcome, the valid ones are stored in one atomic call, then it is acknowledged."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+from starlette.requests import Request
+
+from tba.config import Recipe
+from tba.errors import BusyError, LimitError, SchemaVersionError, UnavailableError, WireError
+from tba.wire import RolloutDocument, check_push
+from tba_buffer.eviction.evictor import Evictor
+from tba_buffer.index.log import pack_record
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.run.state import read_state, read_version
+from tba_buffer.storage import ownership
+from tba_buffer.storage.context import Context
+
+RETRY_S = 0.5
+
+
+NEW = ord("n")
+OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused", "l": "refused"}
+REASONS = {
+    "c": "conflict: this rollout id is stored with other bytes; every rollout needs its own id",
+    "l": "not-leased: its visit is leased, and never was to the searcher that it names (searcher_id)",
+}
+REFUSALS: dict[type[WireError], str] = {LimitError: "too-large", SchemaVersionError: "schema-version"}
+UNKNOWN = {"unknown-prompt", "unknown-lineage"}
+
+
+class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
+    """The outcome of one item; damaged items have no id. The JSON is `tba.api.PushOutcome`."""
+
+    rollout_id: str | None
+    outcome: str
+    reason: str | None = None
+
+
+class RefusedItem(Exception):
+    """One item may not be stored; it is counted under `code`. Damaged items have no id."""
+
+    def __init__(self, code: str, detail: str, rollout_id: bytes | None = None) -> None:
+        name = None if rollout_id is None else rollout_id.hex()
+        super().__init__(f"{code}: {detail}" if name is None else f"{code}: rollout {name}: {detail}")
+        self.code = code
+        self.outcome = ItemOutcome(name, "refused", str(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """One outcome per item, in order, and the state of the run."""
+
+    outcomes: list[ItemOutcome]
+    latest_version: str | None
+    run_state: str
+
+
+class RolloutWriter:
+    """Stores pushed rollouts.
+
+    Args:
+        context: Redis and settings.
+        catalog: the prompts that rollouts may answer.
+        lineages: the lineages that may have made them.
+        evictor: evicts what exceeds the limits before a push is acknowledged.
+    """
+
+    def __init__(self, context: Context, catalog: Catalog, lineages: Lineages, evictor: Evictor) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._lineages = lineages
+        self._evictor = evictor
+        self._run = context.run
+        keys = context.keys
+        self._keys = (keys.payloads, keys.log, keys.counters, keys.originals)
+        self._keys += (keys.visits, keys.leases, keys.lease_deadlines, keys.run)
+        self._keys += (keys.epoch, keys.gone, keys.gone_before, keys.damaged_items)
+        self._hashes_tokens = context.recipe.buffer.deduplicate
+
+    @property
+    def refuse_reason(self) -> str | None:
+        """Why nothing is stored now: this process is not the owner, or Redis could lose it. None: pushes are stored."""
+        return self._context.durability.problem or self._context.ownership.refused
+
+    async def push(self, payloads: Sequence[bytes]) -> PushResult:
+        """Store the valid items; one outcome per item, in order.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis could not make them durable; nothing is acknowledged.
+        """
+        if self.refuse_reason is not None:
+            raise UnavailableError(f"nothing is stored now: {self.refuse_reason}")
+        refusals: dict[int, RefusedItem] = {}
+        accepted: list[int] = []
+        ids: list[bytes] = []
+        records: list[bytes] = []
+        visits: dict[tuple[str, str], int] = {}
+        visit_numbers: list[int] = []
+        # refused items do not stop the others: push.lua gets the accepted ones, and only counts the rest
+        for at, checked in enumerate(await self._check(check_push(payloads))):
+            if isinstance(checked, RefusedItem):
+                refusals[at] = checked
+                continue
+            rollout, prompt = checked
+            accepted.append(at)
+            ids.append(rollout.rollout_id)
+            records.append(rollout_record(rollout, prompt, len(payloads[at]), hashes_tokens=self._hashes_tokens))
+            # push.lua looks up each (visit, searcher) once, however many rollouts it has
+            visit_numbers.append(visits.setdefault((rollout.visit_id, rollout.searcher_id), len(visits)))
+        codes = Counter(refused.code for refused in refusals.values())
+        reply = await self._context.scripts.run(
+            "push",
+            self._keys,
+            [
+                len(accepted),
+                len(visits),
+                b"".join(records),
+                struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
+                self._context.ownership.epoch,
+                *(payloads[at] for at in accepted),
+                *(visit_id for visit_id, _ in visits),
+                *(searcher_id for _, searcher_id in visits),
+                *(part for pair in codes.items() for part in pair),
+            ],
+        )
+        if reply[0] == ownership.SUPERSEDED:
+            raise await ownership.refusal(self._context, f"the push of {len(payloads)} rollouts")
+        _, latest_version, run_state, results = reply
+        stored = map(stored_outcome, ids, results.decode())
+        outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
+        await self._enforce_limits(
+            [len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW]
+        )
+        return PushResult(
+            outcomes=outcomes,
+            latest_version=read_version(self._context, "latest_version", latest_version or None),
+            run_state=read_state(self._context, run_state),
+        )
+
+    async def _check(
+        self, items: Sequence[RolloutDocument | WireError]
+    ) -> list[tuple[RolloutDocument, int] | RefusedItem]:
+        """Return each rollout with the number of its prompt, or why it may not be stored."""
+        checked = [self._try_check(item) for item in items]
+        # the process that owned the run before may have added the prompt or lineage since this one read them: an item
+        # is refused as unknown only after Redis was asked once more
+        if any(isinstance(each, RefusedItem) and each.code in UNKNOWN for each in checked):
+            await self._catalog.load()
+            await self._lineages.load()
+            checked = [self._try_check(item) for item in items]
+        return checked
+
+    def _try_check(self, item: RolloutDocument | WireError) -> tuple[RolloutDocument, int] | RefusedItem:
+        try:
+            return self._check_item(item)
+        except RefusedItem as refused:
+            return refused
+
+    def _check_item(self, item: RolloutDocument | WireError) -> tuple[RolloutDocument, int]:
+        """Return a rollout and the number of its prompt.
+
+        Raises:
+            RefusedItem: it may not be stored.
+        """
+        if isinstance(item, WireError):
+            raise RefusedItem(REFUSALS.get(type(item), "malformed"), str(item))
+        rollout_id, knows = item.rollout_id, self._lineages.knows
+        if item.run != self._run:
+            raise RefusedItem("wrong-run", f"belongs to run {item.run!r}, this is {self._run!r}", rollout_id)
+        found = self._catalog.find(item.prompt_id)
+        if found is None:
+            raise RefusedItem("unknown-prompt", f"prompt {item.prompt_id!r} was never uploaded", rollout_id)
+        if found[1].split != "train":
+            detail = f"prompt {item.prompt_id!r} is held out and never trained on"
+            raise RefusedItem("heldout-prompt", detail, rollout_id)
+        for lineage, step, _, _ in item.version_spans:
+            # version 0-0 is the starting model, which no trainer made
+            if (lineage or step) and not knows(lineage):
+                raise RefusedItem("unknown-lineage", f"no trainer ever made version {lineage}-{step}", rollout_id)
+        return item, found[0]
+
+    async def _enforce_limits(self, sizes: list[int]) -> None:
+        """Wake waiting draws, and evict what the new rollouts of these sizes make too much."""
+        if not sizes:
+            return
+        self._context.changed.notify()
+        if self._evictor.record_added(len(sizes), sum(sizes)):
+            await self._evictor.enforce()
+
+
+def stored_outcome(rollout_id: bytes, result: str) -> ItemOutcome:
+    """Return the outcome of one item from its letter in the reply of push.lua."""
+    return ItemOutcome(rollout_id.hex(), OUTCOMES[result], REASONS.get(result))
+
+
+def rollout_record(rollout: RolloutDocument, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:
+    """Return the record of a rollout for the log (log.py).
+
+    Args:
+        prompt: the number of its prompt.
+        num_bytes: the size of its payload.
+        hashes_tokens: whether `buffer.deduplicate` asks for a hash of its tokens.
+    """
+    return pack_record(
+        rollout.rollout_id,
+        reward=rollout.reward,
+        version=rollout.version,
+        prompt=prompt,
+        num_bytes=num_bytes,
+        num_tokens=len(rollout.response_tokens) // 4,
+        token_hash=token_hash(rollout.response_tokens) if hashes_tokens else 0,
+        status=rollout.reward_status,
+    )
+
+
+def token_hash(response_tokens: bytes) -> int:
+    """Return a hash of a response: 64 bits of BLAKE2b of the raw tokens, never 0, which means not hashed."""
+    return int.from_bytes(blake2b(response_tokens, digest_size=8).digest(), "little") or 1
+
+
+class PushAdmission:
+    """Limits the bytes of push bodies that this process holds at once, so that searchers cannot exhaust its memory.
+
+    A body that is alone is always admitted.
+
+    Args:
+        recipe: its `buffer` section sets the limits.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._max_inflight_bytes = recipe.buffer.max_inflight_bytes
+        self._max_body_bytes = recipe.buffer.max_body_bytes
+        self.inflight_bytes = 0
+
+    @contextmanager
+    def admit(self, request: Request) -> Iterator[None]:
+        """Hold room for a body from before it is read until it is stored.
+
+        A body of unknown size counts as the largest that is allowed.
+
+        Raises:
+            BusyError: too much is under way (wait "push-memory"); nothing of the body was read.
+        """
+        declared = request.headers.get("content-length", "")
+        num_bytes = int(declared) if declared.isdigit() else self._max_body_bytes
+        # a body that is alone always fits: a limit below one body would stop every push
+        if self.inflight_bytes and self.inflight_bytes + num_bytes > self._max_inflight_bytes:
+            raise BusyError(
+                f"{self.inflight_bytes} bytes of pushes are under way and this one has up to {num_bytes}, the limit is "
+                f"{self._max_inflight_bytes} (buffer.max_inflight_bytes); push it again",
+                retry_after_s=RETRY_S,
+                wait="push-memory",
+            )
+        self.inflight_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.inflight_bytes -= num_bytes

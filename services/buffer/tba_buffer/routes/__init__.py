@@ -1,1 +1,0 @@
-"""The HTTP endpoints, one file per thing they are about. Each has `router(buffer, auth)`."""

@@ -1,0 +1,1 @@
+"""The state of the run: lineages, live settings, components, events, flow control and scaling."""

@@ -1,0 +1,344 @@
+"""The components of the run, and what each of them waits for.
+
+Components      searchers, trainers and launchers as their last heartbeat in Redis shows them, and the services (this
+                one, and the reward service as a probe finds it) as `services` describes them
+TrainerWaits    how long trainers have waited, by the name of the wait: a counter of the run in Redis
+absent_trainer  the sentence that people see while no trainer is there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tba.api import ComponentInfo, ComponentWait, RunState, WaitInfo
+from tba.errors import BusyError, ConflictError, TbaError
+from tba.server.auth import ForbiddenError
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+MAX_NAMES = 64
+MAX_TRAINERS = 64
+"""Trainers whose waits are remembered, the newest: no more than a trainer and its successor overlap."""
+OTHER_NAMES = "other"
+_TOTAL = b"total:"
+ABSENT_AFTER_S = 60.0
+"""After this time without a trainer people are told. A trainer sends heartbeats once it has its model."""
+OVER: tuple[RunState, ...] = ("done", "failed")
+_LOOK = "look at the trainer's log, on Kubernetes at its Job and pods"
+FORGET_AFTER_S = 3600.0
+ENDED = frozenset({"ended", "done", "stopped"})
+"""Last states of components that ended in order. One that is gone in another state has fallen silent."""
+MAX_OTHERS = 64
+"""Most trainers, and most components of any other kind but searchers, that are remembered."""
+REFUSALS = {"busy": "too-many", "conflict": "wrong-run", "forbidden": "wrong-kind"}
+"""Slug of the error -> the word that a refused heartbeat is counted under, where it is another one."""
+
+
+@dataclass(slots=True)
+class HeldWait:
+    """A long poll that this service holds open; times are those of `time.monotonic`."""
+
+    owner: str
+    name: str
+    since_s: float
+    deadline_s: float
+    kind: str = "buffer"
+    """Of the owner."""
+
+    def info(self) -> WaitInfo:
+        """As GET /v1/run shows it now."""
+        now_s = time.monotonic()
+        return WaitInfo(
+            owner=self.owner,
+            name=self.name,
+            for_s=now_s - self.since_s,
+            deadline_in_s=self.deadline_s - now_s,
+            kind=self.kind,
+        )
+
+
+@dataclass(slots=True)
+class _Known:
+    """A component that is remembered."""
+
+    kind: str
+    at_s: float
+    has_ended: bool
+
+
+class Components:
+    """The components of the run.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._held: list[HeldWait] = []
+        self._known: dict[str, _Known] | None = None
+        """By component id; None: not read yet."""
+        self._reading_known = asyncio.Lock()
+        self.trainer_waits = TrainerWaits(context)
+        self.services: list[Callable[[], ComponentInfo]] = []
+        """Describe the services now."""
+
+    async def _check_kind(self, beat: Heartbeat) -> None:
+        """Refuse a heartbeat under the id of another kind: a searcher's token must not speak for the trainer."""
+        keys, redis, name = self._context.keys, self._context.redis, beat.component_id
+        with redis_errors("read a heartbeat"):
+            text = await redis.hget(keys.components, name)
+            known = text and self._context.read_or_note("component", name, lambda: self._info(name, text))
+            if not known or known.kind == beat.kind:
+                return
+        await self._context.count("foreign:heartbeat")
+        raise ForbiddenError(f"{name!r} is a {known.kind}, and not a {beat.kind}; take another id")
+
+    async def beat(self, beat: Heartbeat) -> None:
+        """Store a heartbeat.
+
+        Raises:
+            ConflictError: it belongs to another run.
+            BusyError: as many components as are remembered are alive.
+            ForbiddenError: a component of another kind has the id.
+            UnavailableError: Redis did not answer.
+        """
+        if beat.run != self._context.run:
+            raise ConflictError(
+                f"{beat.component_id} belongs to run {beat.run!r}, this is {self._context.run!r}; "
+                "check that its recipe names this run"
+            )
+        # before anything is stored under this id
+        await self._check_kind(beat)
+        wait = beat.wait
+        document = {
+            "kind": beat.kind,
+            "state": beat.state,
+            "version": None if beat.version is None else str(beat.version),
+            "wait": None if wait is None else [wait.name, wait.for_s, wait.deadline_in_s],
+            "gauges": dict(beat.gauges),
+            "at_s": self._context.clock(),
+        }
+        gone = self._remember(await self._read_known(), beat)
+        with redis_errors("store a heartbeat"):
+            await self._context.redis.hset(self._context.keys.components, beat.component_id, json.dumps(document))
+            if gone is not None:
+                await self._context.redis.hdel(self._context.keys.components, gone)
+                await self._context.count("components_forgotten:replaced")
+        if beat.kind == "trainer":
+            await self.trainer_waits.count(beat)
+
+    async def count_refused(self, error: TbaError) -> None:
+        """Count a refused heartbeat.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        await self._context.count(f"heartbeats_refused:{REFUSALS.get(error.slug, error.slug)}")
+
+    async def _read_known(self) -> dict[str, _Known]:
+        # after a start, many heartbeats come at once: one read serves them all
+        async with self._reading_known:
+            if self._known is None:
+                await self.read()
+            assert self._known is not None
+            return self._known
+
+    def _remember(self, known: dict[str, _Known], beat: Heartbeat) -> str | None:
+        """Remember a component; return the id of the one that is forgotten for it, if any."""
+        now_s, section = self._context.clock(), self._context.recipe.buffer
+        most = section.max_searchers_shown if beat.kind == "searcher" else MAX_OTHERS
+        before, gone = known.get(beat.component_id), None
+        if before is None or before.kind != beat.kind:
+            rivals = {name: rival for name, rival in known.items() if rival.kind == beat.kind}
+            # the oldest is forgotten, those that ended first; one that is alive is never forgotten for another
+            if len(rivals) >= most:
+                gone = min(rivals, key=lambda name: (not rivals[name].has_ended, rivals[name].at_s))
+                if not rivals[gone].has_ended and now_s - rivals[gone].at_s <= section.heartbeat_timeout_s:
+                    raise _too_many(beat.kind, most, section.heartbeat_timeout_s)
+                del known[gone]
+        known[beat.component_id] = _Known(beat.kind, now_s, beat.state in ENDED)
+        return gone
+
+    @contextmanager
+    def waiting(self, owner: str, name: str, deadline_s: float, *, kind: str = "buffer") -> Iterator[HeldWait]:
+        """Show a long poll in GET /v1/run while it is open.
+
+        Args:
+            owner: the id of the component that waits.
+            name: of the wait; the caller may change it while it waits.
+            deadline_s: when it ends at the latest (`time.monotonic`).
+            kind: of the owner.
+        """
+        held = HeldWait(owner, name, time.monotonic(), deadline_s, kind)
+        self._held.append(held)
+        try:
+            yield held
+        finally:
+            self._held.remove(held)
+
+    def held_wait(self) -> ComponentWait | None:
+        """Return the oldest wait of this service itself."""
+        own = [held for held in self._held if held.kind == "buffer"]
+        if not own:
+            return None
+        info = min(own, key=lambda held: held.since_s).info()
+        return ComponentWait(name=info.name, for_s=info.for_s, deadline_in_s=info.deadline_in_s)
+
+    async def read(self) -> tuple[list[ComponentInfo], list[WaitInfo]]:
+        """Return the components by id, then the services; and the waits of those alive and of this service's polls.
+
+        Components that have been silent for FORGET_AFTER_S are forgotten.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        key, now = self._context.keys.components, self._context.clock()
+        with redis_errors("read the components"):
+            raw = await self._context.redis.hgetall(key)
+        infos: list[ComponentInfo] = []
+        remembered: dict[str, _Known] = {}
+        forgotten: list[bytes] = []
+        for component_id, text in sorted(raw.items()):
+            name = component_id.decode(errors="replace")
+            info = self._context.read_or_note("component", name, lambda name=name, text=text: self._info(name, text))
+            # a damaged one goes too: its next heartbeat writes it again
+            if info is None or info.heartbeat_age_s > FORGET_AFTER_S:
+                forgotten.append(component_id)
+                continue
+            remembered[name] = _Known(info.kind, now - info.heartbeat_age_s, info.state in ENDED)
+            infos.append(info)
+        self._known = remembered
+        waits = [held.info() for held in self._held]
+        waits += [
+            WaitInfo(owner=info.component_id, kind=info.kind, **info.wait.model_dump())
+            for info in infos
+            if info.wait is not None
+        ]
+        # counted, so that a component that disappears from GET /v1/run leaves a trace
+        if forgotten:
+            with redis_errors("forget silent components"):
+                await self._context.redis.hdel(key, *forgotten)
+            await self._context.count("components_forgotten:silent", len(forgotten))
+        return [*infos, *(describe() for describe in self.services)], waits
+
+    def _info(self, component_id: str, text: bytes) -> ComponentInfo:
+        """Return a component as its last heartbeat showed it."""
+        fields: dict[str, Any] = json.loads(text)
+        age_s = max(0.0, self._context.clock() - fields["at_s"])
+        alive, wait = age_s <= self._context.recipe.buffer.heartbeat_timeout_s, None
+        # the heartbeat is some time old: the wait has lasted on since
+        if alive and fields["wait"] is not None:
+            name, for_s, left_s = fields["wait"]
+            wait = ComponentWait(name=name, for_s=for_s + age_s, deadline_in_s=left_s - age_s)
+        return ComponentInfo(
+            component_id=component_id,
+            kind=fields["kind"],
+            state=fields["state"],
+            version=fields["version"],
+            alive=alive,
+            heartbeat_age_s=age_s,
+            gauges=fields["gauges"],
+            wait=wait,
+        )
+
+
+def _too_many(kind: str, most: int, silent_s: float) -> BusyError:
+    remedy = (
+        "stop searchers that nobody needs, give those that start again the id they had, or raise "
+        "buffer.max_searchers_shown and restart the buffer"
+        if kind == "searcher"
+        else "stop those that nobody needs"
+    )
+    return BusyError(
+        f"{most} components of kind {kind!r} are alive, which is the most that are remembered; this one may work on, "
+        f"but GET /v1/run does not show it: {remedy}",
+        retry_after_s=silent_s,
+        wait="component-places",
+    )
+
+
+class TrainerWaits:
+    """Counts how long trainers have waited.
+
+    Every heartbeat of a trainer says how long its process has waited so far (gauges `waited_s:<name>`) and when it
+    started (`started_at_s`). count_waits.lua counts the differences, so the counter survives the death of trainer,
+    buffer and Redis. Only what a killed trainer waited after its last heartbeat is not known.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def count(self, beat: Heartbeat) -> None:
+        """Count what a heartbeat adds. The same one again changes nothing.
+
+        Raises:
+            UnavailableError: Redis did not answer; the next heartbeat has it all.
+        """
+        waited = {
+            name.removeprefix(WAITED_S): value for name, value in beat.gauges.items() if name.startswith(WAITED_S)
+        }
+        started_at_s = beat.gauges.get(STARTED_AT_S)
+        if started_at_s is None or not waited:
+            return
+        pairs = (part for name, value in waited.items() for part in (name, f"{max(0.0, value):.6f}"))
+        await self._context.scripts.run(
+            "count_waits",
+            [self._context.keys.trainer_waits],
+            [beat.component_id, f"{started_at_s:.6f}", MAX_NAMES, OTHER_NAMES, MAX_TRAINERS, *pairs],
+        )
+
+    async def totals(self) -> dict[str, float]:
+        """Return name of the wait -> seconds, since the run began.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read the waits of the trainers"):
+            raw = await self._context.redis.hgetall(self._context.keys.trainer_waits)
+        found: dict[str, float] = {}
+        for field, value in sorted(raw.items()):
+            name = field.removeprefix(_TOTAL).decode(errors="replace")
+            if field.startswith(_TOTAL):
+                waited_s = self._context.read_or_note("counter", f"wait {name}", lambda value=value: float(value))
+                found |= {} if waited_s is None else {name: waited_s}
+        return found
+
+
+def absent_trainer(
+    state: RunState, step: int, components: Sequence[ComponentInfo], *, had_trainer: bool, watched_s: float
+) -> str | None:
+    """Return a sentence while the run could continue and no trainer has been heard of for ABSENT_AFTER_S; else None.
+
+    A trainer that fails until nobody starts it again (a Job at its backoffLimit) leaves the state of the run as it is,
+    since the next one continues the run. Searchers generate until flow control stops them.
+
+    Args:
+        step: the last acked one.
+        had_trainer: whether the run ever had one.
+        watched_s: how long this buffer has been there to hear of one.
+    """
+    # a trainer that waited for this buffer is heard of in a moment
+    if state in OVER or watched_s <= ABSENT_AFTER_S:
+        return None
+    trainers = [item for item in components if item.kind == "trainer"]
+    if trainers:
+        last = min(trainers, key=lambda item: item.heartbeat_age_s)
+        if last.heartbeat_age_s <= ABSENT_AFTER_S:
+            return None
+        return (
+            f"no trainer: {last.component_id} was last heard of {last.heartbeat_age_s:.0f} s ago, step {step}; {_LOOK}"
+        )
+    if had_trainer:
+        return f"no trainer: none was heard of for {FORGET_AFTER_S / 3600:g} h, step {step}; {_LOOK}"
+    return f"no trainer: none has come since the buffer started {watched_s:.0f} s ago; {_LOOK}"

@@ -1,0 +1,146 @@
+"""Change the state of the run, which says what is allowed now.
+
+running <-> paused        pause (operator, or a guard of the trainer with the active token), resume (operator)
+running, paused -> stopping        stop (operator): no new visits, no new batches; evaluations continue
+any -> done, failed                done, fail (the trainer with the active token)
+running -> failed                  the buffer itself: a reward function raises for every item
+stopping, done, failed -> running  a new lineage: a trainer starts again
+
+Every change is a line of the audit, written in the same call.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from tba.api import MAX_CHANGES_PER_PAGE, RunChanges, RunCommand, RunState
+from tba.api.run import AuditRole, Role
+from tba.errors import ConflictError
+from tba.logs import get_logger
+from tba.wire import new_id
+from tba_buffer.run.lineage import fenced
+from tba_buffer.run.state import RunStateReader, read_change
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+log = get_logger("run")
+Command = Literal["pause", "resume", "stop", "done", "fail"]
+
+# command -> (state it leads to, states it starts from, whether it needs the active token)
+COMMANDS: dict[Command, tuple[RunState, tuple[RunState, ...], bool]] = {
+    "pause": ("paused", ("running",), False),
+    "resume": ("running", ("paused",), False),
+    "stop": ("stopping", ("running", "paused"), False),
+    "done": ("done", ("running", "paused", "stopping", "failed"), True),
+    "fail": ("failed", ("running", "paused", "stopping"), True),
+}
+
+
+class RunControl:
+    """Changes the state of the run, and reads the audit of its changes.
+
+    Args:
+        context: Redis and settings.
+        state: reads the run.
+    """
+
+    def __init__(self, context: Context, state: RunStateReader) -> None:
+        self._context = context
+        self._state = state
+
+    async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> RunChanges:
+        """Return at most `limit` changes of the state after one of them, oldest first.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        key, last = self._context.keys.run_changes, after + limit
+        with redis_errors("read the audit of the run"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.lrange(key, after, last - 1)
+                pipe.llen(key)
+                lines, num_lines = await pipe.execute()
+        found = [read_change(self._context, str(number), line) for number, line in enumerate(lines, after + 1)]
+        changes = [change for change in found if change is not None]
+        return RunChanges(changes=changes, next=last if lines and last < num_lines else None)
+
+    async def command(self, name: Command, command: RunCommand, role: Role) -> None:
+        """Change the state. A repeated command changes nothing.
+
+        Args:
+            role: who asks, for the audit.
+
+        Raises:
+            FencedError: done or fail without the active token; any command with another token.
+            ConflictError: the state does not allow it.
+            UnavailableError: Redis did not answer.
+        """
+        _, allowed_from, needs_token = COMMANDS[name]
+        # a token that is sent is always checked, so that a trainer that was replaced cannot pause or stop the run
+        checks_token = needs_token or command.token is not None
+        reply = await self._change(name, command, role, allowed_from=allowed_from, checks_token=checks_token)
+        if reply[0] == b"fenced":
+            raise fenced(f"the command {name!r}")
+        if reply[0] == b"refused":
+            raise ConflictError(
+                f"{name!r} is not possible while the run is {reply[1].decode(errors='replace')}; "
+                f"it is possible while it is {' or '.join(allowed_from)}"
+            )
+        self._context.changed.notify()
+
+    async def retry_versions(self, command: RunCommand, role: Role) -> None:
+        """Have every searcher try its refused versions again. It is told with its next lease request.
+
+        Args:
+            role: who asks, for the audit.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        keys, said = self._context.keys, [json.dumps(role), json.dumps(command.reason)]
+        args = [new_id("request"), self._context.clock(), *said]
+        number = await self._context.scripts.run("retry_versions", [keys.run, keys.run_changes], args)
+        log.info("versions_retried", number=number, reason=command.reason)
+
+    async def fail_for_reward(self, reason: str) -> None:
+        """Fail a running run because its rewards can never be known.
+
+        In any other state, and before a trainer has started, nothing changes.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        # read first: a run without a trainer, or one that has ended, is left alone
+        fields = await self._state.read_fields()
+        if fields.state != "running" or not fields.lineage:
+            return
+        log.error("run_fails", reason=reason)
+        command = RunCommand(reason=reason)
+        await self._change("fail", command, "buffer", allowed_from=("running",), checks_token=False)
+        self._context.changed.notify()
+
+    async def _change(
+        self,
+        name: Command,
+        command: RunCommand,
+        role: AuditRole,
+        *,
+        allowed_from: tuple[RunState, ...],
+        checks_token: bool,
+    ) -> list[bytes]:
+        keys = self._context.keys
+        said = [json.dumps(name), json.dumps(role), json.dumps(command.reason)]
+        return await self._context.scripts.run(
+            "command",
+            [keys.run, keys.run_changes],
+            [
+                COMMANDS[name][0],
+                command.reason or "",
+                command.token or "",
+                int(checks_token),
+                self._context.clock(),
+                *said,
+                *allowed_from,
+            ],
+        )

@@ -1,0 +1,185 @@
+"""Lineages: every start of a trainer takes a number and a fencing token. Older tokens are refused from then on.
+
+Publications, checkpoints, batches and acks carry the token. The scripts compare it with the active one in the same
+atomic call that writes, so a zombie trainer can change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from tba.api import CheckpointRequest, LineageReply, LineageRequest, VersionRequest
+from tba.errors import ConflictError, FencedError
+from tba.fields import MAX_LINEAGE
+from tba.versions import START, LineageTree, PolicyVersion
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+
+def fenced(what: str) -> FencedError:
+    """Return the error of a stale token."""
+    return FencedError(f"{what} was refused: a newer trainer start owns this run; stop this trainer")
+
+
+def _parent(lineage: bytes, text: bytes) -> tuple[int, PolicyVersion]:
+    """Parse a stored lineage: its number and the version that it started from."""
+    number, parent = int(lineage), PolicyVersion.parse(json.loads(text)["parent"])
+    if not parent.lineage < number <= MAX_LINEAGE:
+        raise ValueError(f"lineage {number} cannot start from {parent}")
+    return number, parent
+
+
+class Lineages:
+    """The lineage table, and the acts that need the active token.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.tree = LineageTree()
+
+    async def load(self) -> None:
+        """Read the table.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read the lineages"):
+            raw = await self._context.redis.hgetall(self._context.keys.lineages)
+        parents: dict[int, PolicyVersion] = {}
+        for lineage, text in raw.items():
+            name = f"lineage {lineage.decode(errors='replace')}"
+            found = self._context.read_or_note("run", name, lambda pair=(lineage, text): _parent(*pair))
+            if found is not None:
+                parents[found[0]] = found[1]
+        self.tree = LineageTree(parents)
+
+    def knows(self, lineage: int) -> bool:
+        """Return whether a trainer start took this number."""
+        return lineage in self.tree.parents
+
+    def history(self, lineage: int) -> dict[int, int]:
+        """Return lineage -> the last step of it in the history of `lineage`; its own steps are not bounded."""
+        path = self.tree.ancestry(PolicyVersion(lineage, 10**12))
+        return {version.lineage: version.step for version in path}
+
+    async def new(self, request: LineageRequest) -> LineageReply:
+        """Start a trainer from `request.parent`. A request id that took a lineage before gets that one again.
+
+        A registered checkpoint after the parent is replaced by the parent's, or by none, in the same call.
+
+        Raises:
+            ConflictError: no trainer made the parent version: it is not the start of its lineage, and was neither
+                acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
+            SupersededError: this buffer process does not own the run.
+            UnavailableError: Redis did not answer.
+        """
+        parent, token, keys = PolicyVersion.parse(request.parent), secrets.token_hex(16), self._context.keys
+        now, trainer_id = self._context.clock(), request.trainer_id
+        document = {"parent": str(parent), "trainer_id": trainer_id, "created_at_s": now}
+        line = {  # the script puts the new number in place of the first "LINEAGE"
+            "kind": "resume",
+            "lineage": "LINEAGE",
+            "parent": str(parent),
+            "trainer_id": trainer_id,
+            "resumed_at_s": now,
+        }
+        if parent.lineage == 0 and parent != START:
+            raise ConflictError(f"no trainer made version {parent}: lineage 0 has only the starting model 0-0")
+        reply = await self._context.scripts.run(
+            "lineage",
+            [
+                keys.run,
+                keys.lineages,
+                keys.open_batches,
+                keys.counters,
+                keys.batches_since_publication,
+                keys.open_steps,
+                keys.ledger,
+                keys.ledger_steps,
+                keys.announced,
+                keys.lineage_requests,
+                keys.epoch,
+                keys.settings,
+                keys.run_changes,
+            ],
+            [
+                token,
+                json.dumps(document),
+                parent.lineage,
+                parent.step,
+                json.dumps(line),
+                request.request_id,
+                self._context.ownership.epoch,
+                request.checkpoint_key or "",
+                int(request.rollback),
+                now,
+            ],
+        )
+        if reply == ownership.SUPERSEDED:
+            raise await ownership.refusal(self._context, "the start of a trainer")
+        if reply[0] == b"unknown-lineage":
+            raise ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
+        if reply[0] == b"unknown-step":
+            raise ConflictError(
+                f"no trainer made version {parent}: lineage {parent.lineage} acked no step {parent.step}, and nobody "
+                "announced or checkpointed that version"
+            )
+        # the table first: a poll that wakes up looks the new lineage up in it
+        await self.load()
+        self._context.changed.notify()
+        lineage, token = int(reply[1]), reply[2].decode()
+        # a repeat is answered with the lineage that it took before, which must be the one that was meant
+        if self.tree.parents[lineage] != parent:
+            raise ConflictError(
+                f"this request id took lineage {lineage} from version {self.tree.parents[lineage]}, not {parent}: "
+                "every trainer start needs a request id of its own"
+            )
+        return LineageReply(lineage=lineage, token=token)
+
+    async def publish(self, request: VersionRequest) -> int:
+        """Publish a version: announce it in the log. Return its log position, also of a late repeat.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+            ConflictError: the version is not in the history of the active lineage.
+            UnavailableError: Redis did not answer.
+        """
+        version, keys = PolicyVersion.parse(request.version), self._context.keys
+        await self._check_history(version, request.token, f"the publication of version {version}")
+        reply = await self._context.scripts.run(
+            "publish",
+            [keys.run, keys.log, keys.counters, keys.batches_since_publication, keys.announced],
+            [request.token, version.lineage, version.step],
+        )
+        if reply[0] == b"fenced":
+            raise fenced(f"the publication of version {version}")
+        self._context.changed.notify()
+        return int(reply[1])
+
+    async def checkpoint(self, request: CheckpointRequest) -> None:
+        """Register a complete checkpoint.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+            ConflictError: the version is not in the history of the active lineage.
+            UnavailableError: Redis did not answer.
+        """
+        version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
+        await self._check_history(version, request.token, what)
+        args = [request.token, str(version), request.key]
+        if await self._context.scripts.run("checkpoint", [self._context.keys.run], args) == b"fenced":
+            raise fenced(what)
+
+    async def _check_history(self, version: PolicyVersion, token: str, what: str) -> None:
+        # only the history needs this read: the script that follows compares the token once more
+        with redis_errors("read the run"):
+            active, lineage = await self._context.redis.hmget(self._context.keys.run, "token", "lineage")
+        if active is None or active.decode() != token:
+            raise fenced(what)
+        if version.step > self.history(int(lineage)).get(version.lineage, -1):
+            raise ConflictError(f"{what} was refused: it is not in the history of lineage {int(lineage)}")

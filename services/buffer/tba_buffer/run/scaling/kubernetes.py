@@ -1,0 +1,206 @@
+"""The replicas of one Deployment, through the Kubernetes API and the client library `kubernetes`.
+
+The service account of the pod needs the verbs `get` and `patch` on the resource `deployments/scale` of that one name.
+Its token file is read for every call, since Kubernetes renews it. Every attempt has a deadline. There are no retries,
+because the reconciler tries again a few seconds later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tba.config import Recipe
+from tba.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kubernetes.client import AppsV1Api
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+CONNECT_S, READ_S = 3.0, 10.0
+"""Deadlines of one call."""
+MAX_WORDS = 400
+"""Most characters of an API answer that a note repeats."""
+T = TypeVar("T")
+
+
+class ScalingFailure(Exception):
+    """The API did not do what it was asked. This is noted and tried again, and never leaves the package.
+
+    Args:
+        reason: one word, as `tba_scaling_failures_total` counts it.
+        message: what happened, and what to do.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Deployment:
+    """The Deployment of the searchers. Blocking: call it in a thread.
+
+    Args:
+        recipe: its `scaling` section names the Deployment.
+        environ: where Kubernetes says where its API is; default: the process environment.
+        account: folder of the service account; default: where Kubernetes mounts it.
+
+    Raises:
+        ConfigError: the package kubernetes is missing, this is not a pod, or it has no service account token.
+    """
+
+    def __init__(
+        self, recipe: Recipe, *, environ: Mapping[str, str] | None = None, account: Path | None = None
+    ) -> None:
+        environ, self._account = os.environ if environ is None else environ, account or SERVICE_ACCOUNT
+        section = recipe.scaling
+        assert section.deployment is not None  # the recipe was checked
+        self.name = section.deployment
+        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+        if not host or not port:
+            raise ConfigError(
+                'scaling.backend is "kubernetes", and this process does not run in a pod of a cluster (the environment '
+                "has no KUBERNETES_SERVICE_HOST); run the buffer there, or choose another scaling.backend"
+            )
+        try:
+            self._token()
+            self.namespace = section.namespace or (self._account / "namespace").read_text().strip()
+            (self._account / "ca.crt").read_bytes()
+        except (OSError, ScalingFailure) as error:
+            raise ConfigError(
+                f'scaling.backend is "kubernetes", and the service account of this pod cannot be used ({error}); set '
+                "automountServiceAccountToken of the buffer's pod to true"
+            ) from None
+        self._api = _api(f"https://{f'[{host}]' if ':' in host else host}:{port}", self._account / "ca.crt")
+
+    @property
+    def where(self) -> str:
+        """The Deployment, in the words of messages."""
+        return f"Deployment {self.name!r} in namespace {self.namespace!r}"
+
+    def replicas(self) -> int:
+        """Return the replicas that the Deployment asks for.
+
+        Raises:
+            ScalingFailure: the API did not answer that.
+        """
+        return self._call("read", lambda api, t: api.read_namespaced_deployment_scale(self.name, self.namespace, **t))
+
+    def set_replicas(self, num: int) -> int:
+        """Set the replicas; return the number that the API took.
+
+        Raises:
+            ScalingFailure: the API did not do so.
+        """
+        body = {"spec": {"replicas": num}}
+        return self._call(
+            "patch",
+            lambda api, t: api.patch_namespaced_deployment_scale(self.name, self.namespace, body, **t),
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._api.api_client.rest_client.pool_manager.clear()
+
+    def _token(self) -> str:
+        try:
+            token = (self._account / "token").read_text().strip()
+        except OSError as error:
+            raise ScalingFailure("no-token", f"{self._account / 'token'}: {error.strerror}") from None
+        if not token:
+            raise ScalingFailure("no-token", f"{self._account / 'token'} is empty")
+        return token
+
+    def _call(self, verb: str, call: Callable[[AppsV1Api, dict[str, Any]], Any]) -> int:
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError, NewConnectionError, SSLError, TimeoutError
+
+        self._api.api_client.default_headers["authorization"] = f"Bearer {self._token()}"
+        try:
+            scale = call(self._api, {"_request_timeout": (CONNECT_S, READ_S)})
+            num = getattr(scale.spec, "replicas", None)
+            return 0 if num is None else int(num)  # the JSON of Kubernetes leaves a 0 out
+        except ApiException as error:
+            raise self._refused(verb, error) from None
+        except SSLError as error:
+            raise ScalingFailure(
+                "tls",
+                f"the Kubernetes API shows a certificate that {self._account / 'ca.crt'} does not vouch for "
+                f"({_short(error)})",
+            ) from None
+        except NewConnectionError as error:  # before TimeoutError, which is its base class in urllib3
+            raise ScalingFailure("unreachable", f"the Kubernetes API cannot be reached ({_short(error)})") from None
+        except TimeoutError:
+            raise ScalingFailure(
+                "timeout",
+                f"the Kubernetes API did not answer within {CONNECT_S:g} s (connection) and {READ_S:g} s (answer); "
+                "check that a NetworkPolicy lets the buffer reach it",
+            ) from None
+        except (HTTPError, OSError) as error:
+            raise ScalingFailure("unreachable", f"the Kubernetes API cannot be reached ({_short(error)})") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ScalingFailure(
+                "bad-answer", f"the Kubernetes API gave an answer that cannot be read ({_short(error)})"
+            ) from None
+
+    def _refused(self, verb: str, error: Any) -> ScalingFailure:
+        if not error.status:  # so the client reports a TLS error
+            return ScalingFailure(
+                "tls",
+                f"the Kubernetes API shows a certificate that {self._account / 'ca.crt'} does not vouch for "
+                f"({_short(error.reason)})",
+            )
+        said = _said(error)
+        match error.status:
+            case 401:
+                return ScalingFailure(
+                    "unauthorized",
+                    f"the Kubernetes API does not know the token of the buffer's service account (401: {said})",
+                )
+            case 403:
+                return ScalingFailure(
+                    "forbidden",
+                    f"the Kubernetes API forbids to {verb} the replicas of {self.where} (403: {said}); give the "
+                    "buffer's service account a Role with get and patch on deployments/scale of that name",
+                )
+            case 404:
+                return ScalingFailure(
+                    "not-found", f"there is no {self.where} (404: {said}); check scaling.deployment and .namespace"
+                )
+            case 409:
+                return ScalingFailure("conflict", f"{self.where} was changed by others at the same time (409: {said})")
+            case 429:
+                return ScalingFailure("busy", f"the Kubernetes API is busy (429: {said})")
+            case status if 500 <= status < 600:
+                return ScalingFailure("server-error", f"the Kubernetes API failed ({status}: {said})")
+        return ScalingFailure("refused", f"the Kubernetes API refused to {verb} {self.where} ({error.status}: {said})")
+
+
+def _api(host: str, ca_path: Path) -> AppsV1Api:
+    try:
+        from kubernetes.client import ApiClient, AppsV1Api, Configuration
+    except ImportError:
+        raise ConfigError(
+            'scaling.backend is "kubernetes", which needs the package kubernetes; install tba-buffer[kubernetes]'
+        ) from None
+    configuration: Any = Configuration(host=host)
+    configuration.ssl_ca_cert = str(ca_path)
+    configuration.retries = False  # the reconciler tries again
+    return AppsV1Api(ApiClient(configuration))
+
+
+def _said(error: Any) -> str:
+    """Return the message in the API's answer."""
+    try:
+        said = json.loads(error.body)["message"]
+    except (TypeError, ValueError, KeyError):
+        said = error.reason
+    return _short(said)
+
+
+def _short(words: object) -> str:
+    text = " ".join(str(words).split())
+    return text if len(text) <= MAX_WORDS else text[:MAX_WORDS] + "..."

@@ -1,0 +1,110 @@
+"""The number of searchers that an operator asked for, in Redis, with a line of the audit for every change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from tba.api import MAX_CHANGES_PER_PAGE, ScaleAudit, ScaleReached, ScaleRequest
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredSearchers:
+    """The last request; revision 0: there was none. `num` None: as the recipe or the chart says."""
+
+    revision: int
+    num: int | None
+
+
+class ScaleRequests:
+    """Reads and changes the desired number.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def read(self) -> DesiredSearchers:
+        """Return the last request.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors("read how many searchers are desired"):
+            revision, num = await self._context.redis.hmget(self._context.keys.scaling, "revision", "wanted")
+        return DesiredSearchers(
+            self._context.read_number("searchers revision", revision),
+            None if num is None else self._context.read_number("searchers wanted", num),
+        )
+
+    async def change(self, request: ScaleRequest) -> int:
+        """Ask for another number. A request id that made a change before changes nothing.
+
+        Returns:
+            The revision that the request made.
+
+        Raises:
+            SupersededError: this buffer process does not own the run.
+            UnavailableError: Redis did not answer.
+        """
+        keys = self._context.keys
+        reply = await self._context.scripts.run(
+            "scale",
+            [keys.run, keys.scaling, keys.scaling_changes, keys.scaling_requests, keys.epoch],
+            [
+                request.request_id,
+                self._context.ownership.epoch,
+                self._context.clock(),
+                json.dumps(request.num_searchers),
+                json.dumps(request.reason),
+            ],
+        )
+        if reply == ownership.SUPERSEDED:
+            raise await ownership.refusal(self._context, "a change of the number of searchers")
+        return int(reply[1])
+
+    async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> tuple[list[ScaleAudit], int | None]:
+        """Return at most `limit` changes after a revision, oldest first, and the revision to continue after, if any.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        keys, last = self._context.keys, after + limit
+        with redis_errors("read the audit of the searchers"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.lrange(keys.scaling_changes, after, last - 1)
+                pipe.llen(keys.scaling_changes)
+                pipe.hgetall(keys.scaling_reached)
+                lines, num_lines, raw = await pipe.execute()
+        read = self._context.read_or_note
+
+        def audit(line: bytes) -> ScaleAudit:
+            fields = json.loads(line)
+            when = raw.get(b"%d" % fields["revision"])
+            name = f"searchers reached {fields['revision']}"
+            reached = None if when is None else read("change", name, lambda: ScaleReached.model_validate_json(when))
+            return ScaleAudit(**fields, reached=reached)
+
+        found = [
+            read("change", f"searchers {revision}", lambda line=line: audit(line))
+            for revision, line in enumerate(lines, after + 1)
+        ]
+        return [item for item in found if item is not None], last if lines and last < num_lines else None
+
+    async def reach(self, revision: int, *, lineage: int, step: int) -> None:
+        """Note that as many searchers as the revision asks for are alive. Only the first time counts.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        reached = ScaleReached(at_s=self._context.clock(), lineage=lineage, step=step)
+        with redis_errors("note that the searchers are there"):
+            # hsetnx: only the first time counts
+            await self._context.redis.hsetnx(
+                self._context.keys.scaling_reached, str(revision), reached.model_dump_json()
+            )

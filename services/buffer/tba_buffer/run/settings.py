@@ -1,0 +1,237 @@
+"""Live settings: learning rate, beta, m, sampling temperature and the interval of evaluations, while the run continues.
+
+    change    PATCH -> the whole recipe is checked with the new values -> settings.lua: revision, values, a line of the
+              audit, in one call
+    use       read_run.lua reads the revision with every snapshot of the run; `at` returns the values of that revision:
+              draws use m, leases the sampling temperature. The trainer hears the revision with every batch and ack,
+              and asks for the values when it is another.
+    effect    the script that acts on a value (ack.lua, draw.lua, lease.lua) also writes where a change of it took
+              effect, once per lineage (effects.lua)
+
+Redis has the truth; this process keeps a copy of one revision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tba.api import MAX_CHANGES_PER_PAGE, SettingsAudit, SettingsInfo, SettingsRequest
+from tba.api.run import Role, SettingEffect
+from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, parse_live, with_live
+from tba.errors import ConfigError, ConflictError, UnavailableError
+from tba_buffer.run.lineage import Lineages, fenced
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import BytesRedis, redis_errors
+from tba_buffer.storage.context import Context
+from tba_buffer.storage.keys import Keys
+
+ATTEMPTS = 8
+"""How often a change is checked again because others changed the settings meanwhile."""
+NOT_CHECKED = -1
+"""In place of the revision that a change was checked with: the script answers a change that was made before, and makes
+no new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsRevision:
+    """The settings of one revision, and the recipe with them."""
+
+    revision: int
+    settings: LiveSettings
+    recipe: Recipe
+
+    def now(self, step: int) -> dict[LiveName, float]:
+        """Return the values for the step after `step`."""
+        values = LiveSettings.of_recipe(self.recipe).changed()
+        return {name: value.at(step) if isinstance(value, Schedule) else value for name, value in values.items()}
+
+
+async def read_settings(redis: BytesRedis, keys: Keys, recipe: Recipe) -> SettingsRevision:
+    """Read the settings of now.
+
+    Raises:
+        ConfigError: the live settings cannot be read, or do not go with the recipe.
+        UnavailableError: Redis did not answer.
+    """
+    with redis_errors("read the live settings"):
+        raw = await redis.hgetall(keys.settings)
+    fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
+    try:
+        revision = int(fields.get("revision", 0))
+    except ValueError:
+        raise ConfigError(
+            f"the live settings of run {recipe.run.name!r} in Redis have no revision that is a number; "
+            "restore Redis from a copy"
+        ) from None
+    try:
+        settings = parse_live(
+            {name: json.loads(fields[f"value:{name}"]) for name in LIVE_NAMES if f"value:{name}" in fields}
+        )
+    except (ConfigError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"run {recipe.run.name!r} has live settings (revision {revision}) that this release of tba cannot read: "
+            f"{error}; run the release that wrote them, and give them back there first (`tba set KEY=recipe`)"
+        ) from None
+    try:
+        return SettingsRevision(revision, settings, with_live(recipe, settings))
+    except ConfigError as error:
+        raise ConfigError(
+            f"run {recipe.run.name!r} has live settings (revision {revision}) that do not go with this recipe: "
+            f"{error}; start with the recipe that they were made for, and give them back there first "
+            "(`tba set KEY=recipe`)"
+        ) from None
+
+
+class Settings:
+    """Reads and changes the live settings.
+
+    Args:
+        context: Redis and settings.
+        lineages: which steps belong to the active history.
+    """
+
+    def __init__(self, context: Context, lineages: Lineages) -> None:
+        self._context = context
+        self._lineages = lineages
+        self._current = SettingsRevision(0, LiveSettings(), context.recipe)
+        self._reading = asyncio.Lock()
+
+    @property
+    def revision(self) -> int:
+        """The newest revision that this process knows."""
+        return self._current.revision
+
+    async def load(self) -> SettingsRevision:
+        """Read the settings of now.
+
+        Raises:
+            ConfigError: the live settings do not go with the recipe of this process.
+            UnavailableError: Redis did not answer.
+        """
+        async with self._reading:  # one at a time: a late answer would bring an older revision back
+            self._current = await read_settings(self._context.redis, self._context.keys, self._context.recipe)
+            return self._current
+
+    async def at(self, revision: int) -> SettingsRevision:
+        """Return the settings of a revision that Redis has just named, or newer ones.
+
+        Raises:
+            UnavailableError: Redis did not answer, or what it has cannot be read.
+        """
+        if revision == self._current.revision:
+            return self._current
+        try:
+            return await self.load()
+        except ConfigError as error:  # not the fault of the searcher or trainer that asks: it is to try again
+            raise UnavailableError(str(error)) from None
+
+    async def change(self, request: SettingsRequest, role: Role) -> SettingsInfo:
+        """Change some settings. A request id that made a change before changes nothing.
+
+        Returns:
+            The settings as they are now; of the changes, the one that this request made.
+
+        Raises:
+            ConfigError: a value is not possible, by itself or with the rest of the recipe.
+            FencedError: a newer lineage owns the run.
+            ConflictError: the run is done, `request.revision` is not the newest one, or others keep changing the
+                settings.
+            SupersededError: this buffer process does not own the run.
+            UnavailableError: Redis did not answer.
+        """
+        keys = self._context.keys
+        given = {name: getattr(request.settings, name) for name in LIVE_NAMES}
+        given = {name: value for name, value in given.items() if name in request.settings.model_fields_set}
+        for _ in range(ATTEMPTS):
+            current = await self.load()
+            # A change for an older revision is sent all the same, unchecked: the script makes no new one, but
+            # answers with the change that this request id has made before.
+            moved = request.revision not in (None, current.revision)
+            # checked here and not in the script; the script refuses when others changed the settings meanwhile
+            if not moved:
+                with_live(self._context.recipe, current.settings.model_copy(update=given))
+            reply = await self._context.scripts.run(
+                "settings",
+                [keys.run, keys.settings, keys.settings_changes, keys.settings_requests, keys.epoch],
+                [
+                    request.request_id,
+                    request.token or "",
+                    self._context.ownership.epoch,
+                    NOT_CHECKED if moved else current.revision,
+                    self._context.clock(),
+                    json.dumps(role),
+                    json.dumps(request.reason),
+                    *(part for name, value in given.items() for part in (name, _json(value))),
+                ],
+            )
+            if reply == ownership.SUPERSEDED:
+                raise await ownership.refusal(self._context, "a change of live settings")
+            match reply[0]:
+                case b"fenced":
+                    raise fenced("a change of live settings")
+                case b"done":
+                    raise ConflictError("the run is done: its settings cannot change any more")
+                case b"ok":
+                    return await self.info(after=int(reply[1]) - 1, limit=1)
+            if moved:
+                raise ConflictError(
+                    f"the settings are at revision {current.revision}, and the change was made for revision "
+                    f"{request.revision}: read them again"
+                )
+        raise ConflictError(
+            f"the settings were changed by others {ATTEMPTS} times while this change was checked; send it again"
+        )
+
+    async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> SettingsInfo:
+        """Return the settings of now, and at most `limit` changes after a revision, oldest first.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        keys, last = self._context.keys, after + limit
+        current = await self.load()
+        with redis_errors("read the audit of the live settings"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.lrange(keys.settings_changes, after, last - 1)
+                pipe.llen(keys.settings_changes)
+                pipe.zrangebyscore(keys.settings_effects, after + 1, last)
+                pipe.hmget(keys.run, "lineage", "step")
+                lines, num_lines, effects, (lineage, step) = await pipe.execute()
+        active = self._lineages.history(self._context.read_number("lineage", lineage))
+        of_revision: dict[int, list[SettingEffect]] = {}
+        read = self._context.read_or_note
+        found = [read("change", f"effect {text!r}", lambda text=text: _effect(text, active)) for text in effects]
+        for revision, effect in sorted((pair for pair in found if pair), key=lambda pair: pair[1].at_s):
+            of_revision.setdefault(revision, []).append(effect)
+        audits = [
+            read("change", f"settings {revision}", lambda line=line: _audit(json.loads(line), of_revision))
+            for revision, line in enumerate(lines, after + 1)
+        ]
+        changes = [audit for audit in audits if audit is not None]
+        return SettingsInfo(
+            revision=current.revision,
+            settings=current.settings,
+            recipe=LiveSettings.of_recipe(self._context.recipe),
+            now=current.now(self._context.read_number("step", step)),
+            changes=changes,
+            next=last if lines and last < num_lines else None,
+        )
+
+
+def _effect(text: bytes, active: Mapping[int, int]) -> tuple[int, SettingEffect]:
+    """Parse where a change took effect: its revision, and lineage and step."""
+    fields = json.loads(text)
+    revision = int(fields.pop("revision"))
+    return revision, SettingEffect(**fields, abandoned=fields["step"] > active.get(fields["lineage"], -1))
+
+
+def _audit(line: dict[str, Any], effects: dict[int, list[SettingEffect]]) -> SettingsAudit:
+    return SettingsAudit(**line, effects=effects.get(line["revision"], []))
+
+
+def _json(value: Schedule | int | None) -> str:
+    return json.dumps(value.model_dump() if isinstance(value, Schedule) else cast(int | None, value))

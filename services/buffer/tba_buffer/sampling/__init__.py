@@ -1,0 +1,1 @@
+"""Sampling: draw a batch by MOP, acknowledge it, and record it in the ledger."""

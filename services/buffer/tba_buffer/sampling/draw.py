@@ -1,0 +1,332 @@
+"""Draws: the batch of an optimizer step, and samples that are read beside training.
+
+    read     run, counts and a level index (run/state.py, shared by concurrent draws)
+    wait     the reason to wait, if there is one (flow_control.py)
+    draw     slots by MOP, from the index, seeded (mop.py)
+    record   draw.lua: active token, run running, no open batch for this step, limits of flow control; and the payloads,
+             in the same round trip
+
+Draws of different steps run concurrently; draw.lua decides when they cannot all be granted. A second request for the
+same (lineage, step) gets the batch that is open for it. A batch past its deadline is void and never returned again. A
+draw that must wait holds the request (a named wait in GET /v1/run) until `wait_s`, then answers 429; everything that
+may end a wait notifies `context.changed`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import BatchRequest, SampleRequest
+from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError
+from tba.wire import encode_push, new_id
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.rollouts.lost_payloads import lost_payload_error
+from tba_buffer.run.components import Components
+from tba_buffer.run.flow_control import DrawLimits, FlowSettings, draw_limits, sampling_wait
+from tba_buffer.run.lineage import fenced
+from tba_buffer.run.state import RunSnapshot, RunStateReader, read_state
+from tba_buffer.sampling.batch import BatchRecord, GroupRecord
+from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.scoring.rollout_scorer import RolloutScorer
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+POLL_S = 0.5
+RETRY_S = 0.25
+RECORD_KEPT_S = 60.0
+REDRAWS = 5
+WAIT_SENTENCES = {
+    "rollouts": "not enough scored rollouts are stored yet (sampling.min_size_to_sample)",
+    "samples-per-insert": "training is ahead of generation (sampling.samples_per_insert)",
+    "alternate-generate": "this is the generating phase (sampling.alternate)",
+    "run-paused": "the run is paused; resume it with `tba resume`",
+    "eviction": "the drawn rollouts were evicted meanwhile, or could not be read",
+    "void-batch": "the batch that was open for this step is void",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBatch:
+    """An encoded batch and how many slots of each kind it has; no counts when an open batch is returned again."""
+
+    body: bytes
+    slots: dict[str, int]
+
+
+class BatchDrawer:
+    """Draws batches.
+
+    Args:
+        context: Redis and settings.
+        catalog: names the prompts.
+        run_state: the run and its index.
+        components: shows held waits.
+        scorer: fails rollouts that cannot be read.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        catalog: Catalog,
+        run_state: RunStateReader,
+        components: Components,
+        scorer: RolloutScorer,
+    ) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._run_state = run_state
+        self._components = components
+        self._scorer = scorer
+        self._flow = FlowSettings.of(context.recipe)
+        self._deadline_s = context.recipe.buffer.batch_deadline_s
+
+    async def draw(self, request: BatchRequest) -> DrawnBatch:
+        """Return the batch for optimizer step `request.step`, waiting up to `wait_s`.
+
+        Raises:
+            BusyError: none can be drawn yet; `wait` names the reason.
+            RunOverError: the run is stopping, done or failed.
+            FencedError: a newer lineage owns the run.
+            ConflictError: the step is acked already.
+            UnavailableError: Redis did not answer, or has lost payloads.
+        """
+        context, owner = self._context, request.trainer_id
+        deadline_s = time.monotonic() + request.wait_s  # the wall clock may jump
+        with ExitStack() as held_waits:
+            held = None
+            while True:
+                changed = context.changed.ticket()  # before the attempt: a change during it ends the wait at once
+                try:
+                    return await self._attempt(request)
+                except BusyError as busy:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        raise
+                    if held is None or held.name != busy.wait:
+                        held_waits.close()
+                        held = held_waits.enter_context(
+                            self._components.waiting(owner, busy.wait, deadline_s, kind="trainer")
+                        )
+                    await context.changed.wait(changed, min(left_s, POLL_S))
+
+    async def _attempt(self, request: BatchRequest) -> DrawnBatch:
+        drawn: DrawnBatch | str | UnavailableError = "eviction"
+        for _ in range(REDRAWS):
+            # a fresh read each time: the run may change between the read and draw.lua
+            snapshot = await self._run_state.read()
+            if snapshot.token != request.token or snapshot.lineage != request.lineage:
+                raise _fenced(request)
+            if snapshot.state != "running":
+                raise _no_batches(snapshot.state)
+            wait = sampling_wait(snapshot.counts, self._flow)
+            if wait is None:
+                drawn = await self._draw_new(request, snapshot)
+            # a trainer whose reply was lost gets its batch although a new one would have to wait
+            elif (member := await self._open_member(request)) is not None:
+                drawn = await self._return_open(member)
+            else:
+                raise _busy(wait)
+            if isinstance(drawn, DrawnBatch):
+                return drawn
+        raise drawn if isinstance(drawn, UnavailableError) else _busy(drawn)
+
+    async def _draw_new(self, request: BatchRequest, snapshot: RunSnapshot) -> DrawnBatch | str | UnavailableError:
+        """Draw and record a new batch.
+
+        Returns:
+            The batch, or the one that is open for this step. Where the run has changed since it was read: the name of
+            the wait to report if trying again does not help, or the error when payloads are lost.
+        """
+        keys, now = self._context.keys, self._context.clock()
+        try:
+            record, positions = self._slots(request, snapshot, now + self._deadline_s)
+        except ValueError:  # evictions since the counts were read: no prompt can fill a slot any more
+            return "rollouts"
+        limits, slots = draw_limits(snapshot.counts, self._flow), record.slots()
+        (outcome, *rest), payloads = await self._context.scripts.run_with(
+            "draw",
+            [
+                keys.run,
+                keys.counters,
+                keys.open_batches,
+                keys.batch(record.batch_id),
+                keys.batches_since_publication,
+                keys.open_steps,
+                keys.settings,
+                keys.settings_changes,
+                keys.settings_effects,
+            ],
+            [
+                request.token,
+                request.lineage,
+                request.step,
+                record.member,
+                record.deadline_s,
+                now + self._deadline_s / 2,
+                record.encode(),
+                round((self._deadline_s + RECORD_KEPT_S) * 1000),
+                record.num_rollouts,
+                *_limit_args(limits),
+                snapshot.settings.revision,
+                now,
+                *(part for pair in slots.items() for part in pair),
+            ],
+            ("HMGET", keys.payloads, *record.rollout_ids),
+        )
+        match outcome:
+            case b"ok" if None not in payloads:
+                # a trainer could not decode it, and would be given it again
+                if await self._scorer.fail_damaged(positions, payloads):
+                    await self._run_state.void(record.member)
+                    return "eviction"
+                return DrawnBatch(record.body(payloads), slots)
+            case b"ok":  # payloads were evicted since the index was read, or are lost
+                await self._run_state.void(record.member)
+                return lost_payload_error((await self._run_state.read()).index, positions, payloads) or "eviction"
+            case b"open":
+                return await self._return_open(rest[0])
+            case b"fenced":
+                raise _fenced(request)
+            case b"state":
+                raise _no_batches(read_state(self._context, rest[0]))
+            case b"acked":
+                raise ConflictError(
+                    f"no batch for step {request.step}: lineage {request.lineage} has acked its steps up to "
+                    f"{int(rest[0])}"
+                )
+        return "alternate-generate" if self._flow.alternate else "samples-per-insert"  # b"flow"
+
+    def _slots(
+        self, request: BatchRequest, snapshot: RunSnapshot, deadline_s: float
+    ) -> tuple[BatchRecord, NDArray[np.integer]]:
+        """Draw the slots of a batch. Return its record and the log positions of its rollouts [num_rollouts].
+
+        Raises:
+            ValueError: no prompt can fill a slot.
+        """
+        seed, index = secrets.randbits(63), snapshot.index
+        settings = DrawSettings.of(snapshot.settings.recipe, step=request.step)
+        slots = draw_slots(index, settings, seed)
+        rows = np.concatenate([slot.rows for slot in slots])
+        rollout_ids = iter(index.rollout_ids(rows))
+        record = BatchRecord(
+            batch_id=new_id("batch"),
+            lineage=request.lineage,
+            step=request.step,
+            seed=seed,
+            log_position=index.position,
+            deadline_s=deadline_s,
+            groups=[
+                GroupRecord(
+                    prompt_id=self._catalog.ids[slot.prompt],
+                    source=slot.source,
+                    fallback=slot.fallback,
+                    rollout_ids=b"".join(islice(rollout_ids, len(slot.rows))),
+                )
+                for slot in slots
+            ],
+            most_on_policy_prob=settings.most_on_policy_prob,
+        )
+        return record, index.column("position", rows)
+
+    async def _open_member(self, request: BatchRequest) -> bytes | None:
+        """Return the batch that is open for this step, as a member of `open_batches`."""
+        with redis_errors("look for an open batch"):
+            return await self._context.redis.hget(self._context.keys.open_steps, f"{request.lineage}|{request.step}")
+
+    async def _return_open(self, member: bytes) -> DrawnBatch | str:
+        """Return the open batch as it was drawn. If that cannot be done any more, void it and return a wait's name."""
+        # with less than half of it left the deadline is near: void the batch rather than return it once more
+        keys, min_deadline_s = self._context.keys, self._context.clock() + self._deadline_s / 2
+        wait = "void-batch"
+        with redis_errors("read a batch"):
+            batch_id = member.partition(b"|")[0].decode(errors="replace")
+            raw = await self._context.redis.get(keys.batch(batch_id))
+            record = raw and self._context.read_or_note("batch", batch_id, lambda: BatchRecord.decode(raw))
+            if record and record.deadline_s >= min_deadline_s:
+                payloads = await self._context.redis.hmget(keys.payloads, record.rollout_ids)
+                if None not in payloads:
+                    return DrawnBatch(record.body(payloads), {})
+                wait = "eviction"
+        await self._run_state.void(member)
+        return wait
+
+
+def _limit_args(limits: DrawLimits) -> list[int | str]:
+    return ["" if limit is None else limit for limit in (limits.max_drawn, limits.max_batches, limits.publications)]
+
+
+def _no_batches(state: str) -> BusyError | RunOverError:
+    if state == "paused":
+        return _busy("run-paused")
+    if state == "failed":
+        return RunFailedError("the run has failed: no new batches; GET /v1/run (`tba status`) says why")
+    return RunOverError(f"the run is {state}: no new batches")
+
+
+def _busy(wait: str) -> BusyError:
+    return BusyError(f"no batch now: {WAIT_SENTENCES[wait]}", retry_after_s=RETRY_S, wait=wait)
+
+
+def _fenced(request: BatchRequest) -> FencedError:
+    return fenced(f"the draw for step {request.step} of lineage {request.lineage}")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSample:
+    """Encoded rollouts (msgpack, as a push), and the seed and log position that reproduce the draw."""
+
+    body: bytes
+    seed: int
+    log_position: int
+
+
+class SampleDrawer:
+    """Draws rollouts by priority beside training: nothing is recorded, and nothing waits.
+
+    Args:
+        context: Redis and settings.
+        run_state: the index.
+        scorer: fails rollouts that cannot be read.
+    """
+
+    def __init__(self, context: Context, run_state: RunStateReader, scorer: RolloutScorer) -> None:
+        self._context = context
+        self._run_state = run_state
+        self._scorer = scorer
+        self._settings = DrawSettings.of(context.recipe)
+
+    async def draw(self, request: SampleRequest) -> DrawnSample:
+        """Draw `request.num` of all scored rollouts that are stored now, by priority.
+
+        Raises:
+            BusyError: none is stored (wait "rollouts"), or what was drawn was evicted meanwhile (wait "eviction").
+            UnavailableError: Redis did not answer, or has lost payloads.
+        """
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        lost = None
+        for _ in range(REDRAWS):
+            index = (await self._run_state.read()).index
+            if not index.num_scored:
+                raise BusyError("no scored rollout is stored yet", retry_after_s=RETRY_S, wait="rollouts")
+            rows = draw_rollouts(index, self._settings, request.num, seed)
+            rollout_ids, positions, position = index.rollout_ids(rows), index.column("position", rows), index.position
+            with redis_errors("read rollouts"):
+                (payloads,) = await self._context.durability.pool.run(
+                    ("HMGET", self._context.keys.payloads, *rollout_ids)
+                )
+            # nothing is recorded, so what was evicted or damaged is simply drawn again
+            if None not in payloads:
+                if await self._scorer.fail_damaged(positions, payloads):
+                    continue
+                return DrawnSample(encode_push(payloads), seed, position)
+            lost = lost_payload_error((await self._run_state.read()).index, positions, payloads)
+        raise lost or BusyError("the drawn rollouts were evicted meanwhile", retry_after_s=RETRY_S, wait="eviction")

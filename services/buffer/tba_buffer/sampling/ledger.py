@@ -1,0 +1,187 @@
+"""The ledger: which step consumed which batch. An append-only list of two kinds of lines, in the order of events.
+
+    batch    step (lineage, step) consumed this batch (written by ack.lua)
+    resume   a trainer started: its new lineage, and the version that it continues from (written by lineage.lua)
+
+Lines are never changed. The lineages' parents say what a resume has abandoned: the batch lines outside the history of
+the active lineage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from tba.api import AckRequest, LedgerEntry, LedgerLine, LedgerReply, ResumeEntry
+from tba.errors import BadRequestError, ConflictError, VoidBatchError
+from tba.versions import PolicyVersion
+from tba_buffer.eviction.evictor import Evictor
+from tba_buffer.run.lineage import Lineages, fenced
+from tba_buffer.sampling.batch import BatchRecord, batch_member
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+MAX_ENTRIES_PER_PAGE = 10_000
+
+
+class BatchLedger:
+    """Acks batches, and reads the ledger.
+
+    Args:
+        context: Redis and settings.
+        lineages: the lineage table.
+        evictor: evicts the rollouts that have become too old before an ack is answered.
+    """
+
+    def __init__(self, context: Context, lineages: Lineages, evictor: Evictor) -> None:
+        self._context = context
+        self._lineages = lineages
+        self._evictor = evictor
+
+    async def ack(self, batch_id: str, request: AckRequest) -> None:
+        """Put the batch into the ledger as consumed by step (lineage, step); repeating the request changes nothing.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+            VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
+            ConflictError: the step has acked another batch, or a step was left out.
+            BadRequestError: the numbers of policy ages and of refused rollouts are not those of the batch.
+            UnavailableError: Redis did not answer.
+        """
+        keys, now = self._context.keys, self._context.clock()
+        with redis_errors("read a batch"):
+            raw = await self._context.redis.get(keys.batch(batch_id))
+        record = raw and self._context.read_or_note("batch", batch_id, lambda: BatchRecord.decode(raw))
+        num_rollouts = 0 if record is None else record.num_rollouts
+        if record is not None:
+            _check_counts(record, request)
+        num_trained = 0 if request.skipped else num_rollouts - sum(request.refused.values())
+        # the histogram of policy ages is about what was trained on, and a skipped step trained on nothing
+        ages = Counter(max(0, age) for age in request.policy_ages if not request.skipped)
+        counters = {f"trainer_refused:{reason}": number for reason, number in request.refused.items()}
+        if request.skipped:
+            counters[f"skipped:{request.skipped}"] = 1
+        # without a record the script finds that the batch was acked already, or is void, and uses no line
+        line = {} if record is None else batch_line(record, request, acked_at_s=now)
+        reply = await self._context.scripts.run(
+            "ack",
+            [
+                keys.run,
+                keys.counters,
+                keys.open_batches,
+                keys.ledger,
+                keys.ledger_steps,
+                keys.ages,
+                keys.batch(batch_id),
+                keys.open_steps,
+                keys.settings,
+                keys.settings_changes,
+                keys.settings_effects,
+            ],
+            [
+                request.token,
+                request.lineage,
+                request.step,
+                batch_id,
+                now,
+                batch_member(batch_id, num_rollouts, request.lineage, request.step),
+                json.dumps(line),
+                num_trained,
+                request.settings_revision,
+                len(ages),
+                *(part for pair in sorted(ages.items()) for part in pair),
+                *(part for pair in sorted(counters.items()) for part in pair),
+            ],
+        )
+        _check_reply(reply, batch_id, request)
+        self._context.changed.notify()
+        if self._evictor.record_step(PolicyVersion(request.lineage, request.step)):
+            await self._evictor.enforce()
+
+    async def read(self, *, after: int, limit: int) -> LedgerReply:
+        """Return the lines from position `after` on. `abandoned` is computed here, never written.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        context, limit = self._context, min(limit, MAX_ENTRIES_PER_PAGE)
+        with redis_errors("read the ledger"):
+            async with context.redis.pipeline(transaction=True) as pipe:
+                pipe.lrange(context.keys.ledger, after, after + limit - 1)
+                pipe.llen(context.keys.ledger)
+                pipe.hget(context.keys.run, "lineage")
+                lines, num_lines, lineage = await pipe.execute()
+        history = self._lineages.history(context.read_number("lineage", lineage))
+        entries: list[LedgerLine] = []
+        for number, line in enumerate(lines, after):
+            entry = context.read_or_note("ledger", f"line {number}", lambda line=line: _entry(line, history))
+            if entry is not None:
+                entries.append(entry)
+        end = after + len(lines)
+        return LedgerReply(entries=entries, next=end if lines and end < num_lines else None)
+
+
+def _check_counts(record: BatchRecord, request: AckRequest) -> None:
+    num_rollouts, num_refused, num_ages = record.num_rollouts, sum(request.refused.values()), len(request.policy_ages)
+    # policy ages are reported of the trained rollouts only
+    if num_refused > num_rollouts or (num_ages and num_ages + num_refused != num_rollouts):
+        raise BadRequestError(
+            f"batch {record.batch_id} has {num_rollouts} rollouts, the ack has {num_ages} policy ages and "
+            f"{num_refused} refused rollouts"
+        )
+    if num_refused == num_rollouts and not request.skipped:
+        raise BadRequestError(
+            f"all {num_rollouts} rollouts of batch {record.batch_id} were refused: its step is one that was skipped"
+        )
+
+
+def _check_reply(reply: list[bytes], batch_id: str, request: AckRequest) -> None:
+    match reply[0]:
+        case b"ok":
+            return
+        case b"fenced":
+            raise fenced(f"the ack of batch {batch_id} by step {request.step} of lineage {request.lineage}")
+        case b"other":
+            raise ConflictError(
+                f"step {request.step} of lineage {request.lineage} has acked batch {reply[1].decode()} already; "
+                f"batch {batch_id} was not added to the ledger"
+            )
+        case b"order":
+            raise ConflictError(
+                f"step {request.step} cannot be acked: the last acked step of lineage {request.lineage} is "
+                f"{int(reply[1])}, and steps are acked in order"
+            )
+    raise VoidBatchError(
+        f"batch {batch_id} is unknown, past its deadline, or was drawn for another step than {request.step}; "
+        "draw a new one for this step"
+    )
+
+
+def batch_line(record: BatchRecord, request: AckRequest, *, acked_at_s: float) -> dict[str, Any]:
+    """Return the line of an acked batch: a LedgerEntry without `abandoned`."""
+    return {
+        "kind": "batch",
+        "lineage": record.lineage,
+        "step": record.step,
+        "batch_id": record.batch_id,
+        "acked_at_s": acked_at_s,
+        "seed": record.seed,
+        "log_position": record.log_position,
+        "slots": record.slots(),
+        "num_rollouts": record.num_rollouts,
+        "rollout_ids": [rollout_id.hex() for rollout_id in record.rollout_ids],
+        "most_on_policy_prob": record.most_on_policy_prob,
+        "settings_revision": request.settings_revision,
+        "metrics": request.metrics,
+        "skipped": request.skipped,
+        "refused": request.refused,
+    }
+
+
+def _entry(line: bytes, history: Mapping[int, int]) -> LedgerLine:
+    fields = json.loads(line)
+    if fields.get("kind") == "resume":
+        return ResumeEntry(**fields)
+    return LedgerEntry(**fields, abandoned=fields["step"] > history.get(fields["lineage"], -1))

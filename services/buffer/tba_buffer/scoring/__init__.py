@@ -1,0 +1,1 @@
+"""Background scoring: score pending rollouts, retry, and score stored rollouts again."""

@@ -1,0 +1,288 @@
+"""Re-scoring: everything that is stored, or a part of it, through the reward service again. One job at a time.
+
+    start    note the log position; the job is what is stored up to it, and matches
+    advance  one chunk, oldest first: scores, then payloads, log entry and progress in one atomic call (score.lua)
+
+The progress is in Redis (`rescore`), so a restart continues after the last chunk that was stored, and no rollout counts
+twice. Which rollouts are left is a function of the job and the index. A new score that is an error makes the rollout
+failed: its old reward belongs to the old version. While the reward service or one of its scorers is away, the job
+waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from tba.api import RescoreInfo, RescoreRequest
+from tba.errors import BadRequestError, ConflictError, NotFoundError, UnavailableError
+from tba.logs import get_logger
+from tba_buffer.index.log import STATUS_CODES
+from tba_buffer.index.replay import IndexView
+from tba_buffer.index.rollout_index import Index
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.scoring.reward_service import RewardConnection
+from tba_buffer.scoring.rollout_scorer import Positions, RolloutScorer, ScoredRollout
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+log = get_logger("rescore")
+
+
+class RescoreJobs:
+    """The re-scoring jobs of the run: the one that runs, or the last one.
+
+    Args:
+        context: Redis and settings.
+        catalog: names the tasks.
+        view: the index.
+        scorer: scores rollouts and stores the outcomes.
+        reward: the connection to the reward service.
+    """
+
+    def __init__(
+        self, context: Context, *, catalog: Catalog, view: IndexView, scorer: RolloutScorer, reward: RewardConnection
+    ) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._view = view
+        self._scorer = scorer
+        self._reward = reward
+        self._job: RescoreInfo | None = None
+        self._is_loaded = False
+        self._loading = asyncio.Lock()
+        self._left: Positions | None = None
+        """Positions of the rollouts that are left, ascending; None when not known: ask the index."""
+
+    def forget(self) -> None:
+        """Read the job from Redis again: Redis has lost data, and perhaps the job or its progress."""
+        self._job, self._is_loaded = None, False  # a chunk that is being scored belongs to no job any more
+
+    async def info(self) -> RescoreInfo:
+        """Return the job that runs, or the last one.
+
+        Raises:
+            NotFoundError: there never was one.
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        if job is None:
+            raise NotFoundError("nothing was ever scored again in this run; start it with `tba rescore`")
+        if job.state != "running":
+            return job
+        problem = self._reward.problem or self._scorer.retry_queue.problem
+        return job.model_copy(update={"wait": self._reward.wait, "problem": problem})
+
+    async def start(self, request: RescoreRequest) -> RescoreInfo:
+        """Start a job. The same request returns the job that runs for it.
+
+        Raises:
+            BadRequestError: no prompt has this task.
+            ConflictError: another job runs, or no reward scores the task of a rollout that would be scored again.
+            UnavailableError: Redis did not answer.
+        """
+        tasks = {self._task(prompt_id) for prompt_id in self._catalog.ids}
+        if request.task is not None and request.task not in tasks:
+            names = ", ".join(sorted(tasks)) or "none"
+            raise BadRequestError(f"no prompt of this run has the task {request.task!r}; its tasks: {names}")
+        known_tasks = await self._reward.known_tasks()
+        async with self._context.mutation_lock:
+            running = await self._read()
+            if running is not None and running.state == "running":
+                if running.is_for(request):
+                    return await self.info()
+                raise ConflictError(
+                    f"{describe_job(running)} is being scored again since log position {running.start_position} "
+                    f"({running.num_done} of {running.num_total} done); wait for it, or cancel it"
+                )
+            index = await self._view.catch_up()
+            job = RescoreInfo(
+                state="running",
+                task=request.task,
+                only=request.only,
+                started_at_s=self._context.clock(),
+                start_position=index.position,
+                num_total=0,
+            )
+            left = self._matching(index, job)
+            self._check_tasks(index, left, known_tasks)
+            job = job.model_copy(update={"num_total": len(left)})
+            await self._write([], job if len(left) else self._ended(job, "done"))
+            self._left = left
+        log.info("rescore_started", task=job.task, only=job.only, num_total=job.num_total)
+        return await self.info()
+
+    async def cancel(self) -> RescoreInfo:
+        """End the running job; rollouts that it has scored keep their new scores.
+
+        Raises:
+            NotFoundError: there never was one.
+            UnavailableError: Redis did not answer.
+        """
+        async with self._context.mutation_lock:
+            job = await self._read()
+            if job is not None and job.state == "running":
+                await self._write([], self._ended(job, "cancelled"))
+                self._scorer.retry_queue.remove([] if self._left is None else self._left.tolist())
+        return await self.info()
+
+    async def scores_pending(self) -> bool:
+        """Return whether the running job is about pending rollouts, which then only it scores.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        return job is not None and job.state == "running" and job.only == "pending"
+
+    async def advance(self) -> bool:
+        """Score the next chunk of the running job. Return whether there was one that waits for no scorer.
+
+        Raises:
+            RewardUnavailableError: the reward service could not be asked; nothing has changed.
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        if job is None or job.state != "running":
+            return False
+        index = await self._view.catch_up()
+        left = self._matching(index, job) if self._left is None else self._left
+        rows = index.rows_at(left[: self._reward.request_size])
+        num_bytes = np.zeros(len(rows), dtype=np.int64)
+        num_bytes[rows >= 0] = index.column("num_bytes", rows[rows >= 0])
+        taken, left = np.split(left, [self._scorer.num_in_request(num_bytes)])
+        retry_queue, positions = self._scorer.retry_queue, taken.tolist()
+        if retry_queue.is_too_early(positions):
+            return False
+        scored = await self._scorer.score(taken)
+        if retry_queue.is_too_early(positions):  # the reward service answers the scored ones from its cache next time
+            return False
+        async with self._context.mutation_lock:
+            if self._job is not job:  # cancelled meanwhile
+                return True
+            scored = await self._scorer.still_stored(scored)
+            job = add_chunk(job, scored, taken, num_left=len(left))
+            await self._write(scored, job if len(left) else self._ended(job, "done"))
+            self._left = left
+        retry_queue.remove(positions)
+        await self._scorer.enforce_limits(scored)
+        return True
+
+    async def store_pending(self, scored: Sequence[ScoredRollout]) -> None:
+        """Store scores of pending rollouts that the job did not ask for; the caller holds `context.mutation_lock`.
+
+        Rollouts that a job about one status has not passed yet join or leave it with their status. So what is left of
+        the job stays a function of the index.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+        """
+        job = await self._read()
+        if job is None or job.state != "running":
+            await self._scorer.store(scored)
+            return
+        ahead = [item for item in scored if self._is_ahead(job, item)]
+        num_joining = sum(item.after.reward_status == job.only for item in ahead)
+        num_leaving = sum(item.before.reward_status == job.only for item in ahead)
+        if num_joining or num_leaving:
+            self._left = None
+            job = job.model_copy(update={"num_total": job.num_total + num_joining - num_leaving})
+        await self._write(scored, job)
+
+    def _is_ahead(self, job: RescoreInfo, item: ScoredRollout) -> bool:
+        found = self._catalog.find(item.before.prompt_id)
+        is_task = job.task is None or (found is not None and found[1].task == job.task)
+        return is_task and job.position < item.position <= job.start_position
+
+    def _matching(self, index: Index, job: RescoreInfo) -> Positions:
+        """Return the positions of the rollouts that are left of the job, ascending."""
+        rows = index.live_rows()
+        positions = index.column("position", rows).astype(np.int64)
+        matches = (positions > job.position) & (positions <= job.start_position)
+        if job.only != "all":
+            matches &= index.column("status", rows) == STATUS_CODES[job.only]
+        if job.task is not None:
+            is_task = np.array([self._task(prompt_id) == job.task for prompt_id in self._catalog.ids], dtype=bool)
+            matches &= is_task[index.column("prompt", rows)]
+        return positions[matches]
+
+    def _task(self, prompt_id: str) -> str:
+        found = self._catalog.find(prompt_id)
+        assert found is not None, f"prompt {prompt_id!r} has a number and no content"
+        return found[1].task
+
+    def _check_tasks(self, index: Index, positions: Positions, known: set[str] | None) -> None:
+        """Refuse a job whose tasks the service does not know, before anything is changed.
+
+        Without a reward every rollout of its task would become failed.
+        """
+        if known is None:
+            return
+        prompts = np.unique(index.column("prompt", index.rows_at(positions)))
+        missing = {self._task(self._catalog.ids[prompt]) for prompt in prompts} - known
+        if missing:
+            raise ConflictError(
+                f"the reward service has no reward for {', '.join(sorted(missing))}, so the stored rewards would be "
+                f"lost (it knows {', '.join(sorted(known))}); give the task an entry in reward.tasks, or choose "
+                "another one"
+            )
+
+    def _ended(self, job: RescoreInfo, state: str) -> RescoreInfo:
+        log.info("rescore_ended", state=state, num_done=job.num_done, num_changed=job.num_changed)
+        return job.model_copy(update={"state": state, "finished_at_s": self._context.clock()})
+
+    async def _read(self) -> RescoreInfo | None:
+        async with self._loading:  # a slow reader must not bring back an older state of the job
+            if not self._is_loaded:
+                with redis_errors("read the re-scoring job"):
+                    text = await self._context.redis.get(self._context.keys.rescore)
+                read = self._context.read_or_note
+                self._job = text and read("job", "rescore", lambda: RescoreInfo.model_validate_json(text))
+                self._is_loaded, self._left = True, None
+            return self._job
+
+    async def _write(self, scored: Sequence[ScoredRollout], job: RescoreInfo) -> None:
+        try:
+            await self._scorer.store(scored, job.model_dump_json())
+        except UnavailableError:
+            self._is_loaded = False  # Redis may have stored it: ask what it has
+            raise
+        self._job = job
+
+
+def add_chunk(job: RescoreInfo, scored: Sequence[ScoredRollout], taken: Positions, *, num_left: int) -> RescoreInfo:
+    """Return the job after one chunk: of the positions `taken`, those in `scored` are done, the others are gone."""
+    before = [item.before.reward for item in scored if item.before.reward is not None]
+    after = [item.after.reward for item in scored if item.after.reward is not None]
+    versions = Counter(job.reward_versions)
+    versions.update(item.after.reward_version or "" for item in scored if item.after.reward is not None)
+    num_done = job.num_done + len(scored)
+    return job.model_copy(
+        update={
+            "position": int(taken[-1]) if len(taken) else job.position,
+            "num_done": num_done,
+            "num_changed": job.num_changed + sum(item.before.reward != item.after.reward for item in scored),
+            "num_failed": job.num_failed + len(scored) - len(after),
+            "num_gone": job.num_total - num_done - num_left,
+            "num_known_before": job.num_known_before + len(before),
+            "num_known_after": job.num_known_after + len(after),
+            "mean_reward_before": _mean(job.mean_reward_before, job.num_known_before, before),
+            "mean_reward_after": _mean(job.mean_reward_after, job.num_known_after, after),
+            "reward_versions": dict(versions),
+        }
+    )
+
+
+def _mean(mean: float | None, num: int, more: Sequence[float]) -> float | None:
+    return ((mean or 0.0) * num + sum(more)) / (num + len(more)) if num + len(more) else None
+
+
+def describe_job(job: RescoreInfo) -> str:
+    """Return in words what a job scores again."""
+    status = "everything" if job.only == "all" else f"what is {job.only}"
+    return status if job.task is None else f"{status} of task {job.task!r}"

@@ -1,0 +1,333 @@
+"""Scores stored rollouts through the reward service, for the scoring worker and for re-scoring jobs.
+
+    positions -> payloads from Redis -> items -> POST /v1/score (reward_service.py) -> new payloads -> score.lua
+
+The items are those that a searcher sends: task, text and data of the prompt, text and finish reason of the response.
+A rollout whose scorer is away, or that gets no answer, is asked for later (retries.py). A failed score is unknown,
+never a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import ScoreItem
+from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
+from tba.clients import RewardClient
+from tba.concurrency import in_thread
+from tba.errors import BadRequestError, WireError
+from tba.wire import Rollout, check_push, decode_rollout, encode_rollout
+from tba_buffer.eviction.evictor import Evictor
+from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
+from tba_buffer.index.replay import IndexView
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.rollouts.lost_payloads import placeholders
+from tba_buffer.scoring.retries import DeadLetters, RetryQueue
+from tba_buffer.scoring.reward_service import RewardConnection, RewardUnavailableError
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage.context import Context
+
+MAX_TRANSIENT_TRIES = 3
+"""Requests for an item whose error may have been chance: a timeout, a crashed process, ..."""
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and the version that gave it, or the reason why there is none."""
+
+    reward: float | None = None
+    version: str = ""
+    reason: str = ""
+    is_transient: bool = False
+    """Whether the reason may have been chance: ask again at once."""
+    is_away: bool = False
+    """Whether the scorer was away: ask again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A stored rollout at one log position before and after it was scored; `payload` encodes `after`."""
+
+    position: int
+    before: Rollout
+    num_bytes_before: int
+    after: Rollout
+    payload: bytes
+    is_damaged: bool = False
+    """Whether the stored bytes cannot be read: they stay, and only the log says that the rollout has failed."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is its first known reward (a failed rollout keeps the version of its last one)."""
+        return self.after.reward is not None and self.before.reward_version is None
+
+
+class RolloutScorer:
+    """Scores stored rollouts.
+
+    Args:
+        context: Redis and settings.
+        catalog: names the prompts.
+        view: the index.
+        reward: the connection to the reward service.
+        evictor: keeps the limits when new payloads are larger.
+    """
+
+    def __init__(
+        self, context: Context, *, catalog: Catalog, view: IndexView, reward: RewardConnection, evictor: Evictor
+    ) -> None:
+        self._context = context
+        self._catalog = catalog
+        self._view = view
+        self._reward = reward
+        self._evictor = evictor
+        self.forget_positions()
+        self._proven: ScoreItem | None = None
+        """The last item that was scored: it proves whether the service is up when another one gets no answer."""
+
+    def forget_positions(self) -> None:
+        """Forget all tries: Redis has lost data, and gives its log positions to rollouts that nobody has asked for."""
+        self.dead_letters = DeadLetters(self._context.clock)
+        """The rollouts that the reward service does not answer for."""
+        self.retry_queue = RetryQueue(self._context.clock)
+        """The rollouts that wait for their scorer."""
+
+    def num_in_request(self, num_bytes: NDArray[np.integer]) -> int:
+        """Return how many payloads of these sizes, in order, one request may hold: at least one."""
+        num_bytes = num_bytes[: self._reward.request_size]
+        # payload bytes bound the size of the request body, which the service limits
+        fitting = np.cumsum(num_bytes, dtype=np.int64) <= self._context.recipe.reward.max_body_bytes
+        return max(1, int(np.count_nonzero(fitting)))
+
+    async def score(self, positions: Positions) -> list[ScoredRollout]:
+        """Ask for the scores of the rollouts at these positions.
+
+        Rollouts that are gone, or have to wait for their scorer, are left out. The caller removes from `retry_queue`
+        the rollouts that it has stored as given up.
+
+        Raises:
+            RewardUnavailableError: the reward service could not be asked.
+            UnavailableError: Redis did not answer.
+        """
+        found, before, failed = await self._load(positions)
+        if not found:
+            return failed
+        items = [self._item(rollout) for rollout in before]
+        taken = [position for position, _ in found]
+        try:
+            scores = await self._ask(items)
+            self._proven = next(
+                (item for item, score in zip(items, scores, strict=True) if not score.reason), self._proven
+            )
+        except RewardUnavailableError as error:
+            # only an item that is alone in its request can be the cause
+            if not await self._gives_up(taken, error):
+                raise
+            scores = [Score(reason=f"refused: {error}")]
+        self.dead_letters.remove(taken)
+        kept = {at for at, score in zip(taken, scores, strict=True) if not self._must_wait(at, score)}
+        self.retry_queue.remove([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
+        self.update_waits()
+        return failed + await in_thread(
+            lambda: [
+                _scored(position, rollout, len(payload), score)
+                for (position, payload), rollout, score in zip(found, before, scores, strict=True)
+                if position in kept
+            ]
+        )
+
+    async def fail_damaged(self, positions: NDArray[np.integer], payloads: Sequence[bytes]) -> bool:
+        """Return whether some payloads [n] of the scored rollouts at positions [n] cannot be read.
+
+        These rollouts are stored as failed, so that nobody draws them again.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+        """
+        damaged = [isinstance(item, WireError) for item in check_push(payloads)]
+        if not any(damaged):
+            return False
+        # no eviction or re-scoring may come between the look at the index and the write
+        async with self._context.mutation_lock:
+            _, _, failed = await self._load(np.unique(positions[damaged]).astype(np.int64))
+            await self.store(failed)
+        return True
+
+    async def _load(self, positions: Positions) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
+        """Load the rollouts at these positions as `_decode` returns them; those that are gone are left out."""
+        index = await self._view.catch_up()
+        rows = index.rows_at(positions)
+        positions, rollout_ids = positions[rows >= 0], index.rollout_ids(rows[rows >= 0])
+        if not rollout_ids:
+            return [], [], []
+        fallbacks = placeholders(index, rows[rows >= 0], run=self._context.run, catalog=self._catalog)
+        with redis_errors("read rollouts"):
+            stored = await self._context.redis.hmget(self._context.keys.payloads, rollout_ids)
+        return await in_thread(lambda: self._decode(positions, stored, fallbacks))
+
+    def _decode(
+        self, positions: Positions, stored: Sequence[bytes | None], fallbacks: Sequence[Rollout]
+    ) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
+        """Return (positions and payloads [n], their rollouts [n], and the damaged ones as failed)."""
+        found, rollouts, failed = [], [], []
+        for position, payload, fallback in zip(positions.tolist(), stored, fallbacks, strict=True):
+            if payload is None:
+                continue
+            name = fallback.rollout_id.hex()
+            rollout = self._context.read_or_note("rollout", name, lambda payload=payload: decode_rollout(payload))
+            if rollout is None:
+                failed.append(ScoredRollout(position, fallback, len(payload), fallback, payload, is_damaged=True))
+            else:
+                found.append((position, payload))
+                rollouts.append(rollout)
+        return found, rollouts, failed
+
+    def _must_wait(self, position: int, score: Score) -> bool:
+        return score.is_away and not self.retry_queue.record_failure(position, score.reason)
+
+    async def _ask(self, items: Sequence[ScoreItem]) -> list[Score]:
+        """Return one score per item; items that may have failed by chance are asked for again."""
+        scores = await self._reward.ask(lambda client: request_scores(client, items))
+        for _ in range(MAX_TRANSIENT_TRIES - 1):
+            again = [at for at, score in enumerate(scores) if score.is_transient]
+            if not again:
+                break
+            late = [items[at] for at in again]
+            repeated = await self._reward.ask(lambda client, late=late: request_scores(client, late))
+            for at, score in zip(again, repeated, strict=True):
+                scores[at] = score
+        return scores
+
+    async def _gives_up(self, positions: Sequence[int], error: RewardUnavailableError) -> bool:
+        """Return whether this attempt failed because of its only item, and was the last one for it."""
+        if len(positions) > 1 or not error.may_be_request:
+            return False
+        if self._proven is None:
+            # nothing was ever scored, so no item can prove that the service scores
+            is_up = await self._reward.known_tasks() is not None
+        else:
+            is_up = await self._reward.scores_quickly(self._proven)
+        if not is_up:
+            return False
+        gives_up = self.dead_letters.record_failure(positions[0], is_unproven=self._proven is None)
+        self._reward.num_parked = len(self.dead_letters)
+        return gives_up
+
+    def update_waits(self) -> None:
+        """Continue the waits while rollouts are parked or in the retry queue, and end them with the last one."""
+        self.dead_letters.remove_stale()
+        self.retry_queue.remove_stale()
+        self._reward.show_scorer_wait(len(self.retry_queue))
+        had, self._reward.num_parked = self._reward.num_parked, len(self.dead_letters)
+        if had and not len(self.dead_letters):
+            self._reward.end_wait()
+
+    async def still_stored(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+        """Return the rollouts that are still stored; the caller holds `context.mutation_lock` until it has stored them.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        index = await self._view.catch_up()
+        rows = index.rows_at(np.array([item.position for item in scored], dtype=np.int64))
+        found = [item for item, row in zip(scored, rows, strict=True) if row >= 0]
+        # a position that Redis has lost may belong to another rollout now: compare the ids
+        ids = index.rollout_ids(rows[rows >= 0])
+        return [item for item, id_ in zip(found, ids, strict=True) if item.before.rollout_id == id_]
+
+    async def store(self, scored: Sequence[ScoredRollout], job: str | None = None) -> None:
+        """Write new payloads and the JSON of the re-scoring job in one atomic call, under `context.mutation_lock`.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer; both may have been written.
+        """
+        keys = self._context.keys
+        reply = await self._context.scripts.run(
+            "score",
+            [keys.payloads, keys.log, keys.counters, keys.originals, keys.epoch, *([keys.rescore] if job else [])],
+            [
+                self._context.ownership.epoch,
+                len(scored),
+                *(part for item in scored for part in _arguments(item)),
+                *([job] if job else []),
+            ],
+        )
+        if reply == ownership.SUPERSEDED:
+            raise await ownership.refusal(self._context, "storing new rewards")
+        self._context.changed.notify()
+
+    async def enforce_limits(self, scored: Sequence[ScoredRollout]) -> None:
+        """Evict what the stored payloads, which may be larger, make too much; `context.mutation_lock` must not be held.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        if self._evictor.record_added(0, sum(len(item.payload) - item.num_bytes_before for item in scored)):
+            await self._evictor.enforce()
+
+    def _item(self, rollout: Rollout) -> ScoreItem:
+        found = self._catalog.find(rollout.prompt_id)
+        assert found is not None, (
+            f"rollout {rollout.rollout_id.hex()} names prompt {rollout.prompt_id!r}, never uploaded"
+        )
+        prompt = found[1]
+        takes_tokens = self._context.recipe.reward.takes_tokens(prompt.task)
+        return ScoreItem(
+            item_id=rollout.rollout_id.hex(),
+            task=prompt.task,
+            prompt=prompt.text,
+            response=rollout.response_text,
+            data=prompt.data,
+            finish_reason=rollout.finish_reason,
+            response_tokens=rollout.response_tokens.tolist() if takes_tokens else None,
+        )
+
+
+def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Score]:
+    """Return one score per item.
+
+    Raises:
+        ServiceError: there was no usable answer.
+    """
+    try:
+        results = client.score(items).results
+    except BadRequestError as error:
+        # one bad item makes the service refuse the whole request: ask for halves until it is alone
+        if len(items) == 1:
+            return [Score(reason=f"refused: {error}")]
+        half = len(items) // 2
+        return request_scores(client, items[:half]) + request_scores(client, items[half:])
+    scores = []
+    for result in results:
+        if result.error is None:
+            scores.append(Score(reward=result.reward, version=result.reward_version or "unknown"))
+        else:
+            reason = f"{result.error.reason}: {result.error.detail}"
+            is_away = result.error.reason in AWAY_REASONS
+            is_transient = not is_away and result.error.reason in TRANSIENT_REASONS
+            scores.append(Score(reason=reason, is_transient=is_transient, is_away=is_away))
+    return scores
+
+
+def _scored(position: int, before: Rollout, num_bytes_before: int, score: Score) -> ScoredRollout:
+    if score.reward is None:
+        after = before.with_failure(score.reason)
+    else:
+        after = before.with_reward(score.reward, score.version)
+    return ScoredRollout(position, before, num_bytes_before, after, encode_rollout(after))
+
+
+def _arguments(item: ScoredRollout) -> tuple[bytes, bytes, bytes, int]:
+    reward = np.nan if item.after.reward is None else item.after.reward
+    change = np.array(
+        [(item.position, reward, len(item.payload), STATUS_CODES[item.after.reward_status])], dtype=CHANGE_DTYPE
+    )
+    return item.before.rollout_id, item.payload, change.tobytes(), 2 if item.is_damaged else int(item.is_first)

@@ -1,0 +1,403 @@
+"""The buffer: its parts, how they are wired, its start and its upkeep.
+
+start    check Redis -> own the run -> prompts, lineages, settings -> index from the log -> bounds -> ready
+upkeep   every UPKEEP_S: check again that Redis is durable (it may have been restarted with other settings), that it has
+         what was acknowledged and that no newer process owns the run; catch the index up, evict what has become too
+         old, compact the log when that is due, sample the counters for the rates. While Redis is not durable, pushes
+         are refused and the service is not ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from redis.exceptions import RedisError
+
+from tba.api import ComponentInfo, RunInfo
+from tba.config import Recipe
+from tba.config.redis import redis_access
+from tba.errors import UnavailableError
+from tba.logs import get_logger
+from tba_buffer.eviction.evictor import Evictor
+from tba_buffer.index.replay import Compactor, IndexView
+from tba_buffer.monitoring.metrics import Metrics
+from tba_buffer.monitoring.stats import StatsReader
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.prompts.evaluations import Evaluations
+from tba_buffer.prompts.leases import Leases
+from tba_buffer.rollouts.push import PushAdmission, RolloutWriter
+from tba_buffer.rollouts.queries import RolloutReader
+from tba_buffer.run.components import Components, absent_trainer
+from tba_buffer.run.control import RunControl
+from tba_buffer.run.events import Events, ObservedRun
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.run.loss_recovery import LossRecovery
+from tba_buffer.run.scaling import Scaling
+from tba_buffer.run.settings import Settings, read_settings
+from tba_buffer.run.state import RunStateReader
+from tba_buffer.sampling.draw import BatchDrawer, SampleDrawer
+from tba_buffer.sampling.ledger import BatchLedger
+from tba_buffer.scoring.rescore import RescoreJobs
+from tba_buffer.scoring.reward_service import RewardConnection, RewardProbe
+from tba_buffer.scoring.rollout_scorer import RolloutScorer
+from tba_buffer.scoring.worker import ScoringWorker
+from tba_buffer.snapshots.jobs import SnapshotJobs
+from tba_buffer.storage import ownership
+from tba_buffer.storage.client import refused_writes
+from tba_buffer.storage.context import Context
+from tba_buffer.storage.damage import DAMAGE_ERRORS
+from tba_buffer.storage.durability import DurabilityCheck
+from tba_buffer.storage.keys import Keys
+
+UPKEEP_S = 1.0
+STOP_TIMEOUT_S = 5.0
+SETTINGS_FOLLOWED = 20
+"""How many of the newest changes of live settings the event streams follow, since they take effect later."""
+log = get_logger("buffer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """The run itself: who takes part, and what is allowed."""
+
+    lineages: Lineages
+    settings: Settings
+    state: RunStateReader
+    control: RunControl
+    components: Components
+    scaling: Scaling
+
+    @classmethod
+    def of(cls, context: Context, view: IndexView) -> RunParts:
+        """Wire them."""
+        lineages, components = Lineages(context), Components(context)
+        settings = Settings(context, lineages)
+        state = RunStateReader(context, view, settings)
+        return cls(
+            lineages=lineages,
+            settings=settings,
+            state=state,
+            control=RunControl(context, state),
+            components=components,
+            scaling=Scaling(context, run_state=state, components=components),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptParts:
+    """Prompts, and the work that searchers lease."""
+
+    catalog: Catalog
+    evaluations: Evaluations
+    leases: Leases
+
+    @classmethod
+    def of(cls, context: Context, run: RunParts) -> PromptParts:
+        """Wire them."""
+        catalog = Catalog(context)
+        evaluations = Evaluations(context, catalog)
+        return cls(
+            catalog=catalog,
+            evaluations=evaluations,
+            leases=Leases(context, catalog=catalog, evaluations=evaluations, run_state=run.state),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutParts:
+    """Rollouts from push to eviction; saved and loaded buffers."""
+
+    admission: PushAdmission
+    writer: RolloutWriter
+    reader: RolloutReader
+    evictor: Evictor
+    snapshots: SnapshotJobs
+
+    @classmethod
+    def of(cls, context: Context, view: IndexView, run: RunParts, catalog: Catalog) -> RolloutParts:
+        """Wire them."""
+        evictor = Evictor(context, view, run.lineages, run.state)
+        return cls(
+            admission=PushAdmission(context.recipe),
+            writer=RolloutWriter(context, catalog, run.lineages, evictor),
+            reader=RolloutReader(context, catalog=catalog, view=view, lineages=run.lineages, run_state=run.state),
+            evictor=evictor,
+            snapshots=SnapshotJobs(
+                context,
+                view=view,
+                catalog=catalog,
+                lineages=run.lineages,
+                evictor=evictor,
+                components=run.components,
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringParts:
+    """Rewards of stored rollouts."""
+
+    scorer: RolloutScorer
+    rescore_jobs: RescoreJobs
+    worker: ScoringWorker
+    probe: RewardProbe
+
+    @classmethod
+    def of(cls, context: Context, view: IndexView, run: RunParts, catalog: Catalog, evictor: Evictor) -> ScoringParts:
+        """Wire them."""
+        reward = RewardConnection(context, run.components)
+        scorer = RolloutScorer(context, catalog=catalog, view=view, reward=reward, evictor=evictor)
+        rescore_jobs = RescoreJobs(context, catalog=catalog, view=view, scorer=scorer, reward=reward)
+        return cls(
+            scorer=scorer,
+            rescore_jobs=rescore_jobs,
+            worker=ScoringWorker(context, view=view, scorer=scorer, rescore_jobs=rescore_jobs, reward=reward),
+            probe=RewardProbe(context.recipe, on_broken=run.control.fail_for_reward),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParts:
+    """Batches: drawn, looked at, acknowledged."""
+
+    batch_drawer: BatchDrawer
+    sample_drawer: SampleDrawer
+    ledger: BatchLedger
+
+    @classmethod
+    def of(
+        cls, context: Context, run: RunParts, catalog: Catalog, evictor: Evictor, scorer: RolloutScorer
+    ) -> SamplingParts:
+        """Wire them."""
+        return cls(
+            batch_drawer=BatchDrawer(
+                context, catalog=catalog, run_state=run.state, components=run.components, scorer=scorer
+            ),
+            sample_drawer=SampleDrawer(context, run.state, scorer),
+            ledger=BatchLedger(context, run.lineages, evictor),
+        )
+
+
+class Buffer:
+    """The buffer service without HTTP.
+
+    Args:
+        recipe: the run.
+        registry: for metrics.
+        clock: Unix seconds; deadlines of leases and batches are told by it.
+    """
+
+    def __init__(self, recipe: Recipe, registry: CollectorRegistry, *, clock: Callable[[], float] = time.time) -> None:
+        self.context = context = Context.connect(recipe, clock=clock)
+        self.view = IndexView(context)
+        self.view.on_rebuilt = self._reread
+        self.compactor = Compactor(context, min_tail=recipe.buffer.max_tail_events)
+        self.recovery = LossRecovery(context, self.view)
+        self.run = run = RunParts.of(context, self.view)
+        self.prompts = PromptParts.of(context, run)
+        catalog = self.prompts.catalog
+        self.rollouts = RolloutParts.of(context, self.view, run, catalog)
+        evictor = self.rollouts.evictor
+        self.scoring = ScoringParts.of(context, self.view, run, catalog, evictor)
+        self.sampling = SamplingParts.of(context, run, catalog, evictor, self.scoring.scorer)
+        run.components.services += [self._component, self.scoring.probe.info]
+        self.stats = StatsReader(context, catalog=catalog, view=self.view, lineages=run.lineages)
+        self.metrics = Metrics(
+            registry,
+            stats=self.stats,
+            components=run.components,
+            catalog=catalog,
+            run_state=run.state,
+            searchers_desired=run.scaling.desired,
+            durability_problem=lambda: context.durability.problem,
+            loss=lambda: self.recovery.loss,
+        )
+        self.events = Events(self._observe, registry)
+        self._upkeep: asyncio.Task[None] | None = None
+        self._upkeep_problem: str | None = None
+        self._ending = asyncio.Event()
+        self._began_s = time.monotonic()
+        self._not_ready: str | None = "starting: reading the log from Redis"
+
+    async def start(self) -> None:
+        """Read everything from Redis and begin the upkeep. Further calls do nothing.
+
+        Raises:
+            ConfigError: the run is stored in another format, or the live settings do not go with the recipe.
+            UnavailableError: Redis went away meanwhile, or does not have a whole log.
+        """
+        if self._upkeep is not None:
+            return
+        # own the run first: an older process that is still alive cannot change what is read now
+        await ownership.take(self.context)
+        await self.prompts.catalog.load()
+        await self.run.lineages.load()
+        await self.run.settings.load()
+        index = await self.view.catch_up()
+        await self.rollouts.evictor.enforce()
+        log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
+        await self.context.durability.check()  # a service that says it is ready must not refuse a moment later
+        self._not_ready, self._began_s = None, time.monotonic()
+        self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
+        await self.rollouts.snapshots.start()
+        self.scoring.worker.start()
+        self.run.scaling.start()
+        self.scoring.probe.start()
+
+    async def stop(self) -> None:
+        """End the upkeep and close the connections."""
+        self._ending.set()  # no cancel: a command that redis-py has begun may swallow the cancellation
+        await self.events.stop()
+        await self.scoring.probe.stop()
+        await self.scoring.worker.stop()
+        await self.run.scaling.stop()
+        await self.rollouts.snapshots.stop()
+        if self._upkeep is not None:
+            await asyncio.wait([self._upkeep], timeout=STOP_TIMEOUT_S)
+        await self.context.durability.aclose()
+
+    async def ready(self) -> str | None:
+        """Return None when requests can be served, else a sentence why not."""
+        if self._not_ready is not None:
+            return self._not_ready
+        if self._upkeep is not None and self._upkeep.done() and not self._ending.is_set():
+            return f"the upkeep has failed ({self._upkeep.exception()!r}); restart the buffer"
+        try:
+            await self.context.redis.ping()
+        except RedisError as error:
+            return refused_writes(error) or f"Redis does not answer ({type(error).__name__})"
+        return self._problem
+
+    @property
+    def _problem(self) -> str | None:
+        """Why requests cannot be served, although the buffer has started and Redis answers."""
+        problem = self.rollouts.writer.refuse_reason or self.view.problem or self.context.damaged_items.problem
+        return problem or self._upkeep_problem
+
+    async def run_info(self) -> RunInfo:
+        """Return the run, its components, waits and evaluations.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        fields = await self.run.state.read_fields()
+        components, waits = await self.run.components.read()
+        evals, best = await self.prompts.evaluations.all_and_best()
+        note = absent_trainer(
+            fields.state,
+            fields.step,
+            components,
+            had_trainer=fields.lineage > 0,
+            watched_s=time.monotonic() - self._began_s,
+        )
+        return RunInfo(
+            run=self.context.run,
+            state=fields.state,
+            state_reason=fields.reason,
+            note=note,
+            loss=self.recovery.loss,
+            num_lost_changes=fields.num_lost_changes,
+            last_change=fields.change,
+            step=fields.step,
+            lineage=fields.lineage,
+            parents={lineage: str(parent) for lineage, parent in self.run.lineages.tree.parents.items()},
+            latest_version=fields.latest_version,
+            checkpoint=fields.checkpoint,
+            checkpoint_key=fields.checkpoint_key,
+            constants=self.context.recipe.constants,
+            num_rollbacks=fields.num_rollbacks,
+            components=components,
+            waits=waits,
+            evals=evals,
+            best=best,
+            origin=await self.rollouts.snapshots.origin(),
+            searchers=await self.run.scaling.searchers(fields.state, components),
+            unreadable=await self.context.damaged_items.info(self.context.redis, self.context.keys),
+        )
+
+    async def _observe(self) -> ObservedRun:
+        info = await self.run_info()
+        newest = await self.run.settings.info(after=max(0, self.run.settings.revision - SETTINGS_FOLLOWED))
+        return ObservedRun(info, newest.changes)
+
+    def _component(self) -> ComponentInfo:
+        """Return this service itself as a component."""
+        problem = self._not_ready or self._problem
+        state = "starting" if self._not_ready else "refusing" if problem else "serving"
+        if self.rollouts.snapshots.is_saving and problem is None:
+            state = "saving"
+        return ComponentInfo(
+            component_id="buffer",
+            kind="buffer",
+            state=state,
+            version=None,
+            alive=True,
+            heartbeat_age_s=0.0,
+            gauges={},
+            wait=self.run.components.held_wait(),
+            note=problem,
+        )
+
+    async def _reread(self) -> None:
+        """Read everything beside the index again: Redis was restored from an older file."""
+        await self.prompts.catalog.reload()
+        await self.run.lineages.load()
+        await self.run.settings.load()
+        self.scoring.worker.forget_positions()
+
+    async def _tend(self) -> None:
+        await ownership.check(self.context)
+        await self.rollouts.evictor.enforce()
+        # a save reads the log behind a position, which compaction would cut
+        if not self.rollouts.snapshots.is_saving:
+            await self.compactor.keep_up(self.view.index)
+        await self.stats.sample()
+        await self.run.state.read()  # it raises what would refuse leases and draws, so that /readyz says so
+
+    async def _keep_up(self) -> None:
+        problem = None
+        while not self._ending.is_set():
+            try:
+                await self.context.durability.check()
+                if self.rollouts.writer.refuse_reason != problem:
+                    problem = self.rollouts.writer.refuse_reason
+                    log.warning("pushes_refused" if problem else "pushes_taken", problem=problem)
+                if self.context.durability.broken is None:
+                    await self._tend()
+                    self._upkeep_problem = None
+            except DAMAGE_ERRORS as error:  # a damaged value: the upkeep continues once Redis is restored
+                failure = f"the upkeep has failed ({error!r}), and is tried again; the log has more"
+                if failure != self._upkeep_problem:  # one traceback, not one per second
+                    log.exception("upkeep_failed")
+                self._upkeep_problem = failure
+            except (RedisError, UnavailableError) as error:
+                log.warning("redis_unavailable", error=str(error))
+                if self.context.durability.broken is None:  # Redis is well, so something in it cannot be read
+                    self._upkeep_problem = str(error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), UPKEEP_S)
+
+
+def check_redis(recipe: Recipe) -> None:
+    """Check Redis before anything is served: its durability, the storage format and live settings of the run.
+
+    Raises:
+        ConfigError: Redis cannot be reached or could lose data, the run is stored in another format, or its live
+            settings do not go with the recipe.
+    """
+
+    async def check() -> None:
+        durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync)
+        try:
+            await durability.check_at_start()
+            await ownership.check_format(durability.redis, Keys(recipe.run.name))
+            await read_settings(durability.redis, Keys(recipe.run.name), recipe)
+        finally:
+            await durability.aclose()
+
+    asyncio.run(check())

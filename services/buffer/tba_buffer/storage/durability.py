@@ -1,0 +1,271 @@
+"""Check that Redis keeps what it acknowledges, before this service acknowledges anything.
+
+broken    Redis could lose what it acknowledges, or takes no writes: nothing is written, the service is not ready.
+full      maxmemory is nearly reached: no rollouts are added. Draws, acks and leases use the memory that is left.
+
+Redis is asked at start, every second, and after every new connection, before a write over it is acknowledged. Behind a
+new connection may be a Redis that was restarted with other settings, without its data (`on_checked`), or with a damaged
+file: after a restart the log is read again (`on_restarted`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
+
+from tba.config.redis import RedisAccess
+from tba.errors import ConfigError, UnavailableError
+from tba_buffer.storage.client import BytesRedis, connect, redis_errors, refused_writes, why_unreachable
+from tba_buffer.storage.multiplexer import MultiplexedPool
+
+NUM_CONNECTIONS = 8
+LOADING_TIMEOUT_S = 300.0
+FULL_SHARE = 0.95
+"""Of maxmemory. The rest is for draws, acks, leases and publications, which are small."""
+FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"
+READING_AGAIN = "Redis was started again, and its log is being read again"
+PROBE = "tba:no-such-key"
+STRONG_ENOUGH = {"always": ("always",), "everysec": ("everysec", "always")}
+
+
+class DurabilityCheck:
+    """Checks one Redis, and owns the connections to it.
+
+    Args:
+        access: its address and password.
+        appendfsync: the weakest fsync policy that is accepted (buffer.appendfsync).
+
+    Raises:
+        ConfigError: the URL is no URL of Redis.
+    """
+
+    def __init__(self, access: RedisAccess, appendfsync: str) -> None:
+        self._url = access.shown
+        self._appendfsync = appendfsync
+        self._num_connections = 0
+        self._num_connections_checked = -1
+        self._rewrite_must_end = False
+        self._checking = asyncio.Lock()
+        self.redis: BytesRedis = connect(access, self._on_connect)
+        # a write to a Redis that has lost data would take the place of what was acknowledged: hence the check first
+        self.pool = MultiplexedPool(self.redis, NUM_CONNECTIONS, on_connected=self.require)
+        self._process: str | None = None
+        self._process_known: str | None = None
+        self._process_damaged: tuple[str | None, str] | None = None
+        self.on_checked: Callable[[], Awaitable[str | None]] | None = None
+        """Run at each check; returns what Redis has lost of what was acknowledged, or None."""
+        self.on_restarted: Callable[[], Awaitable[str | None]] | None = None
+        """Run when Redis is another process than before; returns what is wrong with its data, or None."""
+        self.broken: str | None = None
+        """Why nothing may be written."""
+        self.full: str | None = None
+        """Why no rollouts may be added."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why pushes are refused, or None."""
+        return self.broken or self.full
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self.pool.aclose()
+        await self.redis.aclose()
+
+    async def check(self) -> None:
+        """Ask Redis.
+
+        Raises:
+            UnavailableError: Redis cannot be asked.
+        """
+        async with self._checking:
+            await self._check()
+
+    async def _check(self) -> None:
+        num_connections = self._num_connections
+        with redis_errors("be asked for its settings"):
+            broken, self.full = await self._ask()
+        if broken is None and self.on_checked is not None:
+            broken = await self.on_checked()
+        if broken is None and self._process != self._process_known:
+            # for this reason `require` does not wait for the lock: the reading may need a new connection, which asks it
+            self.broken = READING_AGAIN
+            broken = await self._damage()
+        self.broken = broken
+        self._num_connections_checked = num_connections
+
+    async def _damage(self) -> str | None:
+        """Return what is wrong with the data of a Redis that was started again."""
+        process = self._process
+        # it does not change while that Redis lives, so it is found out once
+        if self.damaged is not None:
+            return self.damaged
+        if self._process_known is not None and self.on_restarted is not None:
+            problem = await self.on_restarted()
+            if problem is not None:
+                self._process_damaged = process, problem
+                return problem
+        self._process_known = process
+        return None
+
+    @property
+    def damaged(self) -> str | None:
+        """The problem with the data of the Redis that runs now, after a restart of Redis."""
+        if self._process_damaged is None or self._process_damaged[0] != self._process:
+            return None
+        return self._process_damaged[1]
+
+    def accept_damage(self) -> None:
+        """Take the data of this Redis as it is."""
+        self._process_damaged, self._process_known = None, self._process
+
+    async def require(self) -> None:
+        """Return only if Redis keeps what is written now and what was just written.
+
+        Raises:
+            UnavailableError: Redis may lose it.
+        """
+        if self._num_connections != self._num_connections_checked and self.broken != READING_AGAIN:
+            async with self._checking:
+                if self._num_connections != self._num_connections_checked:
+                    await self._check()
+        if self.broken is not None:
+            raise UnavailableError(f"nothing is acknowledged now: {self.broken}")
+
+    async def check_at_start(self) -> None:
+        """Wait while Redis loads or first writes its file, then check it.
+
+        Raises:
+            ConfigError: Redis cannot be reached, or could lose acknowledged data.
+        """
+        deadline_s = time.monotonic() + LOADING_TIMEOUT_S
+        while True:
+            try:
+                self.broken, self.full = await self._ask()
+                if self.broken != FIRST_REWRITE:
+                    break
+                waiting_for = self.broken
+            except BusyLoadingError:
+                waiting_for = "it is loading its file"
+            except AuthenticationError as error:
+                raise ConfigError(
+                    f"Redis at {self._url} refuses the password ({error}); correct buffer.redis_password_file, or the "
+                    "password in buffer.redis_url"
+                ) from None
+            except RedisError as error:
+                raise ConfigError(
+                    f"Redis at {self._url} cannot be reached ({why_unreachable(error)}); start it, or correct "
+                    "buffer.redis_url"
+                ) from None
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"Redis at {self._url} is not ready after {LOADING_TIMEOUT_S:.0f} s: {waiting_for}")
+            await asyncio.sleep(0.2)
+        if self.broken is not None:
+            raise ConfigError(self.broken)
+
+    async def _on_connect(self, connection: Any) -> None:
+        await connection.on_connect()
+        self._num_connections += 1
+
+    async def _ask(self) -> tuple[str | None, str | None]:
+        redis = self.redis
+        try:
+            config: dict[str, Any] = {}
+            for names in ("*append*", "maxmemory*", "aof-load-truncated"):
+                config |= await redis.config_get(names)
+        except BusyLoadingError:
+            raise
+        except ResponseError as error:
+            return (
+                f"Redis does not let CONFIG GET be called ({error}), so nobody knows whether it keeps what it accepts",
+                None,
+            )
+        info = await redis.info()
+        self._process = str(info["run_id"])
+        problem = self._config_problem(config) or await self._state_problem(info)
+        if problem is None:
+            problem = await self._write_problem()
+        return problem, _memory_problem(config, info)
+
+    def _config_problem(self, config: Mapping[str, str]) -> str | None:
+        wanted = {
+            "appendonly": ("yes",),
+            "appendfsync": STRONG_ENOUGH[self._appendfsync],
+            "no-appendfsync-on-rewrite": ("no",),
+            "aof-load-truncated": ("no",),
+        }
+        for name, values in wanted.items():
+            if config.get(name) not in values:
+                self._rewrite_must_end |= name == "appendonly"
+                return (
+                    f"Redis has {name} {config.get(name)}, so it could lose rollouts it has acknowledged; "
+                    f"set `{name} {values[0]}` in redis.conf (or redis-server --{name} {values[0]})"
+                )
+        if int(config.get("maxmemory", 0)) and config.get("maxmemory-policy") != "noeviction":
+            return (
+                f"Redis has maxmemory-policy {config.get('maxmemory-policy')}, so it could drop any key when it is "
+                "full; set `maxmemory-policy noeviction`"
+            )
+        return None
+
+    async def _state_problem(self, info: Mapping[str, Any]) -> str | None:
+        if info["role"] != "master":
+            return (
+                f"Redis is a replica of {info.get('master_host')}:{info.get('master_port')}, which overwrites it; "
+                "point buffer.redis_url at the primary"
+            )
+        if info["aof_last_write_status"] != "ok":
+            return "Redis could not write its append-only file (aof_last_write_status); free space on its disk"
+        # an append-only file that was turned on at run time protects nothing until its first rewrite has ended
+        is_rewriting = bool(info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"])
+        if is_rewriting and self._num_connections_checked < 0 and not await self._has_file(info):
+            self._rewrite_must_end = True
+        # the first rewrite must also succeed; a later one may fail, since Redis continues with the old file
+        self._rewrite_must_end &= is_rewriting or info["aof_last_bgrewrite_status"] != "ok"
+        if self._rewrite_must_end:
+            return FIRST_REWRITE
+        return None
+
+    async def _has_file(self, info: Mapping[str, Any]) -> bool:
+        """Return whether there is an append-only file, which is only being rewritten.
+
+        A file has no base until its first rewrite has ended, which begins by itself at 64 MB.
+        """
+        if info["aof_base_size"] or int(str(info["redis_version"]).split(".")[0]) >= 7:
+            return bool(info["aof_base_size"])
+        # Redis 6: only a file that is in use grows. In Redis 7 a file that was just turned on grows too, so that there
+        # a start waits until the rewrite has ended.
+        try:
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.set(PROBE, b"")
+                pipe.unlink(PROBE)
+                await pipe.execute()
+        except RedisError as error:
+            if refused_writes(error) is None:
+                raise
+            return False
+        return (await self.redis.info("persistence"))["aof_current_size"] > info["aof_current_size"]
+
+    async def _write_problem(self) -> str | None:
+        """Return why Redis takes no writes, found out by a write that changes nothing."""
+        try:
+            await self.redis.unlink(PROBE)
+        except RedisError as error:
+            if (state := refused_writes(error)) is None:
+                raise
+            return state
+        return None
+
+
+def _memory_problem(config: Mapping[str, str], info: Mapping[str, Any]) -> str | None:
+    limit = int(config.get("maxmemory", 0))
+    used = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
+    if not limit or used < FULL_SHARE * limit:
+        return None
+    return (
+        f"Redis is full: it uses {used / 2**20:,.1f} MiB of its maxmemory {limit / 2**20:,.1f} MiB (OOM); raise "
+        "maxmemory, or lower buffer.max_bytes or buffer.max_rollouts and restart the buffer"
+    )

@@ -1,0 +1,170 @@
+"""Every Redis key of a run: type, content, owner (what writes it), lifetime. All start with `tba:<run>:`.
+
+Lifetime is that of the run unless the content column says otherwise; only `batch:<id>` and
+the pieces of a checkpoint that was never completed expire by themselves.
+
+| key             | type   | content                                                           | owner                 |
+|-----------------|--------|-------------------------------------------------------------------|-----------------------|
+| payloads        | hash   | rollout id (16 bytes) -> msgpack bytes; until evicted             | push, score, evict    |
+| originals       | hash   | rollout id -> SHA-1 (hex) of the bytes as pushed, once they were  | score, evict          |
+|                 |        | replaced by re-scored ones; until evicted                         |                       |
+| gone,           | hash   | ids of evicted rollouts, so that a late repeat of their push is   | evict                 |
+| gone_before     |        | still a duplicate; the newest 50,000 to 100,000                   |                       |
+| log             | stream | events since the checkpoint of the log (index/log.py); compaction | push, publish, score, |
+|                 |        | trims it                                                          | evict, compact        |
+| base            | hash   | generation, position, num_pieces, marks (JSON of the              | index/replay.py,      |
+|                 |        | publications) of the log's checkpoint; attempts, the last         | compact               |
+|                 |        | generation that was begun                                         |                       |
+| base:<g>:<i>    | string | piece i of checkpoint generation g (packed CHECKPOINT_DTYPE);     | index/replay.py,      |
+|                 |        | until the next; expires when the checkpoint was never completed   | compact               |
+| replica         | string | epoch of the buffer process that owns the run; every start takes  | ownership.py          |
+|                 |        | the next one                                                      |                       |
+| format          | string | FORMAT and the version of tba that began the run with it          | ownership.py          |
+| counters        | hash   | name -> whole number (below)                                      | every script          |
+| ages            | hash   | policy age in steps -> rollouts, from acks                        | ack                   |
+| prompts         | hash   | prompt id -> canonical JSON                                       | upload                |
+| prompt_order    | list   | prompt ids in upload order; the index in it is the prompt number  | upload                |
+| cursor          | string | "epoch:offset:size", the next visit                               | lease                 |
+| visits          | hash   | visit id -> JSON {p: prompt id, l: lease id or "", n: missing,    | lease, push, release  |
+|                 |        | h: searchers that it was leased to}; until it is fulfilled        |                       |
+| returned        | list   | visit ids that wait to be leased again                            | lease, release        |
+| leases          | hash   | lease id -> JSON {k: kind, s: searcher, v: visit or u: eval unit} | lease; ended by push, |
+| lease_deadlines | zset   | lease id -> Unix seconds; moved by renew                          | release, eval_results |
+| evals           | hash   | eval id -> JSON of one evaluation                                 | evaluations.py, eval_*|
+| eval_order      | list   | eval ids, oldest first                                            | eval_request          |
+| eval_todo       | list   | units "eval id|kind|number" that wait for a lease                 | eval_request, lease   |
+| eval_units      | hash   | lease id -> "unit searcher", while the evaluation is open         | lease, evaluations.py |
+| eval_results    | hash   | unit -> JSON of its result, while the evaluation is open          | eval_results          |
+| eval_done       | hash   | eval id -> units with a result, while the evaluation is open      | eval_results          |
+| lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | lineage, adopt        |
+| lineage_        | hash   | request id -> "lineage token" that it took                        | lineage               |
+| requests        |        |                                                                   |                       |
+| run             | hash   | state, reason, change (the last line of run_changes), lineage,    | lineage, publish, ack,|
+|                 |        | token, step, latest_version, checkpoint,                          |                       |
+|                 |        | checkpoint_key; lineage_position (log position at the start of    | command, checkpoint,  |
+|                 |        | the lineage); origin (JSON of the snapshot that the run began     | adopt                 |
+|                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
+|                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
+|                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
+|                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
+|                 |        | changes_missing: lost, and not accepted, as it was found out      | data_loss.py,         |
+|                 |        | retries: how often an operator had refused versions tried again;  | accept_loss,          |
+|                 |        | retried_by: request id of the last time                           | retry_versions        |
+| run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, lineage,     |
+|                 |        | or had versions tried again, when and why                         | accept_loss,          |
+|                 |        |                                                                   | retry_versions        |
+| components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
+| trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | count_waits           |
+|                 |        | JSON of what that trainer had waited when it was last counted, of |                       |
+|                 |        | the 64 trainers that started last                                 |                       |
+| announced       | hash   | every announced version -> log position of its publication        | publish               |
+| open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw, ack, read_run,  |
+|                 |        |                                                                   | lineage               |
+| open_steps      | hash   | "lineage|step" -> member of open_batches                          | draw, ack, read_run,  |
+|                 |        |                                                                   | lineage               |
+| batches_since_  | set    | members of open_batches drawn since the last publication, acked   | draw, publish,        |
+| mark            |        | ones too, void ones not                                           | read_run, lineage     |
+| batch:<id>      | string | msgpack: what was drawn, until some time after its deadline       | draw                  |
+| ledger          | list   | JSON lines in order: acked batches and resumes                    | ack, lineage          |
+| ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack                   |
+| settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings, effects,    |
+|                 |        | that were changed; seen:<name> -> revision up to which            | lineage               |
+|                 |        | effects.lua has looked for changes of it in this lineage          |                       |
+| settings_       | list   | JSON lines, one per revision, oldest first: who changed what      | settings              |
+| changes         |        |                                                                   |                       |
+| settings_       | zset   | JSON of where a change took effect -> its revision                | effects               |
+| effects         |        |                                                                   |                       |
+| settings_       | hash   | request id -> revision that it made                               | settings              |
+| requests        |        |                                                                   |                       |
+| scaling         | hash   | revision; wanted, the desired number of searchers (absent: as the | scale,                |
+|                 |        | recipe or chart says); own, asserted, asserting (reconciler.py)   | scaling/              |
+| scaling_changes | list   | JSON lines, one per revision, oldest first: who asked for how many| scale                 |
+| scaling_reached | hash   | revision -> JSON of when so many searchers were alive             | scaling/              |
+| scaling_        | hash   | request id -> revision that it made                               | scale                 |
+| requests        |        |                                                                   |                       |
+| unreadable      | hash   | "kind:name" -> JSON of why this stored item cannot be read; the   | damage.py,            |
+|                 |        | first 1,000 that were found                                       | read.lua              |
+| rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
+
+Counters: acknowledged (changes that somebody was told are stored: data_loss.py); log_position (of the last event);
+evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
+refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
+open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
+skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); heartbeats_refused:<reason>;
+components_forgotten:<reason>; foreign:<what> (writes to what belongs to another component);
+scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks (publications);
+scored_at_mark (scored_total at the last publication). What is stored now (live, by status, bytes) is not counted,
+because the index knows it.
+"""
+
+from __future__ import annotations
+
+from tba import __version__
+
+FORMAT = 2
+"""The storage format that is described here. A change of content or meaning takes another number; tba 0.1 had none."""
+FORMAT_TEXT = f"{FORMAT} {__version__}"
+
+
+class Keys:
+    """The key names of one run.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._prefix = f"tba:{run}:"
+        self.payloads = self._prefix + "payloads"
+        self.originals = self._prefix + "originals"
+        self.gone = self._prefix + "gone"
+        self.gone_before = self._prefix + "gone_before"
+        self.log = self._prefix + "log"
+        self.log_checkpoint = self._prefix + "base"
+        self.epoch = self._prefix + "replica"
+        self.rescore = self._prefix + "rescore"
+        self.damaged_items = self._prefix + "unreadable"
+        self.format = self._prefix + "format"
+        self.counters = self._prefix + "counters"
+        self.ages = self._prefix + "ages"
+        self.prompts = self._prefix + "prompts"
+        self.prompt_order = self._prefix + "prompt_order"
+        self.cursor = self._prefix + "cursor"
+        self.visits = self._prefix + "visits"
+        self.returned = self._prefix + "returned"
+        self.leases = self._prefix + "leases"
+        self.lease_deadlines = self._prefix + "lease_deadlines"
+        self.evals = self._prefix + "evals"
+        self.eval_order = self._prefix + "eval_order"
+        self.eval_todo = self._prefix + "eval_todo"
+        self.eval_units = self._prefix + "eval_units"
+        self.eval_results = self._prefix + "eval_results"
+        self.eval_done = self._prefix + "eval_done"
+        self.lineages = self._prefix + "lineages"
+        self.lineage_requests = self._prefix + "lineage_requests"
+        self.run = self._prefix + "run"
+        self.run_changes = self._prefix + "run_changes"
+        self.components = self._prefix + "components"
+        self.trainer_waits = self._prefix + "trainer_waits"
+        self.open_batches = self._prefix + "open_batches"
+        self.open_steps = self._prefix + "open_steps"
+        self.batches_since_publication = self._prefix + "batches_since_mark"
+        self.announced = self._prefix + "announced"
+        self.ledger = self._prefix + "ledger"
+        self.settings = self._prefix + "settings"
+        self.settings_changes = self._prefix + "settings_changes"
+        self.settings_effects = self._prefix + "settings_effects"
+        self.settings_requests = self._prefix + "settings_requests"
+        self.scaling = self._prefix + "scaling"
+        self.scaling_changes = self._prefix + "scaling_changes"
+        self.scaling_reached = self._prefix + "scaling_reached"
+        self.scaling_requests = self._prefix + "scaling_requests"
+        self.ledger_steps = self._prefix + "ledger_steps"
+
+    def batch(self, batch_id: str) -> str:
+        """The record of one drawn batch."""
+        return f"{self._prefix}batch:{batch_id}"
+
+    def checkpoint_piece(self, generation: int, number: int) -> str:
+        """One piece of a base."""
+        return f"{self._prefix}base:{generation}:{number}"

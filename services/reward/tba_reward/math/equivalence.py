@@ -1,0 +1,387 @@
+"""Whether an answer is the gold answer. Plain answers are compared here, all others by math-verify.
+
+Both sides are the content of a box, without their units (units.py). In this order:
+
+1. The same text but for spacing and dollar signs: right.
+2. Two plain numbers or collections of them (numbers.py), two times of day, two numbers with a base, words on either
+   side (text_answers.py): each is compared as such.
+3. A text with words that are no mathematics is not read (`is_prose`); math-verify parses the others. Rational numbers
+   are compared exactly, expressions that differ at some point are different, and math-verify compares the rest.
+
+math-verify guards itself with `signal.alarm`, which does not work in every thread. Its guards are off here
+(`parsing_timeout=None`), and **a caller must be able to kill the process**.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import Add, Basic, Equality, Expr, Float, I, MatrixBase, Mul, Rational, Symbol, UnevaluatedExpr, nan, zoo
+from sympy.core.evalf import PrecisionExhausted
+from sympy.core.relational import Relational
+
+from tba_reward.math.numbers import DECIMAL_PLACES, FAR_APART, e_as_power, plain_number, same_collection, same_number
+from tba_reward.math.text_answers import is_prose, same_in_base, same_time_of_day, same_words, words_after_number
+from tba_reward.math.units import without_unit
+
+_POINTS = ((Rational(7312, 10_000), Rational(10_871, 10_000)), (Rational(21_934, 10_000), Rational(5317, 10_000)))
+"""Two points at which expressions are evaluated. Of each pair the first variable, by name, gets the first number, and
+each further one the number before it times the second."""
+_DIGITS = 15
+_CLEAR_DIFFERENCE = 1e-6
+"""A relative difference that no rounding of 15 digits makes."""
+
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # each warns once that its timeouts are off, which is on purpose
+
+_EXPRESSION = ExprExtractionConfig()
+_LATEX = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=replace(LatexExtractionConfig().normalization_config, units=False),
+)
+"""Its own rule for units is off: it drops any text after a number, and a variable with the name of a unit (`4m`)."""
+_ROMAN_LETTER = re.compile(r"\\mathrm\s*\{\s*([A-Za-z])\s*\}")
+_FONT_ALONE = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*[0-9][^{}]*)\}")
+_NUMBER_FIRST = re.compile(r"\s*([^A-Za-z]*[0-9])\s*([^0-9]*)", re.ASCII)
+_SPACES = re.compile(r"\s+(?![0-9A-Za-z])|(?<![0-9A-Za-z])\s+|\\left(?![a-z])|\\right(?![a-z])")
+"""Spaces that separate nothing, and the size of brackets."""
+_EXPONENT = re.compile(r"\^\s*\{?\s*-?[0-9]+\s*\}?")
+_VARIABLE = re.compile(r"^[A-Za-z](?:_\{?[0-9A-Za-z]\}?)?\s*=\s*(?=[-+0-9.\\])")
+_SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
+_RAISED = re.compile(f"[{_SUPERSCRIPTS}]+")
+_ROOT = re.compile(r"\u221a\s*(?:\{([^{}]*)\}|\(([^()]*)\)|([0-9]+|[A-Za-z]))")
+_VULGAR = "\u00bc\u00bd\u00be\u2150\u2151\u2152\u2153\u2154\u2155\u2156\u2157\u2158\u2159\u215a\u215b\u215c\u215d\u215e"
+_FRACTIONS = {char: unicodedata.normalize("NFKC", char).split("\u2044") for char in _VULGAR}
+_CHARACTERS = str.maketrans(
+    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+    | {char: rf"\frac{{{over}}}{{{under}}}" for char, (over, under) in _FRACTIONS.items()}
+    | {"\u2212": "-", "\ufe63": "-", "\u00d7": r"\times ", "\u22c5": r"\cdot ", "\u00b0": r"^\circ ", "\u03c0": r"\pi "}
+    | {"\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2205": r"\emptyset "}
+)
+_DASH_SIGN = re.compile(r"^\s*[\u2010-\u2013]\s*(?=[0-9.\\])")
+_OUTER = re.compile(r"\s*(?:\$\$?|\\[(\[])?(.*?)(?:\$\$?|\\[)\]])?\s*\.?\s*", re.DOTALL)
+
+Parsed = tuple[Any, ...]
+"""A text as math-verify parses it: at most one expression of sympy, then the text that it was parsed from."""
+
+
+class UnreadableError(ValueError):
+    """An answer cannot be read as mathematics, or not be compared: it is neither right nor wrong."""
+
+
+class UnreadableGoldError(UnreadableError):
+    """The gold answer cannot be read or has no value."""
+
+
+@lru_cache(maxsize=8192)
+def same_answer(gold: str, answer: str, units: frozenset[str] = frozenset()) -> bool:
+    """Return whether the answer is the gold one; both are the content of a box.
+
+    Results are kept, because the responses to a prompt often agree.
+
+    Args:
+        units: words in small letters that are units as well.
+
+    Raises:
+        UnreadableError: they cannot be compared.
+    """
+    gold, units = normalize_gold(gold, units)
+    answer = normalize(answer, units)
+    plainly = _compare_plainly(gold, answer)
+    if plainly is not None:
+        return plainly
+    _refuse_prose(answer, gold)
+    return same_value(parse_gold(gold), parse_answer(answer))
+
+
+def same_anywhere(gold: str, text: str, units: frozenset[str] = frozenset()) -> bool:
+    """Return whether the answer that math-verify finds in a text without a box is the gold one; False without one.
+
+    Raises:
+        UnreadableError: they cannot be compared.
+    """
+    gold, units = normalize_gold(gold, units)
+    parsed = _parse(e_as_power(_ROMAN_LETTER.sub(r"\1", text)), (_LATEX, _EXPRESSION))
+    if not parsed:
+        return False
+    found = str(parsed[-1])
+    answer = normalize(found, units)
+    plainly = _compare_plainly(gold, answer)
+    if plainly is not None:
+        return plainly
+    _refuse_prose(answer, gold)
+    return same_value(parse_gold(gold), _require_expression(parsed, found))
+
+
+def check_gold(gold: str, units: frozenset[str] = frozenset()) -> None:
+    """Parse a gold answer, and compare it with itself and with 1: both are fast unless the gold itself is slow.
+
+    Raises:
+        UnreadableError: it cannot be read, or not be compared.
+    """
+    gold, _ = normalize_gold(gold, units)
+    if _compare_plainly(gold, "") is None:
+        same_value(parse_gold(gold), parse_gold(gold))
+        with suppress(UnreadableError):  # a set is no number; the time that the gold's value takes is what matters
+            same_value(parse_gold(gold), parse_answer("1"))
+
+
+def normalize_gold(gold: str, units: frozenset[str]) -> tuple[str, frozenset[str]]:
+    """Return a gold answer as `normalize` makes it, and the units of the answers with the words after its number.
+
+    Raises:
+        UnreadableGoldError: it is prose.
+    """
+    units |= words_after_number(normalize(gold))
+    gold = normalize(gold, units)
+    if is_prose(gold):
+        raise UnreadableGoldError(f"{gold[:200]!r} is prose; a gold answer is a number, LaTeX, a name or a few words")
+    return gold, units
+
+
+def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
+    r"""Return a text without its unit, and without the dollar signs, white space and full stop around it.
+
+    `\mathrm{e}` is `e`, `\text{7}` is `7`, and signs that are one character (a half, a root) are their LaTeX.
+    """
+    text = " ".join(text.split())  # first of all: _OUTER takes cubic time on a long run of spaces
+    match = _OUTER.fullmatch(text)
+    text = _font_alone(match[1] if match else text)
+    text = _DASH_SIGN.sub("-", _RAISED.sub(_as_power, _ROOT.sub(_as_root, text))).translate(_CHARACTERS)
+    text = _ROMAN_LETTER.sub(r"\1", without_unit(" ".join(text.split()), units))
+    return " ".join(text.replace(r"\varnothing", r"\emptyset").split())
+
+
+def _font_alone(text: str) -> str:
+    """Return a number in a font without it; the text after the number stays in upright letters."""
+    match = _FONT_ALONE.fullmatch(text)
+    if match is None:
+        return text
+    number = _NUMBER_FIRST.fullmatch(match[1])
+    return match[1] if number is None or not number[2] else rf"{number[1]}\text{{ {number[2]}}}"
+
+
+def _as_power(match: re.Match[str]) -> str:
+    return "^{" + "".join("0123456789-"[_SUPERSCRIPTS.index(char)] for char in match[0]) + "}"
+
+
+def _as_root(match: re.Match[str]) -> str:
+    return rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
+
+
+def _refuse_prose(answer: str, gold: str) -> None:
+    if is_prose(answer, gold):
+        raise UnreadableError(f"{answer[:200]!r} has words in it that are neither units nor mathematics")
+
+
+def _compare_plainly(gold: str, answer: str) -> bool | None:
+    """Return whether two answers are the same without parsing them; None if that cannot be told."""
+    if _SPACES.sub("", gold) == _SPACES.sub("", answer):
+        return True
+    for same in (same_number, same_collection, same_time_of_day, same_in_base, same_words):
+        known = same(gold, answer)
+        if known is not None:
+            return known
+    # of two equations the left sides matter
+    if "=" in gold and "=" in answer:
+        return None
+    return same_number(_VARIABLE.sub("", gold), _VARIABLE.sub("", answer))
+
+
+@lru_cache(maxsize=4096)
+def parse_gold(gold: str) -> Parsed:
+    """Return the gold answer as math-verify parses it. Results are kept: the responses to one prompt share it.
+
+    Raises:
+        UnreadableGoldError: it cannot be read, or has no value.
+    """
+    try:
+        parsed = parse_answer(gold)
+    except UnreadableError as error:
+        raise UnreadableGoldError(str(error)) from error
+    if parsed[0] in (nan, zoo):
+        raise UnreadableGoldError(f"the gold answer {gold[:200]!r} has no value")
+    return parsed
+
+
+def parse_answer(content: str) -> Parsed:
+    r"""Return the content of a box as math-verify parses it.
+
+    Raises:
+        UnreadableError: it cannot be parsed, or the parsed expression lacks some of its digits.
+    """
+    number = plain_number(content)
+    # sympy would multiply the power out
+    if number is not None and abs(number.exponent) > FAR_APART:
+        raise UnreadableError(f"{content[:200]!r} is too large or too small to be compared with a formula")
+    content = e_as_power(content)
+    parsed = _require_expression(_parse(f"\\boxed{{{content}}}", (_LATEX,)), content)
+    # math-verify parses as much as it can and drops the rest
+    lost = _digits(content) - _digits(str(parsed[-1]))
+    if lost:
+        raise UnreadableError(f"{content[:200]!r} is read as {str(parsed[-1])[:200]!r}, which leaves numbers out")
+    return parsed
+
+
+def _digits(text: str) -> Counter[str]:
+    """Return how often each digit occurs outside of exponents: the exponents of units are rightly dropped."""
+    return Counter(re.findall("[0-9]", _EXPONENT.sub("", text)))
+
+
+def _parse(text: str, config: Sequence[Any]) -> Parsed:
+    try:
+        return tuple(parse(text, config, parsing_timeout=None, raise_on_error=True))  # type: ignore[arg-type]
+    except (MemoryError, ImportError, OSError):  # faults of this process: no answer is to blame
+        raise
+    except Exception as error:  # the grammar and sympy may raise anything over a text
+        raise UnreadableError(f"{text[:200]!r} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _require_expression(parsed: Parsed, text: str) -> Parsed:
+    if not parsed or isinstance(parsed[0], str):
+        raise UnreadableError(f"{text[:200]!r} cannot be read as mathematics")
+    return parsed
+
+
+def same_value(gold: Parsed, answer: Parsed) -> bool:
+    """Return whether two parsed answers have the same value.
+
+    Raises:
+        UnreadableError: the two cannot be compared.
+        MemoryError: a value does not fit in the memory of this process.
+    """
+    try:
+        return _same_value(gold, answer)
+    except (MemoryError, ImportError, OSError, UnreadableError):
+        raise
+    except Exception as error:  # sympy may raise anything over an expression
+        raise UnreadableError(
+            f"{answer[-1][:200]!r} cannot be compared: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def _same_value(gold: Parsed, answer: Parsed) -> bool:
+    gold, answer = tuple(map(with_imaginary_unit, gold)), tuple(map(with_imaginary_unit, answer))
+    exactly = same_rational(gold[0], answer[0])
+    if exactly is not None:
+        return exactly
+    if differ_somewhere(gold[0], answer[0]):
+        return False
+    same = verify(
+        list(gold),
+        list(answer),
+        float_rounding=DECIMAL_PLACES,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+        raise_on_error=True,
+    )
+    # math-verify also says that they differ where it failed
+    if not same:
+        _check_computable(gold[0])
+        _check_computable(answer[0])
+    elif is_unsolved(answer[0]) and not isinstance(gold[0], Relational):
+        raise UnreadableError(f"{answer[-1][:200]!r} is an equation that is not solved for what it is about")
+    return same
+
+
+def _check_computable(part: Any) -> None:
+    """Compute a value, because math-verify swallows its own errors and then says that two answers differ.
+
+    Raises:
+        MemoryError: the value does not fit in the memory of this process.
+        RecursionError: the expression is nested too deeply.
+    """
+    try:
+        if isinstance(part, Basic | MatrixBase):
+            part.doit()
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        return  # an expression without a simpler form is compared as it is
+
+
+def with_imaginary_unit(part: Any) -> Any:
+    """Return the expression with the imaginary unit for the letter `i`, which math-verify parses as a variable."""
+    if not isinstance(part, Basic | MatrixBase):
+        return part
+    letters = {symbol: I for symbol in part.free_symbols if str(symbol) == "i"}
+    return part.subs(letters) if letters else part
+
+
+def same_rational(gold: Any, answer: Any) -> bool | None:
+    """Return whether two rational numbers are the same; None if one side is not rational or is a percentage."""
+    # math-verify takes 1/2^99 for 1/2^98: it looks at 15 digits of the difference
+    if not (_is_expression(gold) and _is_expression(answer)) or gold.free_symbols or answer.free_symbols:
+        return None
+    left, right = _with_fractions(gold).doit(), _with_fractions(answer).doit()
+    if not (left.is_Rational and right.is_Rational):
+        return None
+    # decimals of the same number are the same (`0.1+0.2` is 0.3); others may still agree when they are rounded
+    return left == right or (None if gold.has(Float) or answer.has(Float) else False)
+
+
+def _with_fractions(expression: Basic) -> Basic:
+    """Return the expression with an exact fraction for each decimal."""
+    if not expression.has(Float):
+        return expression
+    return expression.replace(lambda part: part.is_Float, lambda part: Rational(str(part)))
+
+
+def differ_somewhere(gold: Any, answer: Any) -> bool:
+    """Return whether two exact expressions clearly have different values at some point: then they are not the same.
+
+    It takes a millisecond, and saves the tens of milliseconds of a simplification that fails.
+    """
+    # a word in LaTeX may be one symbol on one side and a product of letters on the other
+    if not (_is_exact(gold) and _is_exact(answer)) or isinstance(gold, Symbol) or isinstance(answer, Symbol):
+        return False
+    names = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    for first, factor in _POINTS:
+        point: dict[Basic, Basic | float] = {name: first * factor**place for place, name in enumerate(names)}
+        left, right = _value(gold, point), _value(answer, point)
+        if left is None or right is None:
+            return False
+        if abs(left - right) > _CLEAR_DIFFERENCE * max(abs(left), abs(right)):
+            return True
+        if not names:
+            return False
+    return False
+
+
+def is_unsolved(part: Any) -> bool:
+    """Return whether this is an equation with a sum or product of an unknown and a number on its left: `x+1=5`, not
+    `a+b=5`. math-verify takes its right side for the answer.
+    """
+    if not isinstance(part, Equality) or not part.lhs.free_symbols:
+        return False
+    return isinstance(part.lhs, Add | Mul) and any(each.is_Number for each in part.lhs.args)
+
+
+def _is_expression(part: Any) -> bool:
+    """Return whether this is an expression (no set, tuple, relation, matrix) without percent signs."""
+    return isinstance(part, Expr) and not part.has(UnevaluatedExpr)
+
+
+def _is_exact(part: Any) -> bool:
+    """Return whether this is an expression without decimals."""
+    return _is_expression(part) and not part.has(Float)
+
+
+def _value(expression: Expr, point: dict[Basic, Basic | float]) -> Expr | None:
+    """Return the value of an expression at a point, or None if it has no finite one or its digits are not sure."""
+    # strict: where all digits cancel out the value may be 0 (`x^2-x^2`), and no relative difference tells
+    try:
+        value = expression.evalf(_DIGITS, subs=point, strict=True)
+    except (PrecisionExhausted, TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError):
+        return None
+    real, imaginary = value.as_real_imag()
+    return value if real.is_Number and imaginary.is_Number and value.is_finite else None

@@ -1,0 +1,129 @@
+r"""Find the answer in a response: the last `\boxed{...}` or `<answer>...</answer>` after the reasoning.
+
+The rule (docs/maths.md has it for users):
+
+1. Text before the last `</think>`, or after a `<think>` that is not closed, is reasoning and holds no answer.
+2. A box is `\boxed{...}` or `\fbox{...}` with balanced braces, or `\boxed` and one letter or digit. One that is not
+   closed (a response cut by its length limit) is no box; a box within a box belongs to the outer one.
+3. The last box is the answer: a model decides before it writes it down. Boxes directly before it are part of it when
+   only a comma, `and` or `or` stands between them: `\boxed{1} and \boxed{2}` answers `1, 2`.
+4. An `<answer>...</answer>` without a box after it is the answer: the box in it, else all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TEXT_AND_OR = r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}"
+_SPACE = r"(?:\s|\$|\\[()\[\],;:! ]|\\q?quad|\*)*"
+_JOINED = re.compile(
+    rf"{_SPACE}(?:,|;|{_TEXT_AND_OR}|\band\b|\bor\b){_SPACE}(?:{_TEXT_AND_OR}|\band\b|\bor\b)?{_SPACE}"
+)
+MAX_JOIN_CHARS = 80
+"""The text between two boxes of one answer is short; longer texts are not matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One box of a text: its content and its place."""
+
+    content: str
+    start: int
+    end: int
+
+
+def after_reasoning(response: str, delimiters: Sequence[Sequence[str]], prompt: str = "") -> str:
+    """Return the response without its reasoning: the text after its last end, up to a reasoning that never ends.
+
+    Args:
+        delimiters: pairs of texts that begin and end reasoning.
+        prompt: reasoning may begin at its end, as in some chat templates.
+    """
+    for begin, end in delimiters:
+        _, ended, rest = response.rpartition(end)
+        # the chat template has opened the reasoning, and the response never ends it
+        if not ended and prompt.rstrip().endswith(begin):
+            return ""
+        # a reasoning that never ends (the response was cut) holds no answer
+        response = rest.partition(begin)[0]
+    return response
+
+
+def final_answer(text: str, tags: Sequence[Sequence[str]], *, is_cut_at_tag: bool = False) -> str | None:
+    """Return the content of the last box or answer element, the one that ends later; None if there is neither.
+
+    Args:
+        tags: pairs of texts that begin and end an answer element.
+        is_cut_at_tag: whether the end of the last element may be missing, because a stop string ended the response.
+    """
+    content, after = None, text
+    for begin, end in tags:
+        element, rest = _last_element(text, begin, end, is_cut_at_tag)
+        if element is not None and (content is None or len(rest) < len(after)):
+            content, after = element, rest
+    if content is None:
+        return boxed_answer(text)
+    # a box after the element ends later than it
+    found = [boxed_answer(after), boxed_answer(content), content]
+    return next(answer for answer in found if answer is not None)
+
+
+def _last_element(text: str, begin: str, end: str, is_cut_at_tag: bool) -> tuple[str | None, str]:
+    """Return the content of the last element, and the text after it."""
+    before, ended, after = text.rpartition(end)
+    # the stop string was the end tag, which is not part of the response then
+    if is_cut_at_tag and begin in after:
+        before, ended, after = text, end, ""
+    _, begun, content = before.rpartition(begin)
+    return (content, after) if begun and ended else (None, text)
+
+
+def boxed_answer(text: str) -> str | None:
+    """Return the content of the last box, or of the last boxes if they are one answer; None if no box is closed.
+
+    Time is linear in the length of the text.
+    """
+    boxes = find_boxes(text)
+    if not boxes:
+        return None
+    parts = [boxes[-1].content]
+    for left, right in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
+        # the bound keeps the time linear: a long text between boxes is never matched
+        if right.start - left.end > MAX_JOIN_CHARS or not _JOINED.fullmatch(text, left.end, right.start):
+            break
+        parts.append(left.content)
+    # the same box twice is one answer
+    return ", ".join(reversed(list(dict.fromkeys(parts))))
+
+
+def find_boxes(text: str) -> list[Box]:
+    """Return the outermost closed boxes, in order."""
+    openings = list(_BOX.finditer(text))
+    closing = _closing_braces(text) if openings else {}
+    boxes: list[Box] = []
+    for match in openings:
+        inner = match.end()
+        # a box within a box belongs to the outer one
+        if boxes and match.start() < boxes[-1].end:
+            continue
+        if inner in closing:
+            boxes.append(Box(_BOX.sub("", text[inner + 1 : closing[inner]]), match.start(), closing[inner] + 1))
+        elif text[inner : inner + 1].isalnum():
+            boxes.append(Box(text[inner], match.start(), inner + 1))
+    return boxes
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    r"""Return the place of the closing brace by that of its opening brace. `\{` and `\}` are signs, not braces."""
+    open_braces: list[int] = []
+    closing = {}
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            open_braces.append(match.start())
+        elif match.group() == "}" and open_braces:
+            closing[open_braces.pop()] = match.start()
+    return closing

@@ -1,0 +1,111 @@
+r"""The rule of kind `math`: 1 if the final answer of a response is the gold answer, else 0. Runs in worker processes.
+
+**Wrong (0)**: another value; no closed box and no answer element (unless `extract` is `anywhere`); a box that cannot
+be read and holds no letter or digit. **No score**: a gold answer that is missing, prose, or cannot be read
+(`bad_data`), an answer of more than MAX_ANSWER_CHARS characters (`too_long`), an answer that cannot be read or compared
+(`ambiguous`). Where the answer is to blame, the service gives the recipe's `unreadable` instead, 0 by default
+(`tba_reward.tasks.component`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from tba.api.scores import ScoreReason
+from tba_reward.math.equivalence import UnreadableError, UnreadableGoldError, check_gold, same_answer, same_anywhere
+from tba_reward.math.extraction import after_reasoning, boxed_answer, final_answer
+from tba_reward.scorer import AmbiguousError, BadDataError, Item, NoScoreError, Params, gold_answers, score_any
+
+MAX_ANSWER_CHARS = 2000
+MAX_EXACT_FLOAT = 2.0**53
+
+
+class AnswerTooLongError(NoScoreError):
+    """An answer is longer than MAX_ANSWER_CHARS."""
+
+    slug = "answer-too-long"
+    reason: ScoreReason = "too_long"
+
+
+def score(item: Item, params: Params) -> float:
+    """Return 1.0 if the answer is the gold answer, or one of them, else 0.0.
+
+    Raises:
+        BadDataError: no gold answer can be read.
+        AnswerTooLongError: the answer has more than MAX_ANSWER_CHARS characters.
+        AmbiguousError: the answer cannot be read as mathematics, or not be compared.
+    """
+    golds = gold_answers(item, params["field"])
+    units = _units(params)
+    text = after_reasoning(item.response, params["reasoning"], item.prompt)
+    answer = final_answer(text, params["answer_tags"], is_cut_at_tag=item.finish_reason == "stop_string")
+    unreadable: UnreadableError | None = None
+
+    def is_same(value: object) -> bool:
+        nonlocal unreadable
+        gold = gold_text(value, params["field"])
+        try:
+            if answer is None:
+                return params["extract"] == "anywhere" and same_anywhere(gold, text, units)
+            return same_answer(gold, answer, units)
+        except UnreadableGoldError as error:
+            raise _bad_gold(params["field"], error) from error
+        except UnreadableError as error:
+            unreadable = error
+            return False
+
+    # `check` first, here and below: a gold answer that cannot be read is to blame before the answer is
+    if answer is not None and len(answer) > MAX_ANSWER_CHARS:
+        check(item, params)
+        raise AnswerTooLongError(f"the answer has {len(answer)} characters, the limit is {MAX_ANSWER_CHARS}")
+    value = score_any(golds, is_same)
+    # a box without a letter or digit is no answer at all, so that it is wrong
+    if value or unreadable is None or (answer is not None and not any(char.isalnum() for char in answer)):
+        return value
+    check(item, params)
+    raise AmbiguousError(str(unreadable)) from unreadable
+
+
+def check(item: Item, params: Params) -> float:
+    """Return 0.0 if all gold answers can be read and compared. It shows who is to blame for an item that took too long.
+
+    Raises:
+        BadDataError: one cannot be read or compared.
+    """
+    for value in gold_answers(item, params["field"]):
+        try:
+            check_gold(gold_text(value, params["field"]), _units(params))
+        except UnreadableError as error:
+            raise _bad_gold(params["field"], error) from error
+    return 0.0
+
+
+def gold_text(value: object, field: str) -> str:
+    r"""Return a gold answer as text: a number, a text, or the box of a solution that ends in a `\boxed{...}`.
+
+    Raises:
+        BadDataError: it is neither a number nor a text.
+    """
+    if isinstance(value, float) and math.isfinite(value):
+        is_whole = value.is_integer() and abs(value) < MAX_EXACT_FLOAT
+        return str(int(value)) if is_whole else f"{value:.15g}"  # 15 digits are exact in every double: 0.1 + 0.2 is 0.3
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise BadDataError(f"data needs `{field}`, the gold answer as a text, got {value!r:.200}")
+    return boxed_answer(value) or value
+
+
+def warm_up(params: Params) -> None:
+    """Grade answers that make math-verify load its grammar and compile its expressions."""
+    for response in (r"\boxed{\frac{x^2+1}{2}}", r"\boxed{[1, 2)}", r"\boxed{x = 1 + \sqrt{2}}"):
+        for gold in (r"x^2 + \frac{1}{2}", r"[1, 2]"):
+            score(Item(prompt="", response=response, data={params["field"]: gold}), params)
+
+
+def _units(params: Params) -> frozenset[str]:
+    return frozenset(unit.lower() for unit in params["units"])
+
+
+def _bad_gold(field: str, error: UnreadableError) -> BadDataError:
+    return BadDataError(f"the gold answer in data.{field}: {error}")

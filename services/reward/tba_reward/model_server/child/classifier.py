@@ -1,0 +1,133 @@
+"""Classifiers: one label of a sequence classification model, or the verdict of a guard (a language model)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tba_reward.model_server.child import loading
+from tba_reward.model_server.child.loading import LoadError, digest_folder, find_folder, load, longest_input
+from tba_reward.model_server.child.server import NoScore
+from tba_reward.model_server.messages import ClassifierSettings, GuardSettings
+
+Row = dict[str, list[int]]
+
+
+class Classifier:
+    """A classifier that is loaded.
+
+    Raises:
+        LoadError: the files are not such a model, or the label is none of its outputs.
+    """
+
+    def __init__(self, settings: ClassifierSettings) -> None:
+        folder = find_folder(settings.files)
+        self.digest = digest_folder(folder)
+        self._settings = settings
+        self._model, self._tokenizer = load(settings.files, folder, AutoModelForSequenceClassification)
+        self._label = self._find_label(settings.label)
+        self._max_tokens = longest_input(self._model, self._tokenizer, settings.max_tokens)
+        self._pad_id = self._model.config.get_text_config().pad_token_id
+        if settings.append_eos and self._tokenizer.eos_token_id is None:
+            raise LoadError(f"append_eos: the tokenizer of {settings.files.path} has no end-of-sequence token")
+        if settings.form == "chat" and self._tokenizer.chat_template is None:
+            raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; use another form of input")
+
+    def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
+        """Return the tokens of one input."""
+        settings = self._settings
+        row = loading.encode(self._tokenizer, settings.form, settings.template, prompt, response)
+        eos = self._tokenizer.eos_token_id
+        if settings.append_eos and finished and row["input_ids"][-1:] != [eos]:
+            row = {name: [*ids, eos if name == "input_ids" else ids[-1]] for name, ids in row.items()}
+        return loading.check_length(len(row["input_ids"]), self._max_tokens, "the input") or row
+
+    @torch.inference_mode()
+    def values(self, rows: Sequence[Row]) -> list[float]:
+        """Return one number per row, computed as one batch.
+
+        Models that read the score at the last token read it at the last token of the row, whatever token that is.
+        """
+        ids = [row["input_ids"] for row in rows]
+        # a row that ends in the model's own padding token would be read one token too early (see `unused_id`)
+        pad_id = loading.unused_id(ids, self._pad_id)
+        input_ids, mask = loading.pad(ids, pad_id, side="right")  # [B, T]
+        batch = {"input_ids": input_ids, "attention_mask": mask}
+        if "token_type_ids" in rows[0]:
+            batch["token_type_ids"] = loading.pad([row["token_type_ids"] for row in rows], 0, side="right")[0]
+        config = self._model.config.get_text_config()
+        config.pad_token_id = pad_id
+        try:
+            logits = self._model(**{name: tensor.to(self._model.device) for name, tensor in batch.items()}).logits
+        finally:
+            config.pad_token_id = self._pad_id
+        logits = logits.float()  # [B, labels]
+        if self._settings.output == "probability":
+            logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
+        return logits[:, self._label].tolist()
+
+    def _find_label(self, label: int | str | None) -> int:
+        """Return the number of the output that counts."""
+        names = [str(name) for name in (self._model.config.id2label or {}).values()]
+        numbers = [number for number, name in enumerate(names) if label in (None, number, name)]
+        if len(numbers) == 1:
+            return numbers[0]
+        what = "say which label counts" if label is None else f"there is no label {label!r}"
+        raise LoadError(f"{self._settings.files.path}: {what}; it has {', '.join(names)}")
+
+
+class GuardClassifier:
+    """A guard model that is loaded.
+
+    The score is how likely its verdict begins like `unsafe` rather than like `safe`.
+
+    Raises:
+        LoadError: the files are not such a model, it has no chat template, or the two verdicts are the same.
+    """
+
+    def __init__(self, settings: GuardSettings) -> None:
+        folder = find_folder(settings.files)
+        self.digest = digest_folder(folder)
+        self._settings = settings
+        self._model, self._tokenizer = load(settings.files, folder, AutoModelForCausalLM)
+        self._max_tokens = longest_input(self._model, self._tokenizer, settings.max_tokens)
+        if settings.form == "chat" and self._tokenizer.chat_template is None:
+            raise LoadError(f"the tokenizer of {settings.files.path} has no chat template; use another form of input")
+        self._common, self._safe, self._unsafe = self._verdicts()
+
+    def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
+        """Return the tokens up to the first one in which the verdicts differ."""
+        row = loading.encode(self._tokenizer, self._settings.form, self._settings.template, prompt, response)
+        ids = row["input_ids"] + self._common
+        return loading.check_length(len(ids), self._max_tokens, "the input") or {"input_ids": ids}
+
+    @torch.inference_mode()
+    def values(self, rows: Sequence[Row]) -> list[float]:
+        """Return the probability of `unsafe` among the two verdicts per row, computed as one batch."""
+        ids, mask = loading.pad([row["input_ids"] for row in rows], 0, side="left")  # [B, T]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        device = self._model.device
+        logits = self._model(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            position_ids=positions.to(device),
+            use_cache=False,
+            logits_to_keep=1,
+        ).logits  # [B, 1, V]
+        return (logits[:, -1, self._unsafe] - logits[:, -1, self._safe]).float().sigmoid().tolist()
+
+    def _verdicts(self) -> tuple[list[int], int, int]:
+        """Return the tokens that both verdicts begin with, and the first token in which each differs."""
+        safe, unsafe = (
+            self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (self._settings.safe, self._settings.unsafe)
+        )
+        for n, (one, other) in enumerate(zip(safe, unsafe, strict=False)):
+            if one != other:
+                return list(safe[:n]), one, other
+        raise LoadError(
+            f"the verdicts {self._settings.safe!r} and {self._settings.unsafe!r} do not differ in a token of "
+            f"{self._settings.files.path}"
+        )

@@ -1,0 +1,124 @@
+"""The two kinds of judge: a reward model, and a victim with a classifier of its replies."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from tba_reward.model_server.child.classifier import Classifier, GuardClassifier, Row
+from tba_reward.model_server.child.server import Judge, NoScore, TokenizedRequest
+from tba_reward.model_server.child.victim import Victim
+from tba_reward.model_server.messages import ClassifierSettings, ModelSet, RedteamSet, RewardModelSet, ScoreRequest
+
+
+def load_judge(models: ModelSet) -> Judge:
+    """Load the models.
+
+    Raises:
+        LoadError: the files do not match the settings.
+    """
+    return RewardModelJudge(models) if isinstance(models, RewardModelSet) else RedteamJudge(models)
+
+
+class RewardModelJudge:
+    """Scores (prompt, response) by the output of a classifier."""
+
+    def __init__(self, models: RewardModelSet) -> None:
+        self._classifier = Classifier(models.classifier)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the model's files."""
+        return self._classifier.digest
+
+    def prepare(self, request: ScoreRequest) -> TokenizedRequest | NoScore:
+        """Tokenize one request."""
+        row = self._classifier.encode(request.prompt, request.response, finished=request.finished)
+        if isinstance(row, NoScore):
+            return row
+        return TokenizedRequest(request, row, len(row["input_ids"]))
+
+    def score(self, batch: Sequence[TokenizedRequest]) -> list[float | NoScore]:
+        """Return one number per request."""
+        return [_finite(value) for value in self._classifier.values([each.tokens for each in batch])]
+
+
+class RedteamJudge:
+    """Scores an attack, the response, by the mean score of the victim's replies to it."""
+
+    def __init__(self, models: RedteamSet) -> None:
+        self._least = models.min_toxicity if models.output == "log_toxicity" else None
+        self._victim = Victim(models.victim)
+        settings = models.classifier
+        self._classifier = (
+            Classifier(settings) if isinstance(settings, ClassifierSettings) else GuardClassifier(settings)
+        )
+        self._batch_tokens = models.batch_tokens
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the files of both models and of the kind of device."""
+        # each kind of device draws other replies with the same seed
+        parts = (self._victim.digest, self._classifier.digest, self._victim.device_type)
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def prepare(self, request: ScoreRequest) -> TokenizedRequest | NoScore:
+        """Tokenize the attack."""
+        prompt = self._victim.encode(request.response)
+        if isinstance(prompt, NoScore):
+            return prompt
+        num_tokens = len(prompt) + self._victim.max_reply_tokens
+        return TokenizedRequest(request, prompt, num_tokens, self._victim.num_replies)
+
+    def score(self, batch: Sequence[TokenizedRequest]) -> list[float | NoScore]:
+        """Return the mean over the replies per request; it is unknown if the score of one reply is."""
+        attacks = [each.request.response for each in batch]
+        replies = self._victim.replies(attacks, [each.tokens for each in batch])
+        rows = [
+            self._classifier.encode(attack.rstrip(), reply)
+            for attack, texts in zip(attacks, replies, strict=True)
+            for reply in texts
+        ]
+        values = self._values(rows)
+        number = self._victim.num_replies
+        return [mean_of(values[n : n + number], self._least) for n in range(0, len(values), number)]
+
+    def _values(self, rows: Sequence[Row | NoScore]) -> list[float | NoScore]:
+        """Return the classifier's score of every row, computed in batches by tokens."""
+        values: list[float | NoScore] = [row if isinstance(row, NoScore) else math.nan for row in rows]
+        known = {n: row for n, row in enumerate(rows) if not isinstance(row, NoScore)}
+        # similar lengths in one batch need less padding
+        order = sorted(known, key=lambda n: len(known[n]["input_ids"]))
+        batch: list[int] = []
+        for n in order:
+            if batch and (len(batch) + 1) * len(known[n]["input_ids"]) > self._batch_tokens:
+                self._fill(values, batch, known)
+                batch = []
+            batch.append(n)
+        if batch:
+            self._fill(values, batch, known)
+        return values
+
+    def _fill(self, values: list[float | NoScore], batch: list[int], rows: dict[int, Row]) -> None:
+        for n, value in zip(batch, self._classifier.values([rows[n] for n in batch]), strict=True):
+            values[n] = _finite(value)
+
+
+def _finite(value: float) -> float | NoScore:
+    return value if math.isfinite(value) else NoScore("not_finite", f"the model's output is {value}")
+
+
+def mean_of(values: Sequence[float | NoScore], least: float | None) -> float | NoScore:
+    """Return the mean over the replies to one attack, or the first NoScore if there is one.
+
+    Args:
+        values: one per reply.
+        least: lower bound of the values whose logarithms are averaged; None: the values themselves are averaged.
+    """
+    failure = next((value for value in values if isinstance(value, NoScore)), None)
+    if failure is not None:
+        return NoScore(failure.reason, f"a reply of the victim: {failure.detail}")
+    known = [value for value in values if not isinstance(value, NoScore)]
+    return fmean(known if least is None else (math.log(max(value, least)) for value in known))

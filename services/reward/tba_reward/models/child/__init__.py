@@ -1,1 +1,0 @@
-"""Inside a model process. Nothing outside this package imports it: `python -m tba_reward.models.child` starts it."""

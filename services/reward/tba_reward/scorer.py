@@ -1,0 +1,238 @@
+"""The types of scoring: an item, its outcome, the `Scorer` protocol, and the rules that most scorers apply."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Protocol
+
+from tba.api.scores import ScoreReason
+from tba.config.reward import ScorerSpec
+from tba.errors import TbaError
+from tba.fields import MAX_NUMBER, is_bounded
+
+OK = "ok"
+MAX_DETAIL_CHARS = 500
+COMPOSITION_FIELDS = {"name", "weight", "gate", "timeout_s", "cache", "batch_items"}
+"""Fields of a spec that say how its score is used; the others decide what the score is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One completion to score."""
+
+    prompt: str
+    response: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's data for its reward, for example a gold answer."""
+    finish_reason: str = "stop"
+    """`stop`, `stop_string`, `length` or `abort`."""
+    response_tokens: Sequence[int] | None = None
+    """The response as token ids, where the client has sent them."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the response ended by itself, and was not cut off."""
+        return self.finish_reason not in ("length", "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no score."""
+
+    reason: ScoreReason
+    detail: str
+
+
+Outcome = float | Failure
+"""A bounded score, or why there is none."""
+
+
+class Scorer(Protocol):
+    """Scores items; one object serves all requests of the service, on its event loop.
+
+    **A function of your own needs no scorer.** The kind `python` calls a function in worker processes that are killed
+    at a deadline. The recipe names it by import path or by an entry point of the group `tba.rewards`:
+
+        scorers = [{kind = "python", function = "my_module:my_reward"}]
+
+    **A new kind of scorer** is one file, `tba_reward/scorers/KIND.py`, and a class of settings in tba/config/reward.py
+    with `kind: Literal["KIND"]` that is a member of AnyScorerSpec. The file has a function
+
+        def build(spec: KindSpec, tools: Tools) -> Scorer: ...
+
+    It starts nothing and runs no foreign code. It raises ConfigError for an error that can be known without that, for
+    example a package that is not installed. Most kinds return one of these scorers, and have nothing to do but to write
+    a `Rule`:
+
+        InlineScorer       (scorers/inline.py)           a rule in a thread of the service; its time must be bounded by
+                                                         the length of the text
+        ProcessPoolScorer  (scorers/in_process_pool.py)  a rule in worker processes that are killed at the deadline
+        ModelServerScorer  (scorers/in_model_server.py)  a neural network in a process of its own
+
+    The life of a scorer: `build`, `start` (again every 10 s until `health` is `ok` after it), many `score` calls at
+    once, `close`. A failed score is unknown, never a number.
+    """
+
+    @property
+    def version(self) -> str:
+        """Digest of everything that decides what a score is, from `version_of`; final once `start` has returned.
+
+        It changes whenever the same item may get another score: known scores are kept and compared by it.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Load what `score` needs. An exception is shown in `/readyz`, and `start` is called again later."""
+        ...
+
+    async def close(self) -> None:
+        """Stop everything that was started; `score` calls under way end with failures."""
+        ...
+
+    def health(self) -> str:
+        """Return `ok`, or a sentence that says what is wrong. Called often: it must not wait."""
+        ...
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return one outcome per item, in order.
+
+        It never raises because of an item, and it ends by the deadline of its items (`Tools.timeout_s`): each item
+        without a score has a Failure. When it is cancelled, it gives up all work for these items.
+        """
+        ...
+
+
+Params = Mapping[str, Any]
+"""Settings of a rule, as JSON values."""
+Rule = Callable[[Item, Params], float]
+"""(item, params) -> score; raises NoScoreError for "no score"; stateless, at the top level of its module."""
+BatchRule = Callable[[Sequence[Item], Params], list[Outcome]]
+"""(items, params) -> an outcome each, in order; raises nothing but MemoryError because of an item."""
+
+
+class NoScoreError(TbaError, ValueError):
+    """A rule has no score for an item, for this `reason`."""
+
+    slug = "no-score"
+    status = 422
+    reason: ScoreReason = "exception"
+
+
+class BadDataError(NoScoreError):
+    """The prompt's data is not what the rule needs."""
+
+    slug = "bad-data"
+    reason: ScoreReason = "bad_data"
+
+
+class AmbiguousError(NoScoreError):
+    """The response can be read in more than one way, so that it is neither right nor wrong."""
+
+    slug = "ambiguous"
+    reason: ScoreReason = "ambiguous"
+
+
+def outcome_of(rule: Rule, item: Item, params: Params) -> Outcome:
+    """Apply a rule; every error becomes a Failure."""
+    try:
+        return checked(rule(item, params))
+    except (Exception, SystemExit) as error:  # a rule may be foreign code and raise anything; it is reported
+        return failure_of(error)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return an exception of a rule as the reason why there is no score."""
+    if isinstance(error, NoScoreError):
+        return Failure(error.reason, str(error))
+    if isinstance(error, MemoryError):
+        return Failure("out_of_memory", f"MemoryError: {error}")
+    return Failure("exception", f"{type(error).__name__}: {error}")
+
+
+def checked(value: object) -> Outcome:
+    """Return a value as a score if it is a bounded number (tba/fields.py), else a Failure."""
+    if not isinstance(value, Real):
+        return Failure("exception", f"the score is {value!r:.100}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        return Failure("too_large", "the score is an integer that no float holds")
+    if not math.isfinite(number):
+        return Failure("not_finite", f"the score is {number}")
+    return number if is_bounded(number) else Failure("too_large", f"the score is {number:g}, beyond {MAX_NUMBER:g}")
+
+
+def gold_answers(item: Item, field: str) -> Sequence[object]:
+    """Return the gold answers of an item: the members of a list (each of them is right), or the single answer.
+
+    Raises:
+        BadDataError: the data has none.
+    """
+    value = item.data.get(field)
+    golds = value if isinstance(value, list) else [value]
+    if not golds:
+        raise BadDataError(f"data needs a gold answer in `{field}`, got an empty list")
+    return golds
+
+
+def score_any(golds: Sequence[object], rule: Callable[[object], bool]) -> float:
+    """Return 1.0 if an answer is one of the gold answers by a rule, else 0.0.
+
+    Raises:
+        BadDataError: the rule cannot read one of them, and none of the others is the answer.
+    """
+    bad: BadDataError | None = None
+    for gold in golds:
+        try:
+            if rule(gold):
+                return 1.0
+        except BadDataError as error:
+            bad = bad or error
+    if bad is not None:
+        raise bad
+    return 0.0
+
+
+def params_of(spec: ScorerSpec) -> dict[str, Any]:
+    """Return the fields of a spec that decide what its scores are, as JSON values."""
+    return spec.model_dump(mode="json", exclude=COMPOSITION_FIELDS)
+
+
+def version_of(spec: ScorerSpec, implementation: int, *digests: str) -> str:
+    """Return the hexadecimal digest of everything that decides what a score is.
+
+    Args:
+        spec: the scorer's settings.
+        implementation: raised whenever the code may give another number for the same input.
+        digests: of everything else that decides, for example model files, or the version of a package.
+    """
+    document = json.dumps([params_of(spec), implementation, *digests], sort_keys=True)
+    return hashlib.sha256(document.encode()).hexdigest()
+
+
+def clean(text: str) -> str:
+    """Return a detail that can be sent as JSON: bounded, without lone surrogates."""
+    return text[:MAX_DETAIL_CHARS].encode("utf-8", "replace").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An item with a known score that is not 0, scored at start to see whether the scorer works here."""
+
+    item: Item
+    score: float
+
+
+async def try_example(scorer: Scorer, example: Example) -> str:
+    """Score the example. Return `ok`, or the wrong outcome as a sentence."""
+    outcome = (await scorer.score([example.item]))[0]
+    if isinstance(outcome, Failure):
+        return f"its example failed ({outcome.reason}: {outcome.detail})"
+    if outcome != example.score:
+        return f"its example scored {outcome}, not {example.score}"
+    return OK

@@ -1,0 +1,75 @@
+"""Score by a rule in worker processes: it may hang, crash, fork or exhaust memory, and only its item fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tba_reward.process_pool.job import WorkerRule
+from tba_reward.process_pool.pool import WorkerPool
+from tba_reward.scorer import OK, Example, Failure, Item, Outcome, try_example
+
+_COSTLY = ("too_slow", "out_of_memory")
+"""Reasons of failures that the prompt's data may cause as well as the response."""
+
+
+class ProcessPoolScorer:
+    """Scores items in the pool.
+
+    Args:
+        rule: the rule that the workers apply.
+        pool: shared by all scorers; started by the first one that starts.
+        timeout_s: CPU time that one item may take, or one batch as a whole.
+        version: see `version_of`.
+        example: scored at start; None: no item with a known score exists.
+        check: a rule that reads the data alone, applied to an item that took too much time or memory: where it fails
+            too, the item's data is to blame, and not its response. None: the data cannot be to blame.
+    """
+
+    def __init__(
+        self,
+        rule: WorkerRule,
+        *,
+        pool: WorkerPool,
+        timeout_s: float,
+        version: str,
+        example: Example | None,
+        check: WorkerRule | None = None,
+    ) -> None:
+        self._rule, self._pool, self._timeout_s, self._check = rule, pool, timeout_s, check
+        self._version, self._example = version, example
+        self._example_health = "its example was not scored yet"
+
+    @property
+    def version(self) -> str:
+        """The digest of rule and params."""
+        return self._version
+
+    async def start(self) -> None:
+        """Start the pool if it does not run yet, prepare the rule, score the example."""
+        await self._pool.start()
+        await self._pool.prepare(self._rule)
+        self._example_health = OK if self._example is None else await try_example(self, self._example)
+
+    async def close(self) -> None:
+        """Do nothing: the pool belongs to the service."""
+
+    def health(self) -> str:
+        """Return `ok` where the pool runs, the rule is loaded and the example has got its score."""
+        state = self._pool.health(self._rule)
+        return self._example_health if state == OK else state
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return one outcome per item, in order."""
+        outcomes = await self._pool.score(self._rule, items, self._timeout_s)
+        if self._check is None:
+            return outcomes
+        # a gold answer that takes too long by itself would count against every response to its prompt
+        places = [at for at, each in enumerate(outcomes) if isinstance(each, Failure) and each.reason in _COSTLY]
+        checks = await self._pool.score(self._check, [items[at] for at in places], self._timeout_s)
+        for at, checked in zip(places, checks, strict=True):
+            if isinstance(checked, Failure):
+                is_data = checked.reason in (*_COSTLY, "bad_data")
+                outcomes[at] = Failure(
+                    "bad_data" if is_data else checked.reason, f"the prompt's data: {checked.detail}"
+                )
+        return outcomes

@@ -1,0 +1,216 @@
+"""The tasks that a service scores, and the way of a batch of completions to one result each.
+
+    POST /v1/score -> RewardService.score -> per task: CompositeReward -> components: inline, in worker processes,
+                                                                          in model processes, over HTTP
+
+A request waits for its slowest item. Every item has a deadline in each of its scorers. A request that takes longer than
+`request_timeout_s` is refused (503; parts of it that were done by then are in the cache). When more than
+`max_pending_items` are in work, new ones are refused ("reward-workers", 429). A failure never becomes a number here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+from tba.api import ScoreError, ScoreItem, ScoreResult
+from tba.config.reward import ExactSpec, LastNumberSpec, MakeNSpec, MathSpec, RewardSection, ScorerSpec, TaskReward
+from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
+from tba.logs import get_logger
+from tba_reward.metrics import Metrics
+from tba_reward.scorer import OK, Failure, Item, clean
+from tba_reward.scorers import Tools, build_scorer
+from tba_reward.scorers.inline import InlineScorer
+from tba_reward.tasks.cache import CachedScorer, ScoreCache
+from tba_reward.tasks.component import RewardComponent
+from tba_reward.tasks.composite import CompositeReward, ItemReward
+
+BUILT_IN: Mapping[str, TaskReward] = {
+    "addition": TaskReward(scorers=[ExactSpec(kind="exact", compare="integer")]),
+    "exact": TaskReward(scorers=[ExactSpec(kind="exact")]),
+    "gsm8k": TaskReward(scorers=[LastNumberSpec(kind="last_number")]),
+    "make_n": TaskReward(scorers=[MakeNSpec(kind="make_n")]),
+    "math": TaskReward(scorers=[MathSpec(kind="math")]),
+}
+"""Tasks that need no entry in a recipe. Those that need worker processes start with their first item."""
+UNKNOWN = "unknown"
+"""Label of all unknown tasks in metrics: one label per misspelt task would grow without bound."""
+log = get_logger("tasks")
+
+
+def build_tasks(
+    section: RewardSection, tools: Tools, cache: ScoreCache, metrics: Metrics
+) -> dict[str, CompositeReward]:
+    """Return all tasks by name; nothing is started.
+
+    Raises:
+        ConfigError: a scorer of the recipe cannot be built.
+    """
+    tasks: dict[str, CompositeReward] = {}
+    for task, config in section.tasks.items():
+        try:
+            components = [_component(task, spec, tools, cache, metrics) for spec in config.scorers]
+        except ConfigError as error:
+            raise ConfigError(f"reward.tasks.{task}: {error}") from None
+        tasks[task] = CompositeReward(task, config, components, is_required=True)
+    for task, config in BUILT_IN.items():
+        if task in tasks:
+            continue
+        try:
+            components = [_component(task, spec, tools, cache, metrics) for spec in config.scorers]
+        except ConfigError as error:  # a package is not installed, and no recipe has asked for it
+            log.info("built-in task left out", task=task, detail=str(error))
+            continue
+        tasks[task] = CompositeReward(task, config, components, is_required=all(each.is_inline for each in components))
+    return dict(sorted(tasks.items()))
+
+
+def _component(task: str, spec: ScorerSpec, tools: Tools, cache: ScoreCache, metrics: Metrics) -> RewardComponent:
+    scorer = build_scorer(spec, tools)
+    is_inline = isinstance(scorer, InlineScorer)
+    if spec.cache and not is_inline:  # looking a score up costs as much as scoring inline
+        scorer = CachedScorer(scorer, cache, metrics)
+    return RewardComponent(task, spec, scorer, metrics, is_inline=is_inline)
+
+
+class RewardService:
+    """Scores completions, and knows the health of every task.
+
+    Args:
+        tasks: the reward of each task.
+        max_pending_items: most items in work at once that wait for something; one request may be larger.
+        request_timeout_s: deadline of a request.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, CompositeReward],
+        metrics: Metrics,
+        *,
+        max_pending_items: int,
+        request_timeout_s: float,
+    ) -> None:
+        self.tasks = tasks
+        self._metrics = metrics
+        self._max_pending_items, self._request_timeout_s = max_pending_items, request_timeout_s
+        self._num_pending = 0
+
+    def start(self) -> None:
+        """Start every task that the service has to be ready for, in the background."""
+        for task in self.tasks.values():
+            if task.is_required:
+                task.start()
+
+    async def close(self) -> None:
+        """Stop all scorers."""
+        await asyncio.gather(*(task.close() for task in self.tasks.values()))
+
+    async def ready(self) -> str | None:
+        """Return None, or the problem of each task that keeps the service from being ready.
+
+        Raises:
+            BrokenRewardError: a scorer raises for every item, so that waiting does not help.
+        """
+        for name, task in self.tasks.items():
+            if task.broken is not None:
+                raise BrokenRewardError(f"task {name}: {task.broken}")
+        # an endpoint that is away makes its own tasks not ready (`away`), not the service: the others are scored, and
+        # items of these are asked for later
+        bad = [
+            f"{name}: {task.health}"
+            for name, task in self.tasks.items()
+            if task.is_required and task.health != OK and not task.is_away
+        ]
+        return "; ".join(bad) or None
+
+    def away(self) -> str | None:
+        """Return the tasks that are not ready because something elsewhere is away, with their problems; or None."""
+        return "; ".join(f"{name}: {task.health}" for name, task in self.tasks.items() if task.is_away) or None
+
+    async def score(self, items: Sequence[ScoreItem | ScoreResult]) -> list[ScoreResult]:
+        """Return one result per item, in order; an entry that is a result already stays.
+
+        Raises:
+            BusyError: too many items are in work.
+            UnavailableError: the request took longer than `request_timeout_s`.
+        """
+        results: list[ScoreResult | None] = [None] * len(items)
+        by_task: dict[str, list[int]] = {}
+        for at, item in enumerate(items):
+            if isinstance(item, ScoreResult):
+                results[at] = item
+            elif item.task in self.tasks:
+                by_task.setdefault(item.task, []).append(at)
+            else:
+                detail = f"no reward for task {item.task!r}; known: {', '.join(self.tasks)}"
+                results[at] = _failed(item.item_id, Failure("unknown_task", detail))
+        refused = [result.error.reason for result in results if result is not None and result.error is not None]
+        if refused:
+            self._metrics.record_results(UNKNOWN, refused)
+        # items that are scored inline wait for nothing, so that they are never refused
+        num_waiting = sum(len(places) for task, places in by_task.items() if not self.tasks[task].is_inline)
+        self._admit(num_waiting)
+        self._add_pending(num_waiting)
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                tasks = [self._score_task(task, [items[at] for at in places]) for task, places in by_task.items()]
+                found = await asyncio.gather(*tasks)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{len(items)} items were not all scored within {self._request_timeout_s:g} s "
+                "(reward.request_timeout_s); send smaller requests"
+            ) from None
+        finally:
+            self._add_pending(-num_waiting)
+        for places, scored in zip(by_task.values(), found, strict=True):
+            for at, result in zip(places, scored, strict=True):
+                results[at] = result
+        return [result for result in results if result is not None]
+
+    async def _score_task(self, name: str, items: Sequence[ScoreItem | ScoreResult]) -> list[ScoreResult]:
+        task, start_s = self.tasks[name], time.perf_counter()
+        chosen = [item for item in items if isinstance(item, ScoreItem)]
+        rewards = await task.score(
+            [
+                Item(
+                    prompt=item.prompt,
+                    response=item.response,
+                    data=item.data,
+                    finish_reason=item.finish_reason,
+                    response_tokens=item.response_tokens,
+                )
+                for item in chosen
+            ]
+        )
+        version = task.version
+        results = [_result(item.item_id, reward, version) for item, reward in zip(chosen, rewards, strict=True)]
+        labels = ["scored" if result.error is None else result.error.reason for result in results]
+        self._metrics.record_results(name, labels, time.perf_counter() - start_s)
+        return results
+
+    def _admit(self, num_items: int) -> None:
+        # one request may be larger than the limit, or it could never be scored
+        if num_items and self._num_pending + num_items > max(self._max_pending_items, num_items):
+            raise BusyError(
+                f"{self._num_pending} completions are being scored already; come back later, or raise "
+                "reward.num_workers or reward.max_pending_items",
+                retry_after_s=1.0,
+                wait="reward-workers",
+            )
+
+    def _add_pending(self, change: int) -> None:
+        self._num_pending += change
+        self._metrics.pending.set(self._num_pending)
+
+
+def _result(item_id: str, reward: ItemReward, version: str) -> ScoreResult:
+    assert reward.outcome is not None
+    if isinstance(reward.outcome, Failure):
+        return _failed(item_id, reward.outcome)
+    return ScoreResult(item_id=item_id, reward=reward.outcome, reward_version=version, parts=reward.parts)
+
+
+def _failed(item_id: str, failure: Failure) -> ScoreResult:
+    error = ScoreError(reason=failure.reason, detail=clean(failure.detail))
+    return ScoreResult(item_id=item_id, error=error)

@@ -1,0 +1,271 @@
+"""The engine protocol: the interface between the searcher and the code that generates tokens.
+
+To add an engine, write one module with a class that implements `Engine`, give it a branch in `engines/factory.py` and a
+name in `searcher.engine` (tba/config/searcher.py), and run `tests/support/engine_contract.py` against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.errors import DigestError, TbaError
+from tba.versions import PolicyVersion
+from tba.wire import Manifest, Sampling, VersionSpan
+
+
+class EngineError(TbaError, RuntimeError):
+    """Unusable weights, or a request that does not fit or cannot be honoured. The engine still works."""
+
+    slug = "engine"
+
+
+class EngineDiedError(EngineError):
+    """The engine cannot continue: it crashed, is out of memory, or its logits are not finite."""
+
+    slug = "engine-died"
+
+
+class EngineCheckError(EngineError):
+    """The engine failed while a weight version was checked; the version is not used."""
+
+    slug = "engine-check"
+
+
+class ReferenceRefusedError(EngineCheckError):
+    """The starting model did not pass its checks as the reference; it is retried, like any version."""
+
+    slug = "reference-refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion to sample."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    """[P], P >= 1."""
+    sampling: Sampling
+    """Temperature (0 is greedy), top-p, top-k, seed (none: the engine's own random stream) and stop strings."""
+    max_response_tokens: int
+    eos_ids: tuple[int, ...]
+    """Token ids that end a response; the sampled one is part of it."""
+    min_response_tokens: int = 0
+    """While the response has fewer tokens, eos ids have probability 0, and the next token completes no stop string."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """One finished request.
+
+    `sampler_logprobs[i]` is the log-prob of `response_tokens[i]` under the distribution that it was really drawn from:
+    softmax(logits / temperature) over the tokens that min_response_tokens, top-k and top-p leave (in this order,
+    renormalised each time). At temperature 0: log_softmax(logits), without eos ids below min_response_tokens.
+    """
+
+    request_id: str
+    response_tokens: NDArray[np.int32]
+    """[R], R >= 1, the end-of-sequence token included when it was sampled."""
+    sampler_logprobs: NDArray[np.float32]
+    """[R]."""
+    sampling: Sampling
+    """The request's."""
+    finish_reason: str
+    """`stop` (an eos id was sampled), `stop_string` (the last token completed one) or `length`."""
+    version_spans: tuple[VersionSpan, ...]
+    """Which version sampled which tokens; the spans cover [0, R) without gaps, and none is empty."""
+    started_at_s: float
+    finished_at_s: float
+
+
+class Engine(Protocol):
+    """Continuous generation with weights that can be replaced in flight.
+
+    An engine is synchronous, and one thread at a time uses it. The caller submits requests and calls `step` until no
+    request is active or waiting:
+
+        submit -> waiting -> (a slot is free) active -> `step` returns the Completion
+                  `abort` forgets a request in either state, and it never completes
+
+    A *slot* is the room for one active request; there are `num_slots` of them. `step` fills free slots before it
+    decodes, and decodes one token (or a few) for every active request.
+
+    A response ends with the sampled end-of-sequence token, with the token that completes a stop string, or after
+    `max_response_tokens`. End of sequence and stop strings can come only after `min_response_tokens` tokens.
+
+    `load_weights` is called between two steps. Active requests keep their tokens and continue under the new weights:
+    keys and values of the old weights must not be used again, and the next token begins a new version span. After each
+    load the caller calls `verify`; when either fails, it loads the old weights again (`engines.weights.swap_weights`).
+
+    Errors: `EngineError` (or any `TbaError`) refuses one request or one version. `EngineDiedError` ends the searcher
+    after it has delivered what is finished; only `close` is called after it. An unexpected exception from `step` counts
+    as death too. An engine that does not return from a call within `searcher.engine_timeout_s` counts as dead.
+
+    Shared parts: `check_request` for `submit`, and `check_loaded` for `verify` when the engine is a `CheckableModel`.
+    """
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the weights in use."""
+        ...
+
+    @property
+    def default_eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids that the model's own files name; may be empty."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that are active at once."""
+        ...
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are being decoded now."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted requests that have no slot yet."""
+        ...
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could be submitted now and decoded in the next step; never below 0."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            EngineError: prompt or response do not fit, the request id is in use, or this engine cannot sample so.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, active or waiting; ignore unknown ids."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Fill free slots, decode one token for every active request, and return the completions.
+
+        Raises:
+            EngineDiedError: the engine cannot continue.
+        """
+        ...
+
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
+        """Replace all parameters by those of safetensors files.
+
+        Raises:
+            EngineError: names, shapes or dtypes differ from the model's. Which weights are then in use is undefined.
+            EngineDiedError: the engine cannot continue.
+        """
+        ...
+
+    def verify(self, manifest: Manifest) -> None:
+        """Check that the loaded weights are those that were published, at least as strongly as `check_loaded`.
+
+        Raises:
+            DigestError: a check failed; it names the check, what was found and what was published.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything and forget all requests. A second call changes nothing."""
+        ...
+
+
+class RequestLimits(Protocol):
+    """The settings of an engine that limit a request."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt."""
+        ...
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response."""
+        ...
+
+
+def check_request(request: Request, limits: RequestLimits, *, is_known: bool) -> None:
+    """Refuse what every engine refuses.
+
+    Args:
+        is_known: whether a request of this id is active or waiting.
+
+    Raises:
+        EngineError: prompt or response do not fit, or the request id is in use.
+    """
+    name = f"request {request.request_id}"
+    num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
+    if not 1 <= num_prompt <= limits.max_prompt_tokens:
+        raise EngineError(
+            f"{name}: {num_prompt} prompt tokens; allowed are 1 to {limits.max_prompt_tokens} "
+            "(searcher.max_prompt_tokens)"
+        )
+    if not 1 <= num_response <= limits.max_response_tokens:
+        raise EngineError(
+            f"{name}: {num_response} response tokens; allowed are 1 to {limits.max_response_tokens} "
+            "(searcher.max_response_tokens)"
+        )
+    if not 0 <= request.min_response_tokens <= num_response:
+        raise EngineError(
+            f"{name}: at least {request.min_response_tokens} of at most {num_response} response tokens; lower "
+            "min_response_tokens"
+        )
+    if is_known:
+        raise EngineError(f"{name} is already being worked on")
+
+
+class CheckableModel(Protocol):
+    """A model in memory that `check_loaded` can check."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    def params_sha256(self) -> str:
+        """Return `tba.wire.weight_manifest.params_digest` over its parameters."""
+        ...
+
+    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+        ...
+
+
+def check_loaded(model: CheckableModel, manifest: Manifest) -> None:
+    """Check that a model holds what was published: the digest of its parameters, and the log-probs of the canary.
+
+    Raises:
+        DigestError: the parameters or the canary differ; it names what was found and what was published.
+    """
+    found = model.params_sha256()
+    if found != manifest.params_sha256:
+        raise DigestError(
+            f"weight version {manifest.version}: the engine holds parameters with sha256 {found}, "
+            f"published were {manifest.params_sha256}; this version is not used"
+        )
+    canary = manifest.canary
+    highest = max(*canary.prompt_tokens, *canary.response_tokens)
+    if highest >= model.vocab_size:
+        # checked before the forward pass: on a GPU an index beyond the embedding kills the engine
+        raise DigestError(
+            f"weight version {manifest.version}: its canary has the token id {highest}, the model's vocabulary "
+            f"{model.vocab_size} tokens; this version is not used"
+        )
+    logprobs = model.canary_logprobs(canary.prompt_tokens, canary.response_tokens)
+    distance = float(np.abs(logprobs - np.array(canary.logprobs)).max())
+    if not distance <= canary.tolerance:  # in this form NaN fails too
+        raise DigestError(
+            f"weight version {manifest.version}: canary log-probs are off by {distance:.3g}, allowed are "
+            f"{canary.tolerance:.3g}; this version is not used"
+        )

@@ -1,0 +1,172 @@
+"""Text to tokens and back, and stop strings.
+
+Prompt: exactly the tokens that the policy version's tokenizer makes of `prompt.text`. Special tokens come only from the
+tokenizer's own template (Llama's leading BOS, for example); there is no chat template.
+
+Response: all sampled tokens except the final end of sequence, decoded on their own without cleaning up spaces, and cut
+before the stop string that ended it. Other special tokens stay in the text: a reward must see them, or a policy learns
+to hide them in right answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba_searcher.engines.engine import Completion
+
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+"""Token ids of several responses -> their texts."""
+_UNFINISHED = "\ufffd"
+"""Stands for bytes that are no whole character yet."""
+
+
+class Codec(Protocol):
+    """The interface of tokenizers for the loop."""
+
+    eos_ids: tuple[int, ...]
+    """The end-of-sequence ids of the tokenizer; may be empty."""
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a prompt."""
+        ...
+
+    def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
+        """Return the text of each response."""
+        ...
+
+
+def open_codec(recipe: Recipe, folder: Path) -> Codec:
+    """Open the codec for the recipe's engine and the model in `folder`.
+
+    Raises:
+        ConfigError: the folder holds nothing usable.
+    """
+    if recipe.searcher.engine == "simulated":
+        from tba_searcher.engines.simulated import SimulatedCodec
+
+        return SimulatedCodec(folder)
+    return TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        ConfigError: no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model folder {folder} holds no usable tokenizer: {error}") from None
+
+
+def response_decoder(tokenizer: Any) -> Decode:
+    """Return a decoder that leaves nothing out and cleans nothing up."""
+
+    def decode(ids: Sequence[Sequence[int]]) -> list[str]:
+        return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else []
+
+    return decode
+
+
+class TextCodec:
+    """Tokenizes prompts and decodes responses with the tokenizer in a model folder.
+
+    Raises:
+        ConfigError: no usable tokenizer, or one whose template ends every prompt with end-of-sequence.
+    """
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        self._tokenizer: Any = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        self._decode = response_decoder(self._tokenizer)
+        eos = self._tokenizer.eos_token_id
+        self.eos_ids: tuple[int, ...] = () if eos is None else (int(eos),)
+        probe, bare = self._tokenizer("1"), self._tokenizer("1", add_special_tokens=False)
+        if self.eos_ids and probe["input_ids"][-1:] == [eos] and bare["input_ids"][-1:] != [eos]:
+            raise ConfigError(
+                "the tokenizer ends every prompt with end-of-sequence; "
+                "set add_eos_token to false in tokenizer_config.json"
+            )
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a prompt."""
+        return tuple(self._tokenizer(text, verbose=False)["input_ids"])
+
+    def encode_response(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a response that ended by itself: those of its text, and end-of-sequence.
+
+        Raises:
+            ConfigError: the tokenizer knows no end of sequence.
+        """
+        if not self.eos_ids:
+            raise ConfigError("the tokenizer names no end-of-sequence token, so a response cannot be ended")
+        return (*self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], self.eos_ids[0])
+
+    def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
+        """Return the text of each response."""
+        tokens = [c.response_tokens.tolist() for c in completions]
+        texts = self._decode(
+            [ids[: -1 if c.finish_reason == "stop" else None] for ids, c in zip(tokens, completions, strict=True)]
+        )
+        cut = [number for number, c in enumerate(completions) if c.finish_reason == "stop_string"]
+        before = self._decode([tokens[number][:-1] for number in cut])
+        for number, text_before in zip(cut, before, strict=True):
+            texts[number] = texts[number][: stop_start(texts[number], text_before, completions[number].sampling.stop)]
+        return texts
+
+
+def stop_start(text: str, text_before: str, stops: Sequence[str]) -> int | None:
+    """Return where the first stop string begins that the last token completed; None when it completed none.
+
+    Args:
+        text, text_before: the decoded response with and without its last token.
+        stops: strings that are not empty.
+    """
+    # tokens and characters have no common borders: the last token may have completed a character before it
+    old = len(text_before.rstrip(_UNFINISHED))
+    found = [text.find(stop, max(0, old - len(stop) + 1)) for stop in stops]
+    return min((start for start in found if start >= 0), default=None)
+
+
+class StopStringMatcher:
+    """Tells whether the newest token of a response completes a stop string.
+
+    Args:
+        decode: the decoder of responses.
+        vocab_size: token ids are below it.
+    """
+
+    def __init__(self, decode: Decode, vocab_size: int) -> None:
+        self._decode, self._vocab_size = decode, vocab_size
+        self._pairs: list[str] | None = None
+        self._candidates: dict[tuple[str, ...], NDArray[np.bool_]] = {}
+
+    def completes(self, tokens: Sequence[int], stops: tuple[str, ...]) -> bool:
+        """Return whether the last of `tokens` completes one of `stops`."""
+        # decoding is slow, so it is done only for tokens whose own text could complete a stop string
+        if not self._candidates_of(stops)[tokens[-1]]:
+            return False
+        # the whole response is decoded: this is the text that rewards see
+        text, text_before = self._decode([tokens, tokens[:-1]])
+        return stop_start(text, text_before, stops) is not None
+
+    def _candidates_of(self, stops: tuple[str, ...]) -> NDArray[np.bool_]:
+        """Return which tokens [V] can complete a stop: their text has its last character, or a part of one."""
+        known = self._candidates.get(stops)
+        if known is None:
+            if self._pairs is None:
+                # each token twice: some decoders drop the space that a text begins with
+                self._pairs = self._decode([(token, token) for token in range(self._vocab_size)])
+            ends = {stop[-1] for stop in stops} | {_UNFINISHED}
+            known = np.array([not ends.isdisjoint(text) for text in self._pairs])
+            self._candidates[stops] = known
+        return known

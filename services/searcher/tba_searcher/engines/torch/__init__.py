@@ -1,0 +1,1 @@
+"""The embedded engine: batched generation with transformers, on any machine."""

@@ -1,0 +1,403 @@
+"""The embedded engine: a transformers model decoded with a static key-value cache.
+
+    submit -> waiting -> (keys and values of the prefix, computed once per prompt) -> slot -> one token per step
+                                                                                   -> completion
+
+* Continuous batching: a finished request is replaced before the next step (batch.py).
+* The S rollouts of a visit share one prefill: keys and values of all prompt tokens but the last are kept in a prefix
+  slot and copied. A request begins decoding with its last prompt token, so tokens are sampled in one place only.
+* New weights: keys and values of active requests are recomputed before the next step, cached prefixes are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tba.errors import ConfigError
+from tba.versions import PolicyVersion
+from tba.wire import Manifest
+from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_loaded, check_request
+from tba_searcher.engines.parameters import load_model, params_sha256, replace_params
+from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
+from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
+
+_PREFILL_TOKENS = 4096
+"""Most padded tokens of one prefill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSettings:
+    """Settings of the engine."""
+
+    num_slots: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    seed: int
+    """Seeds the engine's own random stream; never the same twice (see `tba_searcher.service`)."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+
+class EmbeddedEngine:
+    """Implements `tba_searcher.engines.engine.Engine` with a local model folder in Hugging Face format.
+
+    Raises:
+        ConfigError: the folder holds no usable causal language model, or its context is too short.
+        EngineDiedError: the keys and values of so many slots do not fit into memory.
+    """
+
+    def __init__(self, folder: Path, version: PolicyVersion, settings: EmbeddedSettings) -> None:
+        self._settings, self._folder = settings, folder
+        self._device = torch.device(settings.device)
+        self._max_len = settings.max_prompt_tokens + settings.max_response_tokens
+        self._model = _load_model(folder, settings, self._max_len)
+        use_grouped_attention(self._model)
+        config = self._model.config
+        self._vocab_size = int(config.get_text_config().vocab_size)
+        num_heads = config.num_attention_heads
+        num_prefix_slots = max(4, settings.num_slots // 8)
+        try:
+            self._cache = KVCache(
+                num_layers=config.num_hidden_layers,
+                num_slots=settings.num_slots + num_prefix_slots,
+                num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+                max_len=self._max_len,
+                head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+                dtype=self._model.dtype,
+                device=self._device,
+            )
+        except RuntimeError as error:
+            raise EngineDiedError(_reason(error, settings.num_slots)) from error
+        self._prefixes = PrefixCache(settings.num_slots, num_prefix_slots)
+        self._batch = Batch(settings.num_slots, self._max_len)
+        self._waiting: deque[Request] = deque()
+        self._ids: set[str] = set()
+        self._version = version
+        self._cache_is_stale = False
+        """Keys and values belong to the weights before."""
+        self._generator = _generator(self._device, settings.seed)
+        self._stops = StopStringMatcher(lambda ids: self._decode_texts(ids), self._vocab_size)
+        self._columns = torch.arange(self._max_len, device=self._device)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the weights in use."""
+        return self._version
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that are active at once."""
+        return self._settings.num_slots
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are being decoded now."""
+        return self._batch.num_active
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted requests that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could be submitted now and decoded in the next step."""
+        return max(0, self.num_slots - self.num_active - self.num_waiting)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._vocab_size
+
+    @property
+    def default_eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the model's generation config; may be empty."""
+        ids = getattr(self._model.generation_config, "eos_token_id", None)
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request (see `Engine.submit`)."""
+        check_request(request, self._settings, is_known=request.request_id in self._ids)
+        self._ids.add(request.request_id)
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request (see `Engine.abort`)."""
+        if request_id not in self._ids:
+            return
+        self._ids.discard(request_id)
+        for slot in self._batch.active_slots():
+            active = self._batch.requests[slot]
+            if active is not None and active.request.request_id == request_id:
+                self._batch.remove(slot)
+                return
+        self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
+
+    def step(self) -> list[Completion]:
+        """Decode one token for every active request (see `Engine.step`)."""
+        try:
+            return self._step()
+        except EngineDiedError:
+            raise
+        except (RuntimeError, MemoryError) as error:  # torch has no narrower error for memory and kernels
+            raise EngineDiedError(_reason(error, self.num_slots)) from error
+
+    @torch.inference_mode()
+    def _step(self) -> list[Completion]:
+        # before new requests get slots: they must not find prefixes of the old weights
+        if self._cache_is_stale:
+            self._recompute_cache()
+        self._fill_slots()
+        moves = self._batch.compact()
+        if moves:
+            source, target = np.array(moves).T
+            self._cache.copy_slots(self._tensor(source), self._tensor(target), int(self._batch.position[target].max()))
+        if not self._batch.num_used:
+            return []
+        tokens, logprobs = self._decode()
+        if not np.isfinite(logprobs).all():
+            raise EngineDiedError(f"the logits are not finite under version {self._version}; its weights are broken")
+        completions = []
+        for slot, reason in self._batch.append(tokens, logprobs, self._completes_stop):
+            completion = self._batch.completion(slot, reason)
+            self._batch.remove(slot)
+            self._ids.discard(completion.request_id)
+            completions.append(completion)
+        return completions
+
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
+        """Replace all parameters in flight (see `Engine.load_weights`)."""
+        replace_params(self._model, tensors_paths)
+        self._version, self._cache_is_stale = version, True
+        for slot in self._batch.active_slots():
+            active = self._batch.requests[slot]
+            if active is not None:
+                active.begin_span(version, self._batch.num_response_tokens(slot))
+
+    def verify(self, manifest: Manifest) -> None:
+        """Check the digest of the parameters and the canary (see `Engine.verify`)."""
+        check_loaded(self, manifest)
+
+    def close(self) -> None:
+        """Forget all requests (see `Engine.close`); the memory is freed with the object."""
+        self._waiting.clear()
+        self._ids.clear()
+        for slot in self._batch.active_slots():
+            self._batch.remove(slot)
+
+    def params_sha256(self) -> str:
+        """Return the digest of the parameters that the engine holds."""
+        return params_sha256(self._model)
+
+    @torch.inference_mode()
+    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+        ids = torch.tensor([[*prompt_tokens, *response_tokens]], device=self._device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, len(prompt_tokens) - 1 : -1]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        return logprobs.gather(1, ids[0, len(prompt_tokens) :, None])[:, 0].cpu().numpy()
+
+    def _decode(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Run one forward pass over the newest token of every slot; return sampled tokens and log-probs, [N] each."""
+        batch, num_used = self._batch, self._batch.num_used
+        positions = self._tensor(batch.position[:num_used].copy())
+        length = int(batch.position[:num_used].max()) + 1
+        self._cache.plan_decode(positions, length)
+        # slots have different lengths: hide the positions beyond each one, which hold anything
+        mask = torch.zeros((num_used, length), dtype=self._model.dtype, device=self._device)
+        mask.masked_fill_(self._columns[:length] > positions[:, None], float("-inf"))
+        output = self._model(
+            input_ids=self._tensor(batch.current_tokens())[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask[:, None, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        temperatures = self._tensor(batch.temperature[:num_used])
+        tokens, logprobs = sample(output.logits[:, -1], temperatures, self._generator, self._sampling_options())
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _sampling_options(self) -> SamplingOptions | None:
+        """Return the options beyond a temperature; None when no request has any."""
+        batch = self._batch
+        if not batch.has_options:
+            return None
+        slots, tokens = batch.banned()
+        is_in_vocab, limited = tokens < self._vocab_size, batch.limited()
+        top_k = batch.top_k[limited]
+        return SamplingOptions(
+            banned_rows=self._tensor(slots[is_in_vocab]),
+            banned_tokens=self._tensor(tokens[is_in_vocab]),
+            limited_rows=self._tensor(limited),
+            top_k=self._tensor(np.where(top_k > 0, top_k, self._vocab_size)),
+            top_p=self._tensor(batch.top_p[limited]),
+            seeded=batch.seeded(),
+        )
+
+    @cached_property
+    def _decode_texts(self) -> Decode:
+        """The decoder of responses; the tokenizer is read for the first request with stop strings."""
+        return response_decoder(load_tokenizer(self._folder, trust_remote_code=self._settings.trust_remote_code))
+
+    def _completes_stop(self, tokens: NDArray[np.int64], request: Request) -> bool:
+        return self._stops.completes(tokens.tolist(), request.sampling.stop)
+
+    def _own_generator(self, request: Request) -> torch.Generator | None:
+        seed = request.sampling.seed
+        return None if seed is None or request.sampling.temperature == 0 else _generator(self._device, seed)
+
+    def _fill_slots(self) -> None:
+        """Put waiting requests into free slots, after a prefill of the prompts that are not cached."""
+        while self._waiting and self._batch.num_active < self.num_slots:
+            num_free = self.num_slots - self._batch.num_active
+            admitted, new_prefixes = self._prefixes.admit(self._waiting, num_free)
+            if new_prefixes:
+                self._prefill([prefix for prefix, _ in new_prefixes], [slot for _, slot in new_prefixes])
+            source = [self._prefixes.slot_of(request) for request in admitted]
+            target = [self._batch.add(request, self._version, self._own_generator(request)) for request in admitted]
+            longest = max(len(request.prompt_tokens) for request in admitted) - 1
+            self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)
+
+    def _recompute_cache(self) -> None:
+        """Recompute the keys and values of active requests under the new weights; drop cached prefixes."""
+        self._prefixes.clear()
+        batch = self._batch
+        # shortest first, so that each prefill pads little
+        slots = sorted((i for i in batch.active_slots() if batch.position[i] > 0), key=lambda i: batch.position[i])
+        sequences = [batch.tokens[slot, : batch.position[slot]].tolist() for slot in slots]
+        self._prefill(sequences, slots)
+        self._cache_is_stale = False
+
+    def _prefill(self, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
+        """Compute keys and values of whole sequences, right-padded, a few thousand tokens at a time."""
+        start = 0
+        while start < len(sequences):
+            end, longest = start + 1, len(sequences[start])
+            # padding counts: the longest sequence times their number is what a pass computes
+            while end < len(sequences):
+                wider = max(longest, len(sequences[end]))
+                if wider * (end + 1 - start) > _PREFILL_TOKENS:
+                    break
+                end, longest = end + 1, wider
+            ids = np.zeros((end - start, longest), np.int64)
+            for line, sequence in zip(ids, sequences[start:end], strict=True):
+                line[: len(sequence)] = sequence
+            self._cache.plan_prefill(self._tensor(np.array(slots[start:end])))
+            positions = self._columns[:longest].expand(end - start, longest)
+            # without the output head: a prefill samples nothing
+            self._model.base_model(
+                input_ids=self._tensor(ids), position_ids=positions, past_key_values=self._cache, use_cache=True
+            )
+            start = end
+
+    def _tensor(self, array: NDArray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Options of some rows of the logits beyond a temperature; empty tensors where there are none."""
+
+    banned_rows: Int[Tensor, " B"]
+    """With `banned_tokens`: pairs (row, token) that may not be drawn, as end of sequence below a minimum length."""
+    banned_tokens: Int[Tensor, " B"]
+    limited_rows: Int[Tensor, " M"]
+    """Rows with a top-k or a top-p."""
+    top_k: Int[Tensor, " M"]
+    """At least 1; the size of the vocabulary, or more, is off."""
+    top_p: Float[Tensor, " M"]
+    """Above 0; 1 is off."""
+    seeded: Sequence[tuple[int, torch.Generator]] = ()
+    """Rows that have a random stream of their own."""
+
+
+def sample(
+    logits: Float[Tensor, "N V"],
+    temperatures: Float[Tensor, " N"],
+    generator: torch.Generator,
+    options: SamplingOptions | None = None,
+) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
+    """Draw one token per row, with its log-prob under exactly the distribution that was drawn from.
+
+    Without options nothing is masked, so that the trainer's log_softmax(logits / temperature) is the same number; a
+    model that gives PAD some probability may draw it like any other token. With options, banned tokens, then all but
+    the `top_k` most probable, then all but the fewest that hold `top_p` of the rest have probability 0; what remains is
+    renormalised.
+
+    Args:
+        temperatures: float32; 0 takes the most probable token and reports its log-prob at temperature 1.
+        generator: source of randomness, on the device of `logits`.
+        options: None where no row has any.
+
+    Returns:
+        tokens int64 [N] and their log-probs float32 [N].
+    """
+    greedy = temperatures == 0
+    scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
+    if options is not None:
+        scaled[options.banned_rows, options.banned_tokens] = -torch.inf
+        if len(options.limited_rows):
+            rows = options.limited_rows
+            scaled[rows] = _limited(scaled[rows], options.top_k, options.top_p)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    # argmax(p / e) with e ~ Exp(1) is a draw from p (Gumbel-max); unlike multinomial it needs no host synchronisation
+    noise = torch.empty_like(logprobs).exponential_(generator=generator)
+    for row, own in () if options is None else options.seeded:
+        noise[row].exponential_(generator=own)
+    tokens = torch.where(greedy[:, None], logprobs, logprobs - noise.log_()).argmax(dim=-1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _limited(logits: Float[Tensor, "M V"], top_k: Int[Tensor, " M"], top_p: Float[Tensor, " M"]) -> Tensor:
+    """Return the logits [M, V] with -inf for the tokens that top-k and top-p leave out; ties with the k-th stay."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    last = ordered.gather(1, (top_k.clamp(max=logits.shape[1]) - 1)[:, None])  # [M, 1]
+    ordered = ordered.masked_fill(ordered < last, -torch.inf)
+    probs = torch.softmax(ordered, dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    dropped = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
+    return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(dropped, -torch.inf))
+
+
+def _reason(error: Exception, num_slots: int) -> str:
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return f"the engine is out of memory with {num_slots} slots; lower searcher.num_slots ({text})"
+    return f"the engine failed with {type(error).__name__}: {text}"
+
+
+def _generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _load_model(folder: Path, settings: EmbeddedSettings, max_len: int) -> Any:
+    model = load_model(
+        folder, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
+    )
+    config = model.config
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and max_len > limit:
+        raise ConfigError(
+            f"searcher.max_prompt_tokens + searcher.max_response_tokens = {max_len}, "
+            f"but the model's context is {limit} tokens; lower one of them"
+        )
+    # within its window, sliding attention is full attention
+    odd_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if odd_layers and not (odd_layers == {"sliding_attention"} and window and max_len <= window):
+        raise ConfigError(
+            f"the embedded engine decodes full-attention models only; this one has layers of kind {sorted(odd_layers)}"
+        )
+    return model

@@ -1,0 +1,197 @@
+"""Ref log-probs at the searcher: the starting model in memory beside the engine.
+
+With `objective.reference_placement = "searcher"` every rollout carries the sum of log pi_start over its response, at
+the policy temperature, and the trainer holds no reference model, as in the paper. Evaluations use the same model for
+their KL (`eval.kl_to_reference`).
+
+The starting model is version 0-0 as published: in `model.dtype`, checked like any version that an engine loads. The
+passes run in a thread of their own beside the engine's, with the same number of torch threads.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tba.errors import DigestError, MalformedError, ObjectNotFoundError, TbaError
+from tba.versions import START
+from tba.weights import WeightVersions
+from tba_searcher.engines.engine import ReferenceRefusedError, check_loaded
+from tba_searcher.engines.parameters import load_model, params_sha256
+
+PASS_TOKENS = 4096
+"""Most padded tokens of one forward pass; a longer sequence gets a pass of its own."""
+LOGITS_BYTES = 128 * 1024 * 1024
+"""Most bytes of float32 logits at once."""
+_PROBE_TOKENS = 4
+_PROBE_TOLERANCE = 1e-6
+
+
+class StartingModel:
+    """The starting model as the reference.
+
+    Args:
+        folder: the model in Hugging Face format.
+        temperature: the policy temperature.
+        dtype, device, trust_remote_code: as for the engine.
+
+    Raises:
+        ConfigError: the folder holds no usable causal language model.
+    """
+
+    def __init__(
+        self, folder: Path, *, temperature: float, dtype: str, device: str, trust_remote_code: bool = False
+    ) -> None:
+        self._model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        self._device, self._temperature = torch.device(device), temperature
+        self._has_plain_head = self._probe()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self._model.config.get_text_config().vocab_size)
+
+    def params_sha256(self) -> str:
+        """Return the digest of the parameters."""
+        return params_sha256(self._model)
+
+    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+        pair = (np.array(prompt_tokens, np.int32), np.array(response_tokens, np.int32))
+        return self._token_logprobs([pair], 1.0).cpu().numpy()
+
+    def sums(
+        self, prompts: Sequence[Sequence[int] | NDArray[np.int32]], responses: Sequence[NDArray[np.int32]]
+    ) -> list[float]:
+        """Return the sum of log pi_start over each response (at least one token each), at the policy temperature."""
+        return [float(values.sum(dtype=np.float64)) for values in self.logprobs(prompts, responses)]
+
+    def logprobs(
+        self, prompts: Sequence[Sequence[int] | NDArray[np.int32]], responses: Sequence[NDArray[np.int32]]
+    ) -> list[NDArray[np.float32]]:
+        """Return log pi_start [R] of the tokens of each response (R >= 1), at the policy temperature."""
+        pairs = [(np.asarray(p, np.int32), r) for p, r in zip(prompts, responses, strict=True)]
+        lengths = [len(prompt) + len(response) - 1 for prompt, response in pairs]
+        found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(pairs)
+        for rows in _passes(lengths):
+            chosen = [pairs[i] for i in rows]
+            values = self._token_logprobs(chosen, self._temperature).cpu()
+            for i, part in zip(rows, values.split([len(response) for _, response in chosen]), strict=True):
+                found[i] = part.numpy()
+        return found
+
+    def sums_of_prompt(self, prompt: NDArray[np.int32], responses: Sequence[NDArray[np.int32]]) -> list[float]:
+        """Return `sums` of several responses to one prompt."""
+        return self.sums([prompt] * len(responses), responses)
+
+    @torch.inference_mode()
+    def _token_logprobs(
+        self, pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], temperature: float
+    ) -> Float[Tensor, " T"]:
+        """Return the log-probs of the response tokens, pair after pair."""
+        # padding is on the right, so no real token attends to it
+        ids = np.zeros((len(pairs), max(len(p) + len(r) - 1 for p, r in pairs)), np.int64)  # [B, longest]
+        for line, (prompt, response) in zip(ids, pairs, strict=True):
+            line[: len(prompt) + len(response) - 1] = np.concatenate([prompt, response[:-1]])
+        row = np.repeat(np.arange(len(pairs)), [len(response) for _, response in pairs])  # [T]
+        # the last prompt token predicts the first response token
+        column = np.concatenate([np.arange(len(p) - 1, len(p) + len(r) - 1) for p, r in pairs])  # [T]
+        targets = self._tensor(np.concatenate([response for _, response in pairs]))
+        places = (self._tensor(row), self._tensor(column))
+        pieces = []
+        for logits, chunk in self._logits(self._tensor(ids), places, targets):
+            wide = logits.float() / temperature
+            pieces.append(wide.gather(1, chunk[:, None])[:, 0] - wide.logsumexp(dim=1))
+        return torch.cat(pieces)
+
+    def _logits(
+        self, ids: Int[Tensor, "B L"], places: tuple[Tensor, Tensor], targets: Int[Tensor, " T"]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logits that predict response tokens, with their targets, at most LOGITS_BYTES at a time."""
+        if not self._has_plain_head:
+            yield self._model(input_ids=ids, use_cache=False).logits[places], targets
+            return
+        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[places]  # [T, H]
+        head = self._model.get_output_embeddings()
+        size = max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))
+        for part, chunk in zip(hidden.split(size), targets.split(size), strict=True):
+            yield head(part), chunk
+
+    @torch.inference_mode()
+    def _probe(self) -> bool:
+        """Return whether the output head on the hidden states gives the logits; soft-capped logits do not come so."""
+        head = self._model.get_output_embeddings()
+        if head is None or self._model.base_model is self._model:
+            return False
+        vocab_size = self._model.config.get_text_config().vocab_size
+        ids = torch.arange(_PROBE_TOKENS, device=self._device)[None, :] % vocab_size
+        logits = self._model(input_ids=ids, use_cache=False).logits.float()
+        direct = head(self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+        tolerance = _PROBE_TOLERANCE * float(logits.abs().max())
+        return direct.shape == logits.shape and bool(torch.allclose(direct, logits, rtol=0.0, atol=tolerance))
+
+    def _tensor(self, array: NDArray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+
+def load_starting_model(
+    versions: WeightVersions,
+    folder: Path,
+    *,
+    asked_by: Sequence[str],
+    temperature: float,
+    device: str,
+    trust_remote_code: bool,
+) -> StartingModel:
+    """Download version 0-0, load it and check it.
+
+    Args:
+        folder: holds its files until it is loaded.
+        asked_by: the settings of the recipe that need it, for the error (`Recipe.why_searchers_hold_start`).
+
+    Raises:
+        StoreUnavailableError: the store is away; try again.
+        ReferenceRefusedError: version 0-0 is damaged, or the model failed while it was loaded or checked; try again.
+        TbaError: version 0-0 is missing; trying again is no use.
+    """
+    cannot = f"this run asks searchers for log-probs of the starting model ({' and '.join(asked_by)}), which cannot be"
+    try:
+        with tempfile.TemporaryDirectory(prefix="reference-", dir=folder) as name:
+            manifest = versions.download(START, Path(name))
+            model = StartingModel(
+                Path(name),
+                temperature=temperature,
+                dtype=manifest.dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+            )
+        check_loaded(model, manifest)
+    except (DigestError, MalformedError) as error:
+        raise ReferenceRefusedError(f"{cannot} used: {error}") from None
+    except ObjectNotFoundError as error:
+        raise TbaError(f"{cannot} used: {error}") from None
+    except TbaError:
+        raise
+    except Exception as error:  # any exception refuses the version, as in `weights.verification_error`
+        cause = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise ReferenceRefusedError(f"{cannot} loaded and checked: {cause}") from None
+    return model
+
+
+def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield positions of sequences of similar length, longest first, for passes of bounded size."""
+    rows: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if rows and lengths[rows[0]] * (len(rows) + 1) > PASS_TOKENS:
+            yield rows
+            rows = []
+        rows.append(i)
+    if rows:
+        yield rows

@@ -1,0 +1,1 @@
+"""The vLLM engine: vLLM inside the searcher process, with weight updates in place."""

@@ -1,0 +1,370 @@
+"""vLLM behind the engine protocol: its synchronous `LLMEngine` in this process, one step of its scheduler per step.
+
+    submit -> add_request -> (vLLM: waiting -> running, prompts and responses in one batch) -> step -> completion
+
+* Log-probs are vLLM's `processed_logprobs`: of the distribution that was drawn from, after min tokens, temperature,
+  top-k and top-p, as the protocol asks.
+* New weights: active requests keep their tokens, and vLLM's whole cache is dropped. The next step recomputes prompt and
+  response so far under the new weights. vLLM puts a version label on every token, which gives the spans.
+* `verify` compares the digest of the tensors that were loaded with the manifest's, and asks vLLM itself for the
+  log-probs of the canary.
+
+Everything but `_exclusive` uses vLLM's public interface.
+"""
+
+# pyright: reportMissingImports=false
+# (vLLM is an extra: types are checked without it too)
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.config.searcher import VLLM_MAX_TEMPERATURE, VllmSection
+from tba.errors import ConfigError
+from tba.versions import PolicyVersion
+from tba.wire import Manifest, VersionSpan
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request, check_loaded, check_request
+from tba_searcher.engines.parameters import check_tensors, read_headers
+from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
+from tba_searcher.engines.vllm.weights import WORKER_EXTENSION
+
+_CANARY_ID = "canary"
+_MIN_LEN = 64
+"""Context for the canary, where prompts and responses are shorter."""
+_MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature to this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Settings of the engine."""
+
+    num_slots: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    seed: int
+    """Seeds the engine's own random stream; vLLM takes its lowest 32 bits."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    section: VllmSection = field(default_factory=VllmSection)
+
+
+class VllmEngine:
+    """Implements `tba_searcher.engines.engine.Engine` with vLLM.
+
+    Args:
+        folder: model folder in Hugging Face format, with tokenizer.
+        tensors_paths: its safetensors files; later versions must have the same names, shapes and dtypes.
+
+    Raises:
+        ConfigError: vLLM is not installed, does not know the model, or the settings do not fit it.
+        EngineError: the weights cannot be loaded.
+    """
+
+    def __init__(
+        self, folder: Path, tensors_paths: Sequence[Path], version: PolicyVersion, settings: VllmSettings
+    ) -> None:
+        self._settings = settings
+        self._expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
+        self._llm: Any = _build(folder, settings, on_cpu=prepare_vllm(settings.device))
+        self._requests: dict[str, tuple[Request, float]] = {}  # id -> the request and when it was submitted
+        self._masked_ids = {*self.default_eos_ids, self._llm.get_tokenizer().eos_token_id} - {None}
+        """The ids that vLLM takes for end of sequence, and masks while a response is shorter than its minimum."""
+        self._params_sha256 = ""
+        self._version = version
+        self.load_weights(tensors_paths, version)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the weights in use."""
+        return self._version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._llm.vllm_config.model_config.get_vocab_size()
+
+    @property
+    def default_eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the model's generation config; may be empty."""
+        ids = self._llm.vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that are active at once."""
+        return self._settings.num_slots
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are being decoded now; fewer really are while vLLM's cache is too small for all slots."""
+        return min(len(self._requests), self.num_slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted requests that have no slot yet."""
+        return len(self._requests) - self.num_active
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could be submitted now and decoded in the next step."""
+        return max(0, self.num_slots - len(self._requests))
+
+    def submit(self, request: Request) -> None:
+        """Queue a request (see `Engine.submit`)."""
+        name = f"request {request.request_id}"
+        is_known = request.request_id in self._requests or request.request_id == _CANARY_ID
+        check_request(request, self._settings, is_known=is_known)
+        # vLLM masks its own ids below min_tokens, so the log-probs would be those of another distribution
+        others = self._masked_ids - set(request.eos_ids)
+        if request.min_response_tokens and others:
+            raise EngineError(
+                f"{name}: with min_response_tokens vLLM also bans {sorted(others)}, which its files call end of "
+                "sequence and the request does not; add them to eos_ids"
+            )
+        try:
+            self._add(request.request_id, request.prompt_tokens, _sampling_params(request))
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"{name} is refused by vLLM: {error}") from None
+        self._requests[request.request_id] = (request, time.time())
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request (see `Engine.abort`)."""
+        if self._requests.pop(request_id, None) is not None:
+            self._llm.abort_request([request_id])
+
+    def step(self) -> list[Completion]:
+        """Run one step of vLLM's scheduler (see `Engine.step`)."""
+        if not self._requests:
+            return []
+        completions = [self._completion(output) for output in self._run_step() if output.finished]
+        for completion in completions:
+            del self._requests[completion.request_id]
+            if not np.isfinite(completion.sampler_logprobs).all():
+                raise EngineDiedError(
+                    f"the logits are not finite under version {self._version}; its weights are broken"
+                )
+        return completions
+
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
+        """Replace all parameters in flight (see `Engine.load_weights`). Versions hold merged weights, not adapters."""
+        places = check_tensors(tensors_paths, self._expected)
+        # stays so when the load fails half-way: a mixture of weights must never pass `verify`
+        self._params_sha256 = "unknown: a load broke off"
+        try:
+            named = {name: str(path) for name, path in places.items()}
+            (self._params_sha256,) = self._llm.collective_rpc("tba_load_weights", args=(named,))
+        except Exception as error:
+            raise (
+                _died(error, "loading weights")
+                if _is_fatal(error)
+                else EngineError(f"vLLM could not load version {version}: {error}")
+            ) from error
+        finally:
+            self._drop_cache()
+        self._llm.set_weight_version(str(version))
+        self._version = version
+
+    def verify(self, manifest: Manifest) -> None:
+        """Check the digest of the loaded tensors, and the canary through vLLM (see `Engine.verify`)."""
+        check_loaded(self, manifest)
+
+    def params_sha256(self) -> str:
+        """Return the digest of the tensors of the last load."""
+        return self._params_sha256
+
+    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+        import vllm
+
+        tokens = (*prompt_tokens, *response_tokens)
+        params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        with self._exclusive():
+            try:
+                self._add(_CANARY_ID, tokens, params)
+                outputs = []
+                while not outputs:
+                    outputs = [output for output in self._run_step() if output.finished]
+            except BaseException:
+                # the next canary has the same id, so this one must go; the engine may be dead, too
+                with suppress(Exception):
+                    self._llm.abort_request([_CANARY_ID])
+                raise
+        found = zip(outputs[0].prompt_logprobs[len(prompt_tokens) :], response_tokens, strict=True)
+        return np.array([position[token].logprob for position, token in found], np.float32)
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory (see `Engine.close`)."""
+        if self._llm is not None:
+            self._requests.clear()
+            self._llm.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
+
+    def _add(self, request_id: str, tokens: Sequence[int], params: Any) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        self._llm.add_request(request_id, tokens_input(list(tokens)), params)
+
+    def _run_step(self) -> list[Any]:
+        try:
+            return self._llm.step()
+        except Exception as error:
+            raise _died(error, "decoding") from error
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Let steps inside work only on requests that are added inside; all others wait, their cache dropped."""
+        self._drop_cache()
+        # vLLM has no public way to hold requests back, so they leave the scheduler's queue for a while.
+        # tests/integration/test_searcher_engines.py runs this against the pinned vLLM.
+        waiting = self._llm.engine_core.engine_core.scheduler.waiting
+        held_back = [waiting.pop_request() for _ in range(len(waiting))]
+        try:
+            yield
+        finally:
+            for request in held_back:
+                waiting.add_request(request)
+
+    def _drop_cache(self) -> None:
+        """Drop all keys and values; running requests go back to vLLM's queue with their tokens."""
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    def _completion(self, output: Any) -> Completion:
+        request, started_at_s = self._requests[output.request_id]
+        response = output.outputs[0]
+        if response.finish_reason == "stop":
+            reason = "stop_string" if isinstance(response.stop_reason, str) else "stop"
+        elif response.finish_reason == "length":
+            reason = "length"
+        else:
+            raise EngineDiedError(f"vLLM ended request {request.request_id} with {response.finish_reason!r}")
+        tokens = np.array(response.token_ids, np.int32)
+        return Completion(
+            request_id=request.request_id,
+            response_tokens=tokens,
+            sampler_logprobs=np.array(response.logprobs.logprobs[: len(tokens)], np.float32),
+            sampling=request.sampling,
+            finish_reason=reason,
+            version_spans=tuple(
+                VersionSpan(version=PolicyVersion.parse(span.version), start=span.start, end=span.end)
+                for span in response.weight_versions
+            ),
+            started_at_s=started_at_s,
+            finished_at_s=time.time(),
+        )
+
+
+def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
+    """Build a running LLMEngine."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    section = settings.section
+    max_len = settings.max_prompt_tokens + settings.max_response_tokens
+    arguments = EngineArgs(
+        model=str(folder),
+        dtype=cast(Any, settings.dtype),
+        seed=settings.seed % 2**32,
+        trust_remote_code=settings.trust_remote_code,
+        max_model_len=max(max_len, _MIN_LEN),
+        max_num_seqs=settings.num_slots,
+        max_num_batched_tokens=section.max_batched_tokens,
+        block_size=section.block_size,
+        enable_prefix_caching=section.prefix_caching,
+        gpu_memory_utilization=section.gpu_memory_share,
+        kv_cache_memory_bytes=section.kv_cache_bytes,
+        enforce_eager=on_cpu or section.enforce_eager,
+        async_scheduling=False,  # weights change between two steps, so nothing may be in flight there
+        distributed_executor_backend="uni",
+        worker_extension_cls=WORKER_EXTENSION,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # the model's own sampling defaults are not ours
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    if arguments.enforce_eager:
+        keep_transformers_unchanged()
+    try:
+        config: Any = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        if on_cpu:
+            _check_head_size(config.model_config.get_head_size())
+        if on_cpu and section.kv_cache_bytes is None:
+            config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
+        return LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"vLLM cannot run the model in {folder} with these settings: {error}") from None
+
+
+def _check_head_size(head_size: int) -> None:
+    """Refuse a head size that vLLM itself would refuse only at the first token."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in sizes:
+        raise ConfigError(
+            f"attention heads of size {head_size}: vLLM on the CPU knows {', '.join(map(str, sizes))} only; "
+            "take searcher.engine = embedded"
+        )
+
+
+def _full_cache_bytes(config: Any) -> int:
+    """Return the bytes of keys and values of all slots at full length: whole blocks, and one that vLLM keeps."""
+    model, cache, num_slots = config.model_config, config.cache_config, config.scheduler_config.max_num_seqs
+    num_blocks = num_slots * -(-model.max_model_len // cache.block_size) + 1
+    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * model.dtype.itemsize
+    return num_blocks * cache.block_size * per_token * model.get_num_layers(config.parallel_config)
+
+
+def _sampling_params(request: Request) -> Any:
+    """Return vLLM's sampling parameters for a request.
+
+    Raises:
+        EngineError: vLLM would sample from another distribution than asked.
+    """
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    if sampling.temperature != 0 and not _MIN_TEMPERATURE <= sampling.temperature <= VLLM_MAX_TEMPERATURE:
+        raise EngineError(
+            f"request {request.request_id}: temperature {sampling.temperature:g}; vLLM samples at 0 or at "
+            f"{_MIN_TEMPERATURE:g} to {VLLM_MAX_TEMPERATURE:g}"
+        )
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        stop_token_ids=list(request.eos_ids),
+        ignore_eos=True,  # ignores only the model's own ids; those of the request are above
+        max_tokens=request.max_response_tokens,
+        min_tokens=request.min_response_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Return whether the process must not continue with this engine."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _died(error: Exception, doing: str) -> EngineDiedError:
+    what = "is out of memory" if _is_fatal(error) else "crashed"
+    return EngineDiedError(f"vLLM {what} while {doing}: {type(error).__name__}: {error}")

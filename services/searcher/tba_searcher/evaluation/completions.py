@@ -1,0 +1,168 @@
+"""Completions of held-out prompts: every prompt greedily, and as many samples of each as the recipe asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import Prompt
+from tba.config import Recipe
+from tba.config.evaluation import Mode, PublishedSection
+from tba.config.searcher import TaskSampling
+from tba.errors import ConfigError
+from tba.wire import Sampling
+from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
+from tba_searcher.engines.tokenizer import Codec
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """One completion of one prompt."""
+
+    mode: Mode
+    prompt: int
+    """Which held-out prompt, from 0."""
+    number: int
+    """Which completion of it in this mode, from 0."""
+    tokens: NDArray[np.int32]
+    """[R], R >= 1, the end-of-sequence token included when it was sampled."""
+    finish_reason: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The unique name in this evaluation."""
+        return f"{self.mode}-{self.prompt}-{self.number}"
+
+    @property
+    def tokens_without_end(self) -> NDArray[np.int32]:
+        """The tokens without the end-of-sequence token, which every response that ended by itself has."""
+        return self.tokens[: -1 if self.finish_reason == "stop" else None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Answers:
+    """All completions, in the order of prompts, greedy ones first."""
+
+    prompts: Sequence[Prompt]
+    prompt_tokens: list[tuple[int, ...]]
+    answers: list[Answer] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Prompt -> why the engine cannot complete it."""
+    seconds: float = 0.0
+    """How long generation took."""
+
+    def of(self, mode: Mode) -> list[list[Answer]]:
+        """Return the answers as [prompt][number]; empty for a refused prompt."""
+        parts: list[list[Answer]] = [[] for _ in self.prompts]
+        for answer in self.answers:
+            if answer.mode == mode:
+                parts[answer.prompt].append(answer)
+        return parts
+
+
+def answer_all(
+    engine: Engine, codec: Codec, recipe: Recipe, prompts: Sequence[Prompt], *, on_progress: OnProgress
+) -> Answers:
+    """Complete every prompt, as many at once as the engine decodes.
+
+    Raises:
+        EngineDiedError: the engine cannot continue.
+        ConfigError: it can complete none of the prompts.
+    """
+    found = Answers(prompts=prompts, prompt_tokens=[codec.encode_prompt(prompt.text) for prompt in prompts])
+    eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
+    requests = _requests(recipe, found, eos_ids)
+    num_all = sum(num for _, num in modes_of(recipe.eval.published)) * len(prompts)
+    done: dict[str, Completion] = {}
+    start_s = time.monotonic()
+    num_tokens, more = 0, True
+    while more or engine.num_active or engine.num_waiting:
+        while more and engine.num_free_slots:
+            more = _submit_next(engine, requests, found)
+        for completion in engine.step():
+            done[completion.request_id] = completion
+            num_tokens += len(completion.response_tokens)
+        on_progress(f"{len(done)} of {num_all} completions, {num_tokens / (time.monotonic() - start_s):.0f} tokens/s")
+    found.seconds = time.monotonic() - start_s
+    if not done:
+        raise ConfigError(f"none of the {len(prompts)} held-out prompts can be completed: {found.refused[0]}")
+    found.answers = _in_order(codec, done)
+    return found
+
+
+def modes_of(section: PublishedSection) -> list[tuple[Mode, int]]:
+    """Return the modes that the recipe asks for, each with its number of completions per prompt."""
+    modes: list[tuple[Mode, int]] = [("greedy", 1)] if section.greedy else []
+    return [*modes, ("sampled", section.num_samples)] if section.num_samples else modes
+
+
+def temperature_of(mode: Mode, recipe: Recipe) -> float:
+    """Return the sampling temperature of a mode; greedy is 0."""
+    if mode == "greedy":
+        return 0.0
+    temperature = recipe.eval.published.temperature
+    return recipe.model.policy_temperature if temperature is None else temperature
+
+
+def _requests(recipe: Recipe, found: Answers, eos_ids: tuple[int, ...]) -> Iterator[tuple[int, Request]]:
+    """Yield (prompt, request); top-p and top-k sampling are off, as in every evaluation."""
+    # prompt by prompt, so that completions of one prompt share its prefill
+    for mode, num in modes_of(recipe.eval.published):
+        for index, (prompt, tokens) in enumerate(zip(found.prompts, found.prompt_tokens, strict=True)):
+            task = recipe.searcher.tasks.get(prompt.task, TaskSampling())
+            for number in range(num):
+                if index in found.refused:
+                    break
+                yield (
+                    index,
+                    Request(
+                        request_id=f"{mode}/{index}/{number}",
+                        prompt_tokens=tokens,
+                        sampling=Sampling(temperature=temperature_of(mode, recipe), stop=tuple(task.stop)),
+                        max_response_tokens=task.max_response_tokens or recipe.searcher.max_response_tokens,
+                        min_response_tokens=task.min_response_tokens,
+                        eos_ids=eos_ids,
+                    ),
+                )
+
+
+def _submit_next(engine: Engine, requests: Iterator[tuple[int, Request]], found: Answers) -> bool:
+    """Submit one request, or note that the engine refuses its prompt; return False when there is none left."""
+    index, request = next(requests, (0, None))
+    if request is None:
+        return False
+    try:
+        engine.submit(request)
+    except EngineDiedError:
+        raise
+    except EngineError as error:
+        found.refused[index] = str(error)
+    return True
+
+
+def _in_order(codec: Codec, done: dict[str, Completion]) -> list[Answer]:
+    keys: list[tuple[Mode, int, int]] = []
+    for request_id in done:
+        mode, index, number = request_id.split("/")
+        keys.append(("greedy" if mode == "greedy" else "sampled", int(index), int(number)))
+    texts = codec.decode_responses(list(done.values()))
+    return [
+        Answer(
+            mode=mode,
+            prompt=index,
+            number=number,
+            tokens=completion.response_tokens,
+            finish_reason=completion.finish_reason,
+            text=text,
+        )
+        for (mode, index, number), completion, text in sorted(
+            zip(keys, done.values(), texts, strict=True), key=lambda item: item[0]
+        )
+    ]

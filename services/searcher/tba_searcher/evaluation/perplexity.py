@@ -1,0 +1,76 @@
+"""The two perplexities of the TL;DR task: how likely the starting model finds the completions.
+
+Per token: exp(NLL of all completions / number of their tokens). As published (bbartoldson/TBA, src/perplexity.py): the
+mean over completions of exp(NLL of the completion / (tokens of prompt and completion - 1)). It is far lower, because
+it counts the tokens of the prompt but not their NLL. Both under the model at temperature 1, the end-of-sequence
+token included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba.evaluation.report import Estimate
+from tba.evaluation.statistics import exp_of_ratio, finite_exp, mean_of_prompts
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.engines.torch.reference_logprobs import StartingModel
+from tba_searcher.evaluation.completions import Answer, Answers, OnProgress
+
+PART_ANSWERS = 64
+
+
+def negative_log_likelihoods(
+    recipe: Recipe, folder: Path, answers: Answers, *, on_progress: OnProgress
+) -> dict[str, float]:
+    """Return name of the answer -> sum of -log pi_start over its tokens, in nats, without sums that are not finite.
+
+    Raises:
+        ConfigError: the folder holds no usable model, or one with another tokenizer.
+    """
+    _check_tokenizer(recipe, folder, answers)
+    model = StartingModel(
+        folder,
+        temperature=1.0,
+        dtype=recipe.model.dtype,
+        device=recipe.searcher.device,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    found: dict[str, float] = {}
+    for at in range(0, len(answers.answers), PART_ANSWERS):
+        part = answers.answers[at : at + PART_ANSWERS]
+        sums = model.sums([answers.prompt_tokens[answer.prompt] for answer in part], [answer.tokens for answer in part])
+        found |= {answer.name: -value for answer, value in zip(part, sums, strict=True) if math.isfinite(value)}
+        on_progress(f"{at + len(part)} of {len(answers.answers)} completions under the starting model")
+    return found
+
+
+def perplexities(parts: Sequence[Sequence[Answer]], answers: Answers, nlls: Mapping[str, float]) -> dict[str, Estimate]:
+    """Return `per_token` and `published` over the completions of one mode."""
+    known = [[answer for answer in part if answer.name in nlls] for part in parts]
+    sums = [[nlls[answer.name] for answer in part] for part in known]
+    lengths = [[float(len(answer.tokens)) for answer in part] for part in known]
+    # as published: the tokens of the prompt are counted, their NLL is not
+    whole = [
+        [
+            finite_exp(nlls[answer.name] / (len(answers.prompt_tokens[answer.prompt]) + len(answer.tokens) - 1))
+            for answer in part
+        ]
+        for part in known
+    ]
+    published = mean_of_prompts([[value for value in part if value is not None] for part in whole])
+    return {"per_token": exp_of_ratio(sums, lengths), "published": published}
+
+
+def _check_tokenizer(recipe: Recipe, folder: Path, answers: Answers) -> None:
+    """Refuse a starting model with another tokenizer: the token ids would mean something else to it."""
+    codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
+    for prompt, tokens in zip(answers.prompts[:8], answers.prompt_tokens, strict=False):
+        if codec.encode_prompt(prompt.text) != tokens:
+            raise ConfigError(
+                f"eval.published.perplexity: the starting model in {folder} has another tokenizer than the evaluated "
+                f"model (prompt {prompt.prompt_id!r}); evaluate a model that was trained from it, or set it to false"
+            )

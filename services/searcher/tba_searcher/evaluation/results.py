@@ -1,0 +1,159 @@
+"""The numbers of evaluation.json, from answers and scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tba.config import Recipe
+from tba.config.evaluation import Mode
+from tba.evaluation.report import Comparison, Estimate, ModeReport, ScoreCounts
+from tba.evaluation.statistics import mean_of_pairs, mean_of_prompts, pass_at_k, success_rate
+from tba_searcher.evaluation.completions import Answer, Answers, modes_of, temperature_of
+from tba_searcher.evaluation.perplexity import perplexities
+from tba_searcher.evaluation.scores import Score, Scores, tasks_of
+from tba_searcher.generation.evaluation_results import Embedder, cosine_distances, distinct_share
+
+Parts = Sequence[Sequence[Answer]]
+
+
+NO_COMPLETION = Score(None, "no_completion")
+"""The score of a prompt that the engine refused."""
+
+
+class EvaluationMetrics:
+    """The numbers of one evaluation.
+
+    Args:
+        nlls: name of the answer -> -log pi_start; empty when perplexity is off.
+    """
+
+    def __init__(self, recipe: Recipe, answers: Answers, scores: Scores, nlls: Mapping[str, float]) -> None:
+        self._recipe, self._answers, self._scores, self._nlls = recipe, answers, scores, nlls
+        self._section = recipe.eval.published
+        self.by_name: dict[str, Estimate] = {}
+        """For example greedy.gsm8k.success_rate."""
+        for mode, _ in modes_of(self._section):
+            self.by_name |= {f"{mode}.{name}": value for name, value in self._metrics(mode)}
+
+    def comparisons(self) -> list[Comparison]:
+        """Return published numbers beside ours."""
+        return [Comparison(reference=item, found=self.by_name.get(item.metric)) for item in self._section.references]
+
+    def report(self, mode: Mode) -> ModeReport:
+        """Return the counts of a mode."""
+        answers = [answer for part in self._answers.of(mode) for answer in part]
+        return ModeReport(
+            temperature=temperature_of(mode, self._recipe),
+            num_completions=len(answers),
+            finish_reasons=dict(Counter(answer.finish_reason for answer in answers)),
+            scores={task: self._counts(mode, task) for task in self._tasks()},
+        )
+
+    def _metrics(self, mode: Mode) -> Iterator[tuple[str, Estimate]]:
+        parts = self._answers.of(mode)
+        for task in self._tasks():
+            scores = self._of_task(mode, task)
+            yield f"{task}.mean_reward", mean_of_prompts(_known(scores))
+            successes = [[self._succeeds(task, score) for score in part] for part in scores]
+            yield f"{task}.success_rate", success_rate(successes)
+            if mode == "sampled":
+                for k in self._section.pass_at:
+                    yield f"{task}.pass@{k}", _pass_at(successes, k)
+        if self._section.perplexity:
+            for name, value in perplexities(parts, self._answers, self._nlls).items():
+                yield f"perplexity.{name}", value
+        if mode == "sampled" and self._section.num_samples > 1:
+            for name, value in self._diversities(parts).items():
+                yield f"diversity.{name}", value
+        yield "mean_response_tokens", mean_of_prompts([[len(answer.tokens) for answer in part] for part in parts])
+        finished = [[float(answer.finish_reason != "length") for answer in part] for part in parts]
+        yield "finished_share", mean_of_prompts(finished)
+
+    def _diversities(self, parts: Sequence[Sequence[Answer]]) -> dict[str, Estimate]:
+        """Return the diversities of samples; a success is judged by the first task that the answer is scored under."""
+        folder = self._recipe.eval.embedding_model
+
+        def succeeds(answer: Answer) -> bool:
+            task = tasks_of(self._recipe, self._answers, answer.prompt)[0]
+            return bool(self._succeeds(task, self._scores[answer.name, task]))
+
+        return diversities(parts, embedder=None if folder is None else Embedder(folder), succeeds=succeeds)
+
+    def _tasks(self) -> list[str]:
+        """Return every task that is scored, in the order of the recipe or of the prompts."""
+        found = (tasks_of(self._recipe, self._answers, index) for index in range(len(self._answers.prompts)))
+        return list(dict.fromkeys(task for tasks in found for task in tasks))
+
+    def _of_task(self, mode: Mode, task: str) -> list[list[Score]]:
+        """Return [prompt][completion] of the prompts that are scored under this task; unknown for a refused one."""
+        num = dict(modes_of(self._section))[mode]
+        return [
+            [self._scores[answer.name, task] for answer in part] or [NO_COMPLETION] * num
+            for index, part in enumerate(self._answers.of(mode))
+            if task in tasks_of(self._recipe, self._answers, index)
+        ]
+
+    def _counts(self, mode: Mode, task: str) -> ScoreCounts:
+        scores = [score for part in self._of_task(mode, task) for score in part]
+        unknown = Counter(score.reason or "no reason" for score in scores if score.value is None)
+        above = self._section.success_above.get(task)
+        return ScoreCounts(
+            reward_versions=sorted({score.reward_version for score in scores if score.reward_version is not None}),
+            success=f"> {above:g}" if above is not None else f">= {self._recipe.eval.success_reward:g}",
+            num_scored=len(scores) - unknown.total(),
+            num_unknown=unknown.total(),
+            unknown=dict(unknown),
+        )
+
+    def _succeeds(self, task: str, score: Score) -> bool | None:
+        if score.value is None:
+            return None
+        above = self._section.success_above.get(task)
+        return score.value > above if above is not None else score.value >= self._recipe.eval.success_reward
+
+
+def diversities(parts: Parts, *, embedder: Embedder | None, succeeds: Callable[[Answer], bool]) -> dict[str, Estimate]:
+    """Return distinct_1 to distinct_3, and with an embedder the cosine distances of all and of successful samples."""
+    found = {}
+    if embedder is not None:
+        # The red-teaming task publishes the mean over all pairs of samples of a prompt, whether they succeed or not
+        # (GFNOrg/red-teaming, eval.py). Successes are also taken alone: diverse failures are worth nothing.
+        successes = [[answer for answer in part if succeeds(answer)] for part in parts]
+        found["cosine_distance"] = _cosine_distance(parts, embedder)
+        found["cosine_distance_of_successes"] = _cosine_distance(successes, embedder)
+    for n in (1, 2, 3):
+        found[f"distinct_{n}"] = _distinct(parts, n)
+    return found
+
+
+def _distinct(parts: Parts, n: int) -> Estimate:
+    """Return the mean over the prompts whose samples have n-grams at all."""
+    shares = [distinct_share([answer.tokens_without_end for answer in part], n) for part in parts]
+    known = [(share, len(part)) for share, part in zip(shares, parts, strict=True) if share is not None]
+    found = mean_of_prompts([[share] for share, _ in known])
+    return found.model_copy(update={"num_completions": sum(num for _, num in known)})
+
+
+def _cosine_distance(parts: Parts, embedder: Embedder) -> Estimate:
+    """Return the mean over prompts; with one prompt the standard error is that of its pairs (jackknife)."""
+    several = [part for part in parts if len(part) > 1]
+    matrices = [cosine_distances(embedder.embed([answer.text for answer in part])).numpy() for part in several]
+    pairs = [mean_of_pairs(matrix) for matrix in matrices]
+    if len(pairs) == 1:
+        value, stderr = pairs[0]
+        return Estimate(value=value, stderr=stderr, num_prompts=1, num_completions=len(several[0]))
+    found = mean_of_prompts([[value] for value, _ in pairs if value is not None])
+    return found.model_copy(update={"num_completions": sum(map(len, several))})
+
+
+def _known(scores: Sequence[Sequence[Score]]) -> list[list[float]]:
+    return [[score.value for score in part if score.value is not None] for part in scores]
+
+
+def _pass_at(successes: Sequence[Sequence[bool | None]], k: int) -> Estimate:
+    """Return the mean over the prompts with at least k known scores."""
+    known = [[one for one in part if one is not None] for part in successes]
+    enough = [part for part in known if len(part) >= k]
+    found = mean_of_prompts([[pass_at_k(len(part), sum(part), k)] for part in enough])
+    return found.model_copy(update={"num_completions": sum(map(len, enough))})

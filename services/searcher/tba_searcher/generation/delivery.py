@@ -1,0 +1,359 @@
+"""Complete visits on their way to the buffer: scored, then pushed (training) or reported (evaluation).
+
+    complete visits --score_forever--> scored visits --push_forever--> buffer
+
+Two tasks with a queue each (the states of a visit: visits.py). Their waits:
+
+scoring   for visits; for a reward service that is away ("reward-unreachable", deadline score_retry_s; after one such
+          deadline further visits are tried once each, until the service answers again; no request during a drain).
+          Ref log-probs come from the starting model where the objective places them at the searcher.
+pushing   for scored visits; for a buffer that is busy (under the name that it gives) or away ("buffer-unreachable",
+          deadline retry_s, then the searcher ends with an error)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
+from tba.api.scores import AWAY_REASONS
+from tba.clients import BufferClient, RewardClient
+from tba.concurrency import in_thread
+from tba.config import Recipe
+from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundError, WaitTimeoutError
+from tba.fields import is_bounded
+from tba.logs import get_logger
+from tba.versions import START
+from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id
+from tba_searcher.engines.engine import Completion
+from tba_searcher.engines.tokenizer import Codec
+from tba_searcher.generation.evaluation_results import ResultBuilder, failed_result
+from tba_searcher.generation.status import SearcherStatus, retry_until
+from tba_searcher.generation.visits import Visit
+
+if TYPE_CHECKING:  # searchers without a model run without torch
+    from tba_searcher.engines.torch.reference_logprobs import StartingModel
+
+T = TypeVar("T")
+log = get_logger("delivery")
+_PUSH_OVERHEAD_BYTES, _ITEM_OVERHEAD_BYTES = 64, 5
+
+
+def split_into_pushes(payloads: list[bytes], *, max_rollouts: int, max_bytes: int) -> list[list[bytes]]:
+    """Cut encoded rollouts into pushes within both limits; a rollout that is too large alone gets a push of its own."""
+    pushes: list[list[bytes]] = []
+    num_bytes = 0
+    for payload in payloads:
+        if not pushes or len(pushes[-1]) == max_rollouts or num_bytes + len(payload) > max_bytes:
+            pushes.append([])
+            num_bytes = 0
+        pushes[-1].append(payload)
+        num_bytes += len(payload) + _ITEM_OVERHEAD_BYTES
+    return pushes
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredVisit:
+    visit: Visit
+    payloads: list[bytes]
+    """Encoded rollouts; empty for an evaluation."""
+    result: EvalResult | None = None
+    """The result of an evaluation."""
+
+
+class Delivery:
+    """Scores and pushes complete visits.
+
+    `on_reply` gets every push reply, which carries the newest version and the run's state.
+
+    Args:
+        results: makes the results of evaluations.
+        reference: computes the ref log-prob of every rollout; None: rollouts carry none.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        buffer: BufferClient,
+        reward: RewardClient,
+        codec: Codec,
+        results: ResultBuilder,
+        reference: StartingModel | None,
+        status: SearcherStatus,
+    ) -> None:
+        self._recipe, self._buffer, self._reward = recipe, buffer, reward
+        self._codec, self._results, self._reference, self._status = codec, results, reference, status
+        self.on_reply: Callable[[PushReply], None] | None = None
+        self._complete: asyncio.Queue[Visit] = asyncio.Queue()
+        self._scored: asyncio.Queue[_ScoredVisit] = asyncio.Queue()
+        self._open: set[str] = set()
+        """Lease ids of the visits that are being scored or pushed."""
+        self._unscored: dict[str, Visit] = {}
+        """By lease id: visits whose scores are not known yet."""
+        self._score_request: asyncio.Future[ScoreReply] | None = None
+        self._reward_is_away = False
+        self._is_draining = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being scored or pushed."""
+        return not self._open
+
+    @property
+    def lease_ids(self) -> set[str]:
+        """Leases of the visits that are being scored or pushed."""
+        return set(self._open)
+
+    def put(self, visit: Visit) -> None:
+        """Deliver a visit (complete, or cut short by a drain) with at least one completion."""
+        self._open.add(visit.lease.lease_id)
+        self._unscored[visit.lease.lease_id] = visit
+        self._complete.put_nowait(visit)
+
+    def put_failed(self, visit: Visit) -> None:
+        """Report an evaluation whose prompt cannot be sampled: all its scores are unknown."""
+        self._open.add(visit.lease.lease_id)
+        self._scored.put_nowait(_ScoredVisit(visit, [], failed_result(visit)))
+
+    def drain(self) -> list[Visit]:
+        """Stop waiting for scores: training rollouts are pushed without (pending), evaluations are abandoned.
+
+        Returns:
+            The abandoned evaluations; the caller returns their leases.
+        """
+        self._is_draining = True
+        abandoned = [visit for visit in self._unscored.values() if visit.pinned is not None]
+        self._open.difference_update(visit.lease.lease_id for visit in abandoned)
+        if self._score_request is not None:
+            self._score_request.cancel()
+        return abandoned
+
+    async def score_forever(self) -> None:
+        """Score visits, as many at once as fit into one push."""
+        while True:
+            visits = [await self._complete.get()]
+            num = len(visits[0].completions)
+            while not self._complete.empty() and num < self._recipe.searcher.push_max_rollouts:
+                visits.append(self._complete.get_nowait())
+                num += len(visits[-1].completions)
+            await self._score(visits)
+
+    async def push_forever(self) -> None:
+        """Push scored visits together, and report evaluations."""
+        while True:
+            batch = [await self._scored.get()]
+            while not self._scored.empty():
+                batch.append(self._scored.get_nowait())
+            await self._push([payload for item in batch for payload in item.payloads])
+            await self._report([(item.visit, item.result) for item in batch if item.result is not None])
+            self._open.difference_update(item.visit.lease.lease_id for item in batch)
+
+    async def _score(self, visits: list[Visit]) -> None:
+        completions = [completion for visit in visits for completion in visit.completions]
+        visit_of_completion = [visit for visit in visits for _ in visit.completions]
+        texts = self._codec.decode_responses(completions)
+        ids = [new_rollout_id() for _ in completions]
+        items = [
+            ScoreItem(
+                item_id=rollout_id.hex(),
+                task=visit.lease.prompt.task,
+                prompt=visit.lease.prompt.text,
+                response=text,
+                data=visit.lease.prompt.data,
+                finish_reason=completion.finish_reason,
+                response_tokens=self._tokens_for_scorer(visit, completion),
+            )
+            for visit, completion, text, rollout_id in zip(visit_of_completion, completions, texts, ids, strict=True)
+        ]
+        max_items, scores = self._recipe.reward.max_items, list[ScoreResult | str]()
+        for start in range(0, len(items), max_items):
+            scores += await self._request_scores(items[start : start + max_items])
+        start = end = 0
+        for visit in visits:
+            start, end = end, end + len(visit.completions)
+            if visit.lease.lease_id not in self._open:  # an evaluation that a drain has abandoned
+                continue
+            if visit.pinned is None:
+                refs = await self._ref_logprobs(visit)
+                rollouts = [
+                    self._rollout(visit, i - start, ids[i], texts[i], scores[i], refs[i - start])
+                    for i in range(start, end)
+                ]
+                scored = _ScoredVisit(visit, [encode_rollout(rollout) for rollout in rollouts])
+            else:
+                rewards = [score.reward if isinstance(score, ScoreResult) else None for score in scores[start:end]]
+                scored = _ScoredVisit(visit, [], await self._evaluation_result(visit, texts[start:end], rewards))
+            if visit.lease.lease_id in self._open:  # asked again: a drain may have begun during the awaits
+                self._scored.put_nowait(scored)
+            self._unscored.pop(visit.lease.lease_id, None)
+
+    def _tokens_for_scorer(self, visit: Visit, completion: Completion) -> list[int] | None:
+        # only Python functions take tokens (as `completion_ids`); other scorers would get them for nothing
+        if not self._recipe.reward.takes_tokens(visit.lease.prompt.task):
+            return None
+        return completion.response_tokens.tolist()
+
+    async def _request_scores(self, items: list[ScoreItem]) -> Sequence[ScoreResult | str]:
+        """Return one result per item, or one reason per item why it is not scored yet."""
+        reason = "the searcher ended before the reward service answered"
+        if self._is_draining:
+            return self._pending(items, reason)
+        self._score_request = asyncio.ensure_future(
+            retry_until(
+                lambda: self._reward.score(items),
+                waits=self._status.waits,
+                owner="scoring",
+                service="reward",
+                # after one deadline each visit is tried once: rollouts must not pile up behind a service that is away
+                deadline_s=0.0 if self._reward_is_away else self._recipe.searcher.score_retry_s,
+                renew_busy=False,
+            )
+        )
+        try:
+            reply = await self._score_request
+        except asyncio.CancelledError:
+            # `drain` cancels the request, and that ends here; a cancellation of this task must go through
+            task = asyncio.current_task()
+            if not self._is_draining or (task is not None and task.cancelling()):
+                raise
+        except WaitTimeoutError as error:
+            if not self._reward_is_away:
+                log.warning("reward service is away; rollouts are pushed unscored", detail=str(error))
+            self._reward_is_away = True
+            reason = f"the reward service did not answer for {self._recipe.searcher.score_retry_s:g} s"
+        except (BadRequestError, BadReplyError) as error:
+            # the request may be too large, or one item may spoil the others
+            if isinstance(error, BadRequestError) and len(items) > 1:
+                half = len(items) // 2
+                return [*await self._request_scores(items[:half]), *await self._request_scores(items[half:])]
+            log.warning("scoring refused", detail=str(error), num_items=len(items))
+            reason = f"the reward service refused the request: {error}"
+        else:
+            self._reward_is_away = False
+            return list(reply.results)
+        return self._pending(items, reason)
+
+    def _pending(self, items: list[ScoreItem], reason: str) -> list[str]:
+        self._status.counts["scores_pending"] += len(items)
+        return [reason] * len(items)
+
+    async def _evaluation_result(self, visit: Visit, texts: list[str], rewards: list[float | None]) -> EvalResult:
+        return await in_thread(lambda: self._results.result(visit, texts, rewards))
+
+    async def _ref_logprobs(self, visit: Visit) -> list[RefLogprob | None]:
+        """Return the ref log-prob of every completion, None for one that is no bounded number."""
+        if self._reference is None:
+            return [None] * len(visit.completions)
+        responses = [completion.response_tokens for completion in visit.completions]
+        reference, prompts = self._reference, [visit.prompt_tokens] * len(responses)
+        sums = await in_thread(lambda: reference.sums(prompts, responses))
+        unknown = [value for value in sums if not is_bounded(value)]
+        if unknown:
+            # the rollout is pushed without one, and the trainer refuses it
+            self._status.counts["ref_logprobs_unknown"] += len(unknown)
+            log.error("ref log-probs are no bounded numbers", lease_id=visit.lease.lease_id, num_rollouts=len(unknown))
+        return [RefLogprob(value=value, version=START) if is_bounded(value) else None for value in sums]
+
+    def _rollout(
+        self,
+        visit: Visit,
+        index: int,
+        rollout_id: bytes,
+        text: str,
+        score: ScoreResult | str,
+        ref_logprob: RefLogprob | None,
+    ) -> Rollout:
+        completion, lease = visit.completions[index], visit.lease
+        if isinstance(score, str):
+            status, reason, reward, reward_version = "pending", score, None, None
+        elif score.error is not None and score.error.reason in AWAY_REASONS:
+            # a scorer that is away says nothing about the response: the buffer scores it later
+            self._status.counts["scores_pending"] += 1
+            reason = f"{score.error.reason}: {score.error.detail}"
+            status, reward, reward_version = "pending", None, None
+        elif score.error is not None or score.reward is None:
+            self._status.counts["scores_failed"] += 1
+            detail = f"{score.error.reason}: {score.error.detail}" if score.error else "no reward in the reply"
+            status, reason, reward, reward_version = "failed", detail, None, score.reward_version
+        else:
+            status, reason, reward, reward_version = "scored", None, score.reward, score.reward_version or "unknown"
+        return Rollout(
+            rollout_id=rollout_id,
+            run=self._recipe.run.name,
+            task=lease.prompt.task,
+            prompt_id=lease.prompt.prompt_id,
+            visit_id=lease.visit_id,
+            prompt_tokens=np.array(visit.prompt_tokens, np.int32),
+            response_tokens=completion.response_tokens,
+            response_text=text,
+            finish_reason=completion.finish_reason,
+            version_spans=completion.version_spans,
+            sampling=completion.sampling,
+            sampler_logprobs=completion.sampler_logprobs,
+            ref_logprob=ref_logprob,
+            reward=reward,
+            reward_status=status,
+            reward_reason=reason,
+            reward_version=reward_version,
+            searcher_id=self._status.searcher_id,
+            started_at_s=completion.started_at_s,
+            finished_at_s=completion.finished_at_s,
+        )
+
+    async def _push(self, payloads: list[bytes]) -> None:
+        pushes = split_into_pushes(
+            payloads,
+            max_rollouts=self._recipe.searcher.push_max_rollouts,
+            max_bytes=self._recipe.buffer.max_body_bytes - _PUSH_OVERHEAD_BYTES,
+        )
+        while pushes:
+            push = pushes.pop(0)
+            try:
+                reply = await self._call_buffer(lambda push=push: self._buffer.push(push))
+            except BadRequestError as error:
+                if len(push) > 1:  # one rollout must not take the others with it
+                    pushes[:0] = [push[: len(push) // 2], push[len(push) // 2 :]]
+                    continue
+                log.error("rollout refused", num_bytes=len(push[0]), reason=str(error))
+                self._status.counts["rollouts_refused"] += 1
+                self._status.num_unpushed -= 1
+                continue
+            self._status.num_unpushed -= len(push)
+            for outcome in reply.outcomes:
+                # a push is idempotent by rollout id: after a retry "duplicate" is the normal answer
+                counter = {"new": "rollouts_pushed", "duplicate": "rollouts_duplicate"}.get(outcome.outcome)
+                self._status.counts[counter or "rollouts_refused"] += 1
+                if counter is None:
+                    log.error("rollout refused", rollout_id=outcome.rollout_id, reason=outcome.reason)
+            if self.on_reply is not None:
+                self.on_reply(reply)
+
+    async def _report(self, items: list[tuple[Visit, EvalResult]]) -> None:
+        by_eval: dict[tuple[str, str], list[EvalResult]] = {}
+        for visit, result in items:
+            by_eval.setdefault((visit.lease.eval_id or "", str(visit.pinned)), []).append(result)
+        for (eval_id, version), results in by_eval.items():
+            body = EvalResults(searcher_id=self._status.searcher_id, version=version, results=results)
+            try:
+                await self._call_buffer(lambda eval_id=eval_id, body=body: self._buffer.eval_results(eval_id, body))
+            except ConflictError as error:  # the evaluation has expired: this is no error of the searcher
+                log.warning("evaluation results too late", eval_id=eval_id, detail=str(error))
+            except (BadRequestError, NotFoundError) as error:
+                log.error("evaluation results refused", eval_id=eval_id, detail=str(error))
+            else:
+                self._status.counts["evals_reported"] += len(results)
+
+    async def _call_buffer(self, call: Callable[[], T]) -> T:
+        return await retry_until(
+            call,
+            waits=self._status.waits,
+            owner="pushing",
+            service="buffer",
+            deadline_s=self._recipe.searcher.retry_s,
+        )

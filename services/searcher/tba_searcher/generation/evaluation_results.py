@@ -1,0 +1,161 @@
+"""The result of an evaluation lease: rewards and lengths, and for samples KL and diversity.
+
+The samples of an evaluation are drawn at the policy temperature from exactly the pinned version. Their sampler
+log-probs are therefore log pi, and the mean of log pi - log pi_start over samples estimates the KL divergence from the
+starting model. Greedy completions are no samples of pi: they are reported with rewards and lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import NDArray
+
+from tba.api import EvalResult
+from tba.errors import ConfigError
+from tba.fields import bounded_or_none
+from tba_searcher.engines.engine import Completion
+from tba_searcher.generation.visits import Visit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BATCH_TEXTS = 32
+ReferenceSums = Callable[[NDArray[np.int32], Sequence[NDArray[np.int32]]], list[float]]
+"""(prompt tokens, responses) -> sums of log pi_start over each response, at the policy temperature."""
+
+
+class ResultBuilder:
+    """Makes the result of an evaluation lease.
+
+    Args:
+        reference_sums: None when `eval.kl_to_reference` is off.
+        embedder: None when no `eval.embedding_model` is named.
+    """
+
+    def __init__(self, *, reference_sums: ReferenceSums | None, embedder: Embedder | None) -> None:
+        self._reference_sums, self._embedder = reference_sums, embedder
+
+    def result(self, visit: Visit, texts: Sequence[str], rewards: Sequence[float | None]) -> EvalResult:
+        """Return the result of a complete evaluation visit (blocking: runs the reference and the embedding model).
+
+        Args:
+            texts, rewards: one for each completion, in order.
+        """
+        completions = visit.completions
+        lengths = [len(completion.response_tokens) for completion in completions]
+        plain = EvalResult(lease_id=visit.lease.lease_id, rewards=list(rewards), num_response_tokens=lengths)
+        if visit.lease.kind != "sample":  # greedy completions are no samples of pi
+            return plain
+        responses = [_without_end(completion) for completion in completions]
+        return plain.model_copy(
+            update={
+                "log_ratios": self._log_ratios(visit),
+                **{f"distinct_{n}": distinct_share(responses, n) for n in (1, 2, 3)},
+                "embedding_distance": self._embedding_distance(texts),
+            }
+        )
+
+    def _log_ratios(self, visit: Visit) -> list[float | None] | None:
+        if self._reference_sums is None:
+            return None
+        responses = [completion.response_tokens for completion in visit.completions]
+        sums = self._reference_sums(np.array(visit.prompt_tokens, np.int32), responses)
+        own = [float(completion.sampler_logprobs.sum(dtype=np.float64)) for completion in visit.completions]
+        return [bounded_or_none(mine - theirs) for mine, theirs in zip(own, sums, strict=True)]
+
+    def _embedding_distance(self, texts: Sequence[str]) -> float | None:
+        if self._embedder is None or len(texts) < 2:
+            return None
+        return bounded_or_none(mean_cosine_distance(self._embedder.embed(texts)))
+
+
+def failed_result(visit: Visit) -> EvalResult:
+    """Return the result of a lease whose prompt cannot be sampled."""
+    num = visit.lease.num_rollouts
+    return EvalResult(lease_id=visit.lease.lease_id, rewards=[None] * num, num_response_tokens=[0] * num)
+
+
+def _without_end(completion: Completion) -> NDArray[np.int32]:
+    """Return the response without the end-of-sequence token, which every complete response has."""
+    return completion.response_tokens[: -1 if completion.finish_reason == "stop" else None]
+
+
+def distinct_share(responses: Sequence[NDArray[np.int32]], n: int) -> float | None:
+    """Return the share of different n-grams among all n-grams of all responses (arXiv 1510.03055); None without any."""
+    grams = [tuple(response[at : at + n].tolist()) for response in responses for at in range(len(response) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def mean_cosine_distance(embeddings: Float[Tensor, "N D"]) -> float | None:
+    """Return the mean of `cosine_distances` over all pairs; None for fewer than two vectors."""
+    import torch
+
+    num = len(embeddings)
+    if num < 2:
+        return None
+    pairs = torch.triu_indices(num, num, offset=1)
+    return float(cosine_distances(embeddings)[pairs[0], pairs[1]].mean())
+
+
+def cosine_distances(embeddings: Float[Tensor, "N D"]) -> Float[Tensor, "N N"]:
+    """Return 1 - cosine similarity of every pair.
+
+    A zero vector is an empty text: it is at distance 0 from another empty text and 1 from any other.
+    """
+    import torch
+
+    unit = torch.nn.functional.normalize(embeddings.double(), dim=1)
+    similarity = unit @ unit.T  # [N, N]
+    empty = embeddings.abs().amax(dim=1) == 0
+    similarity[empty[:, None] & empty] = 1.0
+    return 1.0 - similarity
+
+
+class Embedder:
+    """Embeds texts with a Hugging Face encoder on the CPU, mean-pooled over tokens.
+
+    Raises:
+        ConfigError: the folder holds no encoder with a tokenizer that can pad.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        auto_model: Any = AutoModel
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        except (OSError, ValueError, KeyError) as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"eval.embedding_model {str(folder)!r} cannot be loaded: {first_line}") from None
+        self._tokenizer.padding_side = "right"  # else absolute positions depend on the longest text of a batch
+        if self._tokenizer.pad_token is None:
+            raise ConfigError(f"eval.embedding_model {str(folder)!r}: its tokenizer has no padding token")
+        limit = getattr(self._model.config, "max_position_embeddings", None) or self._tokenizer.model_max_length
+        self._max_tokens = min(limit, self._tokenizer.model_max_length)
+
+    def embed(self, texts: Sequence[str]) -> Float[Tensor, "N D"]:
+        """Return one vector per text; an empty text is the zero vector."""
+        import torch
+
+        with torch.inference_mode():
+            parts = [self._embed(texts[at : at + _BATCH_TEXTS]) for at in range(0, len(texts), _BATCH_TEXTS)]
+            return torch.cat(parts)
+
+    def _embed(self, texts: Sequence[str]) -> Tensor:
+        batch = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+        )
+        if not batch["input_ids"].numel():
+            return self._model.get_input_embeddings().weight.new_zeros(len(texts), self._model.config.hidden_size)
+        hidden = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        mask = batch["attention_mask"][:, :, None].to(hidden.dtype)  # [N, T, 1]
+        return (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)

@@ -1,0 +1,254 @@
+"""The life of a visit in the searcher: one lease, its prompt, and the S rollouts that are sampled for it.
+
+Other systems call this a prompt group; here "group" is the K rollouts that a training batch draws of one prompt.
+
+    state       in                          next
+    leased      SearcherLoop._lease_task    queued; or returned (not needed), or refused (its prompt is too long)
+    queued      WorkQueue                   sampling; or dropped when its lease is lost; or returned by a drain
+    sampling    WorkQueue and the engine    complete with its last completion; or refused (the engine cannot honour
+                                            it); or cut short by a drain, which delivers the completions there are
+    complete    Delivery                    scored, or pending where the reward service is away
+    scored      Delivery                    pushed (training) or reported (evaluation): the buffer has acknowledged it
+
+A lease is renewed by `LeaseManager` from leased to scored. It ends by itself with the push, is returned so that
+another searcher gets the visit at once, or expires where the searcher or the network is gone. Rollouts count no matter
+who holds the lease: once sampling has begun, a lost lease changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tba.api import MAX_LEASE_IDS, Lease, LeaseRenewal, LeaseReturn
+from tba.clients import BufferClient
+from tba.concurrency import in_thread
+from tba.config.searcher import SearcherSection, TaskSampling, TemperatureMix
+from tba.errors import ServiceError
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba.wire import Sampling
+from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.generation.status import SearcherStatus
+
+_DEFAULT_SAMPLING = TaskSampling()
+"""For tasks without an entry in the recipe."""
+_IDLE_RENEWAL_S = 0.05
+_CALL_TIMEOUT_S = 5.0
+log = get_logger("leases")
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    """One lease with its tokenized prompt and the completions so far."""
+
+    lease: Lease
+    prompt_tokens: tuple[int, ...]
+    pinned: PolicyVersion | None
+    """The version that an evaluation must be sampled with; None in training."""
+    num_submitted: int = 0
+    completions: list[Completion] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all completions that the lease asks for are there."""
+        return len(self.completions) >= self.lease.num_rollouts
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests submitted so far."""
+        return [f"{self.lease.lease_id}/{number + 1}" for number in range(self.num_submitted)]
+
+
+class WorkQueue:
+    """The visits that are queued or being sampled.
+
+    Args:
+        settings: how rollouts are sampled.
+        run_seed: seeds the draws of `temperature_mix`.
+        eos_ids: end-of-sequence ids of every request.
+    """
+
+    def __init__(self, settings: SearcherSection, *, run_seed: int, eos_ids: tuple[int, ...]) -> None:
+        self._settings, self._run_seed, self._eos_ids = settings, run_seed, eos_ids
+        self._queues: dict[bool, deque[Visit]] = {True: deque(), False: deque()}  # evaluation? -> not fully submitted
+        self._open: dict[str, Visit] = {}  # by lease id, in order of arrival
+
+    def add(self, visit: Visit) -> None:
+        """Queue a visit."""
+        self._open[visit.lease.lease_id] = visit
+        self._queues[visit.pinned is not None].append(visit)
+
+    @property
+    def num_unsubmitted(self) -> int:
+        """Rollouts that have not been submitted to the engine."""
+        return sum(v.lease.num_rollouts - v.num_submitted for queue in self._queues.values() for v in queue)
+
+    @property
+    def pinned_version(self) -> PolicyVersion | None:
+        """The version of the oldest open evaluation."""
+        return next((visit.pinned for visit in self._open.values() if visit.pinned is not None), None)
+
+    def pinned_versions(self) -> set[PolicyVersion]:
+        """Return the versions of all open evaluations."""
+        return {visit.pinned for visit in self._open.values() if visit.pinned is not None}
+
+    def open_visits(self) -> list[Visit]:
+        """Return all visits that are queued or being sampled."""
+        return list(self._open.values())
+
+    def visit_of(self, request_id: str) -> Visit | None:
+        """Return the open visit that a request belongs to."""
+        return self._open.get(request_id.rpartition("/")[0])
+
+    def take_requests(self, max_requests: int, *, pinned: PolicyVersion | None) -> list[Request]:
+        """Return the next requests: of evaluations of `pinned`, or of training visits when it is None."""
+        queue, requests = self._queues[pinned is not None], []
+        for visit in list(queue):
+            if pinned is not None and visit.pinned != pinned:
+                continue
+            while visit.num_submitted < visit.lease.num_rollouts and len(requests) < max_requests:
+                requests.append(self._request(visit))
+            if visit.num_submitted == visit.lease.num_rollouts:
+                queue.remove(visit)
+            if len(requests) == max_requests:
+                break
+        return requests
+
+    def add_completion(self, completion: Completion) -> Visit | None:
+        """Add a completion to its visit; return the visit when that completes it, and remove it from here."""
+        visit = self.visit_of(completion.request_id)
+        if visit is None:  # dropped while the engine was decoding it
+            return None
+        visit.completions.append(completion)
+        return self._open.pop(visit.lease.lease_id) if visit.is_complete else None
+
+    def drop(self, visits: Iterable[Visit]) -> None:
+        """Forget visits; the caller returns their leases."""
+        for visit in visits:
+            self._open.pop(visit.lease.lease_id, None)
+            queue = self._queues[visit.pinned is not None]
+            if visit in queue:
+                queue.remove(visit)
+
+    def _request(self, visit: Visit) -> Request:
+        visit.num_submitted += 1
+        task = self._settings.tasks.get(visit.lease.prompt.task, _DEFAULT_SAMPLING)
+        return Request(
+            request_id=f"{visit.lease.lease_id}/{visit.num_submitted}",
+            prompt_tokens=visit.prompt_tokens,
+            sampling=self._sampling(visit, tuple(task.stop)),
+            max_response_tokens=task.max_response_tokens or self._settings.max_response_tokens,
+            min_response_tokens=task.min_response_tokens,
+            eos_ids=self._eos_ids,
+        )
+
+    def _sampling(self, visit: Visit, stop: tuple[str, ...]) -> Sampling:
+        settings, lease = self._settings, visit.lease
+        if visit.pinned is not None:  # an evaluation measures the policy as it is: no top-p, top-k or mix
+            return Sampling(temperature=lease.temperature, stop=stop)
+        temperature = lease.temperature
+        if settings.temperature_mix is not None:
+            temperature = draw_temperature(
+                settings.temperature_mix, self._run_seed, lease.visit_id, lease.num_rollouts, visit.num_submitted
+            )
+        return Sampling(temperature=temperature, top_p=settings.top_p, top_k=settings.top_k, stop=stop)
+
+
+def draw_temperature(mix: TemperatureMix, run_seed: int, visit_id: str, num_missing: int, number: int) -> float:
+    """Draw the sampling temperature of rollout `number` of the `num_missing` that a visit lacks, uniform in the mix."""
+    # The same visit with nothing delivered draws the same temperatures again: a second draw would favour those whose
+    # rollouts end before a lease expires. `num_missing` is part of the seed because the rest of a visit that was
+    # delivered in part would otherwise repeat temperatures that are there already.
+    digest = hashlib.sha256(f"{run_seed}|temperature|{visit_id}|{num_missing}|{number}".encode()).digest()
+    return mix.low + (mix.high - mix.low) * int.from_bytes(digest[:8], "big") / 2**64
+
+
+class LeaseManager:
+    """Renews and returns the leases that this searcher holds.
+
+    Args:
+        buffer: the client for returns.
+        renewals: a client that does not retry.
+        queue: visits that are not complete.
+        delivering: returns the lease ids of the visits that are being scored or pushed.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffer: BufferClient,
+        renewals: BufferClient,
+        queue: WorkQueue,
+        delivering: Callable[[], set[str]],
+        status: SearcherStatus,
+    ) -> None:
+        self._buffer, self._renewals = buffer, renewals
+        self._queue, self._delivering, self._status = queue, delivering, status
+        self.num_returns_in_flight = 0
+        """Calls of `return_leases` that have not ended."""
+
+    async def renew_forever(self) -> None:
+        """Renew all leases each time a third of the shortest has passed."""
+        lease_s = 3 * _IDLE_RENEWAL_S
+        while True:
+            lease_s = min([visit.lease.expires_in_s for visit in self._queue.open_visits()], default=lease_s)
+            await asyncio.sleep(lease_s / 3)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Renew the leases of all visits that are here; drop queued visits whose leases are lost."""
+        held = {visit.lease.lease_id for visit in self._queue.open_visits()} | self._delivering()
+        lost: set[str] = set()
+        for lease_ids in _chunks(sorted(held)):
+            body = LeaseRenewal(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
+            try:
+                async with asyncio.timeout(_CALL_TIMEOUT_S):
+                    reply = await in_thread(lambda body=body: self._renewals.renew_leases(body))
+            except (ServiceError, TimeoutError) as error:
+                log.debug("leases not renewed", num_leases=len(lease_ids), detail=str(error))
+            else:
+                lost.update(reply.lost_lease_ids)
+        # a visit that is being sampled continues: its rollouts count no matter who holds the lease
+        dropped = [v for v in self._queue.open_visits() if v.lease.lease_id in lost and not v.num_submitted]
+        if dropped:
+            log.warning("leases lost; their visits are not begun", num_leases=len(dropped))
+            self._queue.drop(dropped)
+
+    async def return_leases(self, lease_ids: Sequence[str], *, refused: Sequence[str] = ()) -> list[str]:
+        """Return leases, so that others get them at once, and refuse those that cannot be sampled.
+
+        Leases whose return fails expire by themselves.
+
+        Returns:
+            Those of `lease_ids` whose return the buffer has not acknowledged.
+        """
+        self.num_returns_in_flight += 1
+        try:
+            return await self._return_leases(lease_ids, refused)
+        finally:
+            self.num_returns_in_flight -= 1
+
+    async def _return_leases(self, lease_ids: Sequence[str], refused: Sequence[str]) -> list[str]:
+        name, unreturned = self._status.searcher_id, list[str]()
+        bodies = [LeaseReturn(searcher_id=name, lease_ids=chunk) for chunk in _chunks(lease_ids)]
+        bodies += [LeaseReturn(searcher_id=name, lease_ids=[], refused_lease_ids=chunk) for chunk in _chunks(refused)]
+        for body in bodies:
+            try:
+                async with asyncio.timeout(_CALL_TIMEOUT_S):
+                    await in_thread(lambda body=body: self._buffer.return_leases(body))
+            except (ServiceError, TimeoutError) as error:
+                num = len(body.lease_ids) + len(body.refused_lease_ids)
+                log.warning("leases not returned; they expire", num_leases=num, detail=str(error))
+                unreturned += body.lease_ids
+            else:
+                self._status.counts["leases_returned"] += len(body.lease_ids)
+        return unreturned
+
+
+def _chunks(lease_ids: Sequence[str]) -> Iterator[list[str]]:
+    """Cut lease ids into lists that fit into one request."""
+    for start in range(0, len(lease_ids), MAX_LEASE_IDS):
+        yield list(lease_ids[start : start + MAX_LEASE_IDS])

@@ -1,0 +1,1 @@
+"""Checkpoints and published weights: save, recover, export and delete."""

@@ -1,0 +1,8 @@
+"""One trainer in several processes: torch FSDP2 shards the model, rank 0 leads, the others follow (docs/trainer.md).
+
+    rank 0      the loop, as in one process; its learner tells the others before it does something itself
+    rank 1..    no loop: they wait for the next command and do the same as rank 0 with their shards
+
+process_group.py: the processes and their exchanges. leader.py, follower.py: the two sides of every command. launch.py:
+torchrun on one machine, for `tba run`. tba_trainer/model/fsdp.py: a model over the processes.
+"""

@@ -1,0 +1,64 @@
+"""Ranks 1 and up: they build the same learner with their shards, and follow the commands of rank 0 (leader.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tba.config import Recipe
+from tba.logs import get_logger
+from tba.wire import decode_batch
+from tba_trainer.distributed.leader import BUILD, build_follower
+from tba_trainer.distributed.process_group import BroadcastTensors, Team
+from tba_trainer.learner.learner import TrainerState
+from tba_trainer.learner.schedules import StepValues
+
+Arguments = dict[str, Any]
+log = get_logger("follower")
+
+
+def follow(recipe: Recipe, team: Team) -> None:
+    """Follow the leader's commands until it sends the end.
+
+    Raises:
+        TeamError: the leader or another process is gone.
+        TbaError: this process cannot do its part; for example, it does not find the model.
+    """
+    log.info("follows", rank=team.rank, num_ranks=team.num_ranks, device=team.device)
+    commands: dict[str, Callable[[Arguments], object]] = {}
+    for command, arguments in team.commands():
+        if command == BUILD:
+            commands = {}  # a rollback builds everything again: release the old model before there is a new one
+            commands = _commands(recipe, team)
+        else:
+            commands[command](arguments)
+    log.info("followed_to_the_end", rank=team.rank)
+
+
+def _commands(recipe: Recipe, team: Team) -> dict[str, Callable[[Arguments], object]]:
+    learner, snapshots = build_follower(recipe, team)
+
+    def restore(a: Arguments) -> None:
+        sections = {section: BroadcastTensors(team, names) for section, names in a["names"].items()}
+        learner.restore(TrainerState.model_validate_json(a["state"]), sections)
+
+    def capture(_a: Arguments) -> None:
+        for _ in learner.capture():
+            pass
+
+    return {
+        "gradients": lambda a: learner.gradients(
+            decode_batch(a["batch"]), step=a["step"], policy_ages=a["policy_ages"], values=_values(a)
+        ),
+        "apply": lambda a: learner.apply(step=a["step"], lineage=a["lineage"], values=_values(a)),
+        "skip": lambda a: learner.skip(step=a["step"], lineage=a["lineage"]),
+        "discard": lambda _a: learner.discard(),
+        "load_weights": lambda a: learner.load_weights(BroadcastTensors(team, a["names"]), what=a["what"]),
+        "restore": restore,
+        "capture": capture,
+        "snapshot": lambda _a: snapshots.follow(),
+    }
+
+
+def _values(arguments: Arguments) -> StepValues | None:
+    return None if arguments["values"] is None else StepValues(**arguments["values"])

@@ -1,0 +1,153 @@
+"""Build theta, its learner and its snapshots, in one process or in several that share them.
+
+With several processes, the learner and the snapshots of rank 0 send the followers a command before they do something
+themselves. Every method here has its command in follower.py; a new one needs both.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tba.config import Recipe
+from tba.versions import PolicyVersion
+from tba.wire import Batch, DrawnGroup, encode_batch, encode_rollout
+from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter, WeightSnapshot
+from tba_trainer.distributed.process_group import BroadcastTensors, Team
+from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
+from tba_trainer.learner.schedules import StepValues
+from tba_trainer.model.fsdp import shard
+from tba_trainer.model.policy import empty_policy, load_policy
+
+BUILD = "build"
+"""The first command of a leader."""
+
+
+def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, SnapshotWriter]:
+    """Load the starting model, and build its learner and its snapshots (leader only).
+
+    Args:
+        folder: for the files of snapshots.
+
+    Raises:
+        ConfigError: there is no model at model.path, or the device cannot be used.
+        TeamError: a follower is gone.
+    """
+    torch.manual_seed(recipe.run.seed)
+    checkpointing = recipe.trainer.gradient_checkpointing
+    mesh = team.mesh
+    if mesh is None:  # one process
+        model = load_policy(recipe.model, device=team.device, gradient_checkpointing=checkpointing)
+        return model, Learner(model, recipe, trainer_rng(recipe)), SnapshotWriter(model, recipe, folder=folder)
+    # on the CPU: no device needs to hold the whole model
+    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=checkpointing)
+    with team.lead(BUILD):
+        shard(model, mesh)
+        return model, LeaderLearner(model, recipe, team), LeaderSnapshotWriter(model, recipe, team, folder=folder)
+
+
+def build_follower(recipe: Recipe, team: Team) -> tuple[Learner, SnapshotWriter]:
+    """Build the learner and the snapshots of a follower, whose shard of the model the leader sends.
+
+    Raises:
+        ConfigError: there is no model at model.path here.
+    """
+    torch.manual_seed(recipe.run.seed)
+    model = empty_policy(recipe.model, gradient_checkpointing=recipe.trainer.gradient_checkpointing)
+    assert team.mesh is not None
+    shard(model, team.mesh)
+    learner = Learner(model, recipe, trainer_rng(recipe), ranks=team.ranks())
+    return learner, SnapshotWriter(model, recipe, folder=Path(tempfile.gettempdir()))  # nothing is written there
+
+
+class LeaderLearner(Learner):
+    """A learner whose changes are made by all processes of the team."""
+
+    def __init__(self, model: Any, recipe: Recipe, team: Team) -> None:
+        super().__init__(model, recipe, trainer_rng(recipe), ranks=team.ranks())
+        self._team = team
+
+    def gradients(
+        self, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
+    ) -> dict[str, float | None]:
+        """See `Learner.gradients`."""
+        arguments = {
+            "batch": encode_drawn_batch(batch),
+            "step": step,
+            "policy_ages": list(policy_ages),
+            "values": None if values is None else asdict(values),
+        }
+        with self._team.lead("gradients", **arguments):
+            return super().gradients(batch, step=step, policy_ages=policy_ages, values=values)
+
+    def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
+        """See `Learner.apply`."""
+        arguments = {"step": step, "lineage": lineage, "values": None if values is None else asdict(values)}
+        with self._team.lead("apply", **arguments):
+            super().apply(step=step, lineage=lineage, values=values)
+
+    def skip(self, *, step: int, lineage: int) -> None:
+        """See `Learner.skip`."""
+        with self._team.lead("skip", step=step, lineage=lineage):
+            super().skip(step=step, lineage=lineage)
+
+    def discard(self) -> None:
+        """See `Learner.discard`."""
+        with self._team.lead("discard"):
+            super().discard()
+
+    def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
+        """See `Learner.load_weights`."""
+        with self._team.lead("load_weights", names=list(tensors), what=what):
+            super().load_weights(BroadcastTensors(self._team, list(tensors), tensors), what=what)
+
+    def capture(self) -> Iterator[tuple[str, str, Tensor]]:
+        """See `Learner.capture`."""
+        with self._team.lead("capture"):
+            yield from super().capture()
+
+    def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """See `Learner.restore`."""
+        names = {section: list(tensors) for section, tensors in sections.items()}
+        with self._team.lead("restore", state=state.model_dump_json(), names=names):
+            shared = {section: BroadcastTensors(self._team, names[section], sections[section]) for section in names}
+            super().restore(state, shared)
+
+
+class LeaderSnapshotWriter(SnapshotWriter):
+    """Snapshots of a sharded model: all processes gather, the leader writes."""
+
+    def __init__(self, model: Any, recipe: Recipe, team: Team, *, folder: Path) -> None:
+        super().__init__(model, recipe, folder=folder)
+        self._team = team
+
+    def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
+        """See `SnapshotWriter.take`."""
+        with self._team.lead("snapshot"):
+            return super().take(version, parent)
+
+
+def encode_drawn_batch(batch: Batch) -> bytes:
+    """Encode a batch without its refused rollouts, for `tba.wire.decode_batch`."""
+    groups = [
+        DrawnGroup(
+            prompt_id=group.prompt_id,
+            source=group.source,
+            fallback=group.fallback,
+            payloads=[encode_rollout(rollout) for rollout in group.rollouts],
+        )
+        for group in batch.groups
+    ]
+    return encode_batch(
+        batch_id=batch.batch_id,
+        deadline_s=batch.deadline_s,
+        seed=batch.seed,
+        log_position=batch.log_position,
+        groups=groups,
+    )

@@ -1,0 +1,285 @@
+"""The processes of one trainer, and their exchanges beside shards: commands, tensors, sums.
+
+Rank 0 broadcasts commands as msgpack bytes over the process group. Every exchange, over NCCL or gloo, has the group's
+deadline, `trainer.collective_timeout_s`. While the leader is idle it sends `beat` commands: a follower with nothing to
+do can then tell a leader that waits for a batch from one that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import msgspec.msgpack
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tba.errors import ConfigError, TbaError, TeamError
+from tba.logs import get_logger
+from tba_trainer.learner.forward_backward import Ranks
+
+
+def num_processes() -> int:
+    """Return the number of processes that torchrun has started for this trainer; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+BEAT, STOP = "beat", "stop"
+_BEATS_PER_DEADLINE = 4
+_MAX_BEAT_S = 10.0
+_TICK_S = 1.0
+_LOSS_MESSAGES = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+log = get_logger("team")
+
+
+class Team:
+    """All processes of a trainer, seen from one of them. A team of one exchanges nothing.
+
+    Args:
+        rank: 0 leads.
+        device: of this process.
+        deadline_s: of every exchange.
+    """
+
+    def __init__(self, *, rank: int, num_ranks: int, device: str, deadline_s: float) -> None:
+        self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        self.mesh: DeviceMesh | None = None
+        """The mesh that models are sharded over; None in a team of one."""
+        self.run_is_over = False
+        """Whether the run is done; the leader tells the followers with its last command."""
+        self._deadline_s = deadline_s
+        self._lock = threading.RLock()
+        self._broken = False
+        self._last_sent = time.monotonic()
+        self._closed = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    @classmethod
+    def alone(cls, device: str = "cpu") -> Team:
+        """Return a team of one process."""
+        return cls(rank=0, num_ranks=1, device=device, deadline_s=0.0)
+
+    @classmethod
+    def join(cls, *, device: str, deadline_s: float) -> Team:
+        """Join the team that torchrun has started this process in; without torchrun, a team of one.
+
+        Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+        Args:
+            device: `trainer.device`; `cuda` becomes this process's own GPU.
+
+        Raises:
+            ConfigError: the device has a number, so all processes would share it.
+            TeamError: the others did not join in time.
+        """
+        num_ranks = num_processes()
+        if num_ranks == 1:
+            return cls.alone(device)
+        if ":" in device:
+            raise ConfigError(
+                f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; give "
+                f"{device.partition(':')[0]!r}: each process then takes one of its own"
+            )
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        if device == "cuda":
+            device = f"cuda:{local_rank}"
+            torch.cuda.set_device(device)
+        team = cls(rank=rank, num_ranks=num_ranks, device=device, deadline_s=deadline_s)
+        # commands, sums and shared tensors are on the CPU, shards on the GPU
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        with team._exchange("the start"):
+            dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
+            team.mesh = init_device_mesh(torch.device(device).type, (num_ranks,))
+            dist.barrier()
+        return team
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process runs the loop."""
+        return self.rank == 0
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether one launcher started all processes."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)) == self.num_ranks
+
+    def ranks(self) -> Ranks:
+        """Return the team as forward and backward passes need it."""
+        if self.num_ranks == 1:
+            return Ranks()
+        return Ranks(rank=self.rank, num_ranks=self.num_ranks, all_reduce=_sum_over_ranks)
+
+    def start_beats(self, on_loss: Callable[[], None]) -> None:
+        """Send beats from now on while the leader is idle (leader only).
+
+        Args:
+            on_loss: called once, in another thread, when a follower is gone.
+        """
+        if self.num_ranks > 1:
+            self._beats = threading.Thread(target=self._beat, args=(on_loss,), name="team-beats", daemon=True)
+            self._beats.start()
+
+    @contextmanager
+    def lead(self, command: str, **arguments: Any) -> Iterator[None]:
+        """Send the followers a command; the block does the same in this process. In a team of one, only run the block.
+
+        A TbaError or OSError in the block is the leader's own: the followers have done their part. After any other
+        error the state of the followers is unknown, and the team is broken.
+
+        Raises:
+            TeamError: a follower is gone or does not answer.
+        """
+        if self.num_ranks == 1:
+            yield
+            return
+        with self._lock, self._exchange(command):
+            self._send(command, arguments)
+            yield
+
+    def commands(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the leader's commands until the last one (followers only).
+
+        Raises:
+            TeamError: the leader is gone, or another process is.
+        """
+        while True:
+            with self._exchange("the next command"):
+                command, arguments = msgspec.msgpack.decode(self._broadcast_bytes(b""))
+            if command == STOP:
+                self.run_is_over = arguments["over"]
+                return
+            if command == BEAT:
+                continue
+            with self._exchange(command):
+                yield command, arguments
+
+    def share(self, tensor: Tensor | None) -> Tensor:
+        """Return the leader's tensor in every process, on the CPU.
+
+        Args:
+            tensor: in the leader, any; in the followers None.
+        """
+        header = (
+            b"" if tensor is None else msgspec.msgpack.encode([str(tensor.dtype).removeprefix("torch."), *tensor.shape])
+        )
+        dtype, *shape = msgspec.msgpack.decode(self._broadcast_bytes(header))
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+        return tensor
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._close()
+        except TeamError:
+            if kind is None:  # else the first error is the one to report
+                raise
+
+    def _close(self) -> None:
+        """End the team: the leader sends the last command. A broken team ends without one."""
+        self._closed.set()
+        if self._beats is not None:
+            self._beats.join()
+        if self.num_ranks == 1 or self._broken:
+            return
+        if self.is_leader:
+            with self._lock, self._exchange("the end"):
+                self._send(STOP, {"over": self.run_is_over})
+        dist.destroy_process_group()
+
+    def _send(self, command: str, arguments: Mapping[str, Any]) -> None:
+        self._broadcast_bytes(msgspec.msgpack.encode([command, arguments]))
+        self._last_sent = time.monotonic()
+
+    def _broadcast_bytes(self, data: bytes) -> bytes:
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0)
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        if not self.is_leader:
+            content = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(content, src=0)
+        return content.numpy().tobytes()
+
+    @contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        if self._broken:
+            raise self._loss(what, "it was found before")
+        try:
+            yield
+        except (TbaError, OSError):  # the leader's own error: the followers have done their part
+            raise
+        except RuntimeError as error:
+            self._broken = True
+            text = str(error).strip().partition("\n")[0]
+            # some losses raise a plain RuntimeError: only its text tells them from other errors
+            if isinstance(error, dist.DistError) or any(message in text.lower() for message in _LOSS_MESSAGES):
+                raise self._loss(what, text) from None
+            raise
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _loss(self, what: str, text: str) -> TeamError:
+        return TeamError(
+            f"process {self.rank} of {self.num_ranks} has lost another process of this trainer during {what!r}: it "
+            f"has ended, or did not answer within {self._deadline_s:g} s (trainer.collective_timeout_s): {text}. Its "
+            "own last lines say why; start the trainer again, it continues from the last checkpoint"
+        )
+
+    def _beat(self, on_loss: Callable[[], None]) -> None:
+        interval_s = min(_MAX_BEAT_S, self._deadline_s / _BEATS_PER_DEADLINE)
+        launcher = os.getppid()
+        while not self._closed.wait(min(_TICK_S, interval_s)):
+            if os.getppid() != launcher:
+                # torchrun starts its workers in sessions of their own: a signal that kills it does not reach them
+                os.kill(os.getpid(), signal.SIGKILL)
+            if time.monotonic() - self._last_sent < interval_s:  # every command is a sign of life
+                continue
+            try:
+                with self.lead(BEAT):
+                    pass
+            except TeamError as error:
+                log.error("team_lost", error=str(error))
+                on_loss()
+                return
+
+
+class BroadcastTensors(Mapping[str, Tensor]):
+    """Tensors of the leader by name, as a mapping in every process. Each access is a broadcast.
+
+    All processes must access the same names in the same order.
+
+    Args:
+        names: of all tensors.
+        source: the tensors, in the leader; None in the followers.
+    """
+
+    def __init__(self, team: Team, names: Sequence[str], source: Mapping[str, Tensor] | None = None) -> None:
+        self._team, self._names, self._source = team, dict.fromkeys(names), source
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._team.share(None if self._source is None else self._source[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    dist.all_reduce(values)
+    return values

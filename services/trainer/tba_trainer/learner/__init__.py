@@ -1,0 +1,1 @@
+"""One optimizer step: forward and backward passes, reference, schedules, guards, metrics."""

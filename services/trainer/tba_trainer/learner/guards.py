@@ -1,0 +1,233 @@
+"""Guards: conditions that are checked in every step, and what is done when one holds (docs/trainer.md, Guards).
+
+    gradients --metrics--> check_step(section, state, metrics) --> StepAction: the alarms, whether the batch is applied
+                                                                   or skipped, what else is done, and the next state
+
+`check_step` is a pure function: the same states and metrics give the same actions, so a run that is resumed from a
+checkpoint decides as the run that was never stopped. The loop takes the next state once the batch is acked.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tba.config.trainer import Action, AlarmSection, GuardsSection
+from tba.versions import PolicyVersion
+
+Name = Literal["non_finite", "grad_spike", "ess_collapse", "log_ratio_drift"]
+NAMES: tuple[Name, ...] = get_args(Name)
+SEVERITY: tuple[Action, ...] = get_args(Action)
+"""Actions, the mildest first."""
+REFUSED = "refused"
+"""Reason of a skipped step without an alarm: nothing of its batch could be trained on."""
+Metrics = Mapping[str, float | None]
+
+
+class GuardState(BaseModel):
+    """Memory of the guards; a checkpoint keeps it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grad_norms: tuple[float, ...] = ()
+    """Norms before clipping of the last batches, oldest first; a spike is capped at the largest norm that is none."""
+    streaks: dict[Name, int] = Field(default_factory=dict)
+    """Steps in a row in which an alarm's condition has held; steps in which it is unknown change nothing."""
+    num_since_good: int = 0
+    """Steps since the last good one, in which the batch was applied and no condition held that rolls back or fails."""
+    num_alarms: dict[Name, int] = Field(default_factory=dict)
+    """How often each alarm went off."""
+    num_skipped_in_row: int = 0
+    num_rollbacks: int = 0
+
+    def gauges(self) -> dict[str, float]:
+        """Return, for heartbeats, how often each alarm went off and whether its condition held in the last step."""
+        fired = {f"alarms_{name}": float(self.num_alarms.get(name, 0)) for name in NAMES}
+        held = {f"alarm_on_{name}": float(self.streaks.get(name, 0) > 0) for name in NAMES}
+        return {**fired, **held, "rollbacks": float(self.num_rollbacks)}
+
+    def after_resume(self, *, num_rollbacks: int, rolled_back: GuardState | None) -> GuardState:
+        """Return the state of a lineage that starts from the checkpoint with this one.
+
+        Args:
+            num_rollbacks: of the run, as the buffer counts them: a crash must not lose any.
+            rolled_back: the state that a rollback left behind; None: the lineage does not start with one.
+        """
+        # a rollback returns to an older state, but counts never go down
+        alarms = self.num_alarms if rolled_back is None else rolled_back.num_alarms
+        return self.model_copy(update={"num_alarms": alarms, "num_rollbacks": num_rollbacks})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """An alarm that goes off in this step."""
+
+    name: Name
+    action: Action
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """How a lineage ended that an alarm rolled back."""
+
+    guards: GuardState
+    """State of the guards at the end."""
+    suspect: PolicyVersion | None
+    """The last checkpoint if no good step followed it; training then continues from an older one."""
+    previous: PolicyVersion | None
+    """The checkpoint before the last one; None: there was none, and before the last one is the start of the run."""
+    last_good_step: int
+    token: str
+    """Fencing token of that lineage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAction:
+    """The decision on a batch, and the actions after it."""
+
+    alarms: tuple[Alarm, ...]
+    skip: str | None
+    """Why the batch is not applied; None: it is."""
+    actions: frozenset[Action]
+    reason: str
+    """The alarms in one sentence; empty when there is none."""
+    state: GuardState
+    """State of the guards once the step is acked."""
+
+
+def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | None) -> StepAction:
+    """Decide what to do after one step.
+
+    Args:
+        state: after the step before.
+        metrics: of the step; None: nothing of its batch could be trained on.
+    """
+    streaks, alarms, holds = dict(state.streaks), list[Alarm](), set[Name]()
+    for name, alarm, text in _conditions(section, state, metrics or {}):
+        streaks[name] = 0 if text is None else streaks.get(name, 0) + 1
+        if text is None:
+            continue
+        holds.add(name)
+        # it goes off again after as many more steps
+        if streaks[name] % alarm.patience_steps == 0:
+            alarms.append(Alarm(name=name, action=alarm.action, text=text))
+    actions: set[Action] = {alarm.action for alarm in alarms if alarm.action != "none"}
+    reasons = [f"{alarm.name}: {alarm.text}" for alarm in alarms if alarm.action != "none"]
+    skip = REFUSED if metrics is None else _why_skipped(alarms, holds)
+    num_skipped = state.num_skipped_in_row + 1 if skip else 0
+    good = skip is None and not any(_is_on(section, streaks, name, from_action="rollback") for name in NAMES)
+    if num_skipped > section.max_skipped_in_row:
+        actions.add("fail")
+        reasons.append(
+            f"{num_skipped} batches in a row were skipped, the last one because of {skip!r}, and "
+            f"trainer.guards.max_skipped_in_row is {section.max_skipped_in_row}"
+        )
+    elif "rollback" in actions and state.num_rollbacks >= section.max_rollbacks:
+        actions.discard("rollback")
+        actions.add("fail")
+        reasons.append(f"rollbacks so far: {state.num_rollbacks}, and trainer.guards.max_rollbacks allows no more")
+    return StepAction(
+        alarms=tuple(alarms),
+        skip=skip,
+        actions=frozenset(actions),
+        reason="; ".join(reasons),
+        state=GuardState(
+            grad_norms=_norms(section, state, metrics or {}, applied=skip is None, spike="grad_spike" in holds),
+            streaks=streaks,
+            num_since_good=0 if good else state.num_since_good + 1,
+            num_alarms=_counted(state, alarms),
+            num_skipped_in_row=num_skipped,
+            num_rollbacks=state.num_rollbacks,
+        ),
+    )
+
+
+def holds_checkpoints(section: GuardsSection, state: GuardState) -> bool:
+    """Return whether no checkpoint is written now."""
+    # a rollback must not lead to the state that caused it, and from weights that give NaN no resume can recover
+    return any(
+        state.streaks.get(name, 0) > 0 and (name == "non_finite" or _alarm(section, name).action == "rollback")
+        for name in NAMES
+    )
+
+
+def suspects_weights(section: GuardsSection, state: GuardState) -> bool:
+    """Return whether a condition holds that keeps batches from being applied: the weights may be the reason."""
+    return any(_is_on(section, state.streaks, name, from_action="skip") for name in NAMES)
+
+
+def _conditions(
+    section: GuardsSection, state: GuardState, metrics: Metrics
+) -> Iterator[tuple[Name, AlarmSection, str | None]]:
+    """Yield every alarm whose condition is known in this step: a text where it holds, else None."""
+    loss, norm = metrics.get("loss"), metrics.get("grad_norm")
+    if loss is not None and norm is not None:
+        wrong = not (math.isfinite(loss) and math.isfinite(norm))
+        text = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
+        yield "non_finite", section.non_finite, text if wrong else None
+    spike, usual = section.grad_spike, _usual_norm(section, state)
+    if (norm := _finite(norm)) is not None and usual is not None:
+        text = f"the gradient norm is {norm:.4g}, more than {spike.factor:g} times the usual {usual:.4g}"
+        yield "grad_spike", spike, text if norm > spike.factor * usual else None
+    collapse = section.ess_collapse
+    if (ess := _finite(metrics.get("ess"))) is not None:
+        text = f"the effective sample size is {ess:.3f} of the batch, below {collapse.min_ess:g}"
+        yield "ess_collapse", collapse, text if ess < collapse.min_ess else None
+    drift = section.log_ratio_drift
+    if (log_ratio := _finite(metrics.get("log_ratio_token_mean"))) is not None:
+        text = f"theta is {log_ratio:.3f} nats per token from its data's policies, beyond +-{drift.max_log_ratio:g}"
+        yield "log_ratio_drift", drift, text if abs(log_ratio) > drift.max_log_ratio else None
+
+
+def _why_skipped(alarms: list[Alarm], holds: Collection[Name]) -> str | None:
+    if "non_finite" in holds:  # such a batch cannot be applied, even before the alarm's patience ends
+        return "non_finite"
+    skipping = SEVERITY.index("skip")
+    return next((alarm.name for alarm in alarms if SEVERITY.index(alarm.action) >= skipping), None)
+
+
+def _usual_norm(section: GuardsSection, state: GuardState) -> float | None:
+    if 4 * len(state.grad_norms) < section.grad_spike.window_steps:  # too few norms to know what is usual
+        return None
+    return statistics.median(state.grad_norms) or None  # a median of 0 would make every norm a spike
+
+
+def _norms(
+    section: GuardsSection, state: GuardState, metrics: Metrics, *, applied: bool, spike: bool
+) -> tuple[float, ...]:
+    """Return the window of norms after a step."""
+    norm, usual = _finite(metrics.get("grad_norm")), _usual_norm(section, state)
+    if norm is None or not (applied or spike):
+        return state.grad_norms
+    # A spike enters the window too, even a skipped one, but capped. One alone hardly moves the median; where the norms
+    # have risen for good the median follows, and skipping ends.
+    if spike and usual is not None:
+        norm = min(norm, section.grad_spike.factor * usual)
+    return (*state.grad_norms, norm)[-section.grad_spike.window_steps :]
+
+
+def _is_on(section: GuardsSection, streaks: Mapping[Name, int], name: Name, *, from_action: Action) -> bool:
+    """Return whether a condition holds whose action is at least `from_action`, or, whatever its action, non_finite."""
+    serious = SEVERITY.index(_alarm(section, name).action) >= SEVERITY.index(from_action)
+    return streaks.get(name, 0) > 0 and (serious or name == "non_finite")
+
+
+def _alarm(section: GuardsSection, name: Name) -> AlarmSection:
+    return getattr(section, name)
+
+
+def _counted(state: GuardState, alarms: list[Alarm]) -> dict[Name, int]:
+    counts = dict(state.num_alarms)
+    for alarm in alarms:
+        counts[alarm.name] = counts.get(alarm.name, 0) + 1
+    return counts
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

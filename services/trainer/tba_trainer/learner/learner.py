@@ -1,0 +1,226 @@
+"""One optimizer step in two halves: `gradients` computes them from a batch, `apply` touches the weights.
+
+The loop acks the batch between the halves: a refused ack costs one gradient and nothing else. Also here: the part of a
+checkpoint that is no tensor (`TrainerState`, state.json).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from tba.config import Recipe
+from tba.config.trainer import LoraSection
+from tba.errors import ConfigError
+from tba.versions import PolicyVersion
+from tba.wire import Batch
+from tba_trainer.learner.forward_backward import ForwardBackward, Ranks
+from tba_trainer.learner.guards import GuardState
+from tba_trainer.learner.metrics import batch_metrics
+from tba_trainer.learner.optimizer import Optimizer
+from tba_trainer.learner.reference import AdapterWeights, FrozenCopyWeights, ReferenceWeights, make_reference
+from tba_trainer.learner.schedules import StepValues, scheduled
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.parameters import has_adapter, trainable, whole_tensors
+from tba_trainer.model.policy import compile_layers, load_tensors
+from tba_trainer.objectives import resolve
+
+MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "ref_logprobs"
+"""Sections of a checkpoint."""
+_RNG_STREAM = 0x7261
+"""Keeps the trainer's random numbers apart from those of other services with the same seed."""
+
+
+class Learner:
+    """The policy with its optimizer, reference and random numbers.
+
+    Args:
+        model: theta, float32 master weights on `trainer.device`.
+        rng: the trainer's random numbers of the run (`shuffle_rewards`); a checkpoint keeps their state.
+        ranks: the processes that share every batch; all make the same calls with the same arguments.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, rng: np.random.Generator, *, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
+        self.model = model
+        self.rng = rng
+        self._recipe = recipe
+        autocast_dtype = torch.bfloat16 if recipe.trainer.compute_dtype == "bfloat16" else None
+        self._policy = LogprobModel(model, temperature=recipe.model.policy_temperature, autocast_dtype=autocast_dtype)
+        self.objective = resolve(recipe.objective)
+        self.optimizer = Optimizer(model, recipe.trainer)
+        if recipe.trainer.compile:  # theta alone: copies such as the reference are not compiled
+            compile_layers(model)
+        self.reference = make_reference(
+            self.objective,
+            recipe,
+            lambda: self._reference_weights(autocast_dtype),
+            ranks,
+        )
+
+    def gradients(
+        self, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
+    ) -> dict[str, float | None]:
+        """Compute the gradients of one batch for optimizer step `step`; the weights stay as they are.
+
+        Args:
+            policy_ages: [N] of `batch.rollouts`, in optimizer steps.
+            values: learning rate and beta of this step; None: the recipe's schedules.
+
+        Returns:
+            Metrics of the step. With a NaN or infinite loss or gradient norm it must be skipped, not applied.
+        """
+        rollouts = batch.rollouts
+        rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
+        if self._recipe.trainer.shuffle_rewards:  # control experiment: nothing can be learned
+            rewards = self.rng.permutation(rewards)
+        values = values or scheduled(self._recipe, step=step)
+        forward_backward = ForwardBackward(
+            self._policy,
+            self.objective,
+            rollouts,
+            rewards=rewards,
+            ref_logprobs=self.reference.logprobs(rollouts),
+            policy_ages=policy_ages,
+            beta=values.beta,
+            micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
+            ranks=self._ranks,
+        )
+        self.optimizer.discard()
+        loss_metrics = forward_backward.backward()
+        grad_norm = self.optimizer.clip()
+        measured = batch_metrics(
+            forward_backward.results(),
+            success_reward=self._recipe.eval.success_reward,
+            policy_temperature=self._recipe.model.policy_temperature,
+            tasks_with_minimum=self._recipe.searcher.tasks_with_minimum,
+        )
+        return {
+            **loss_metrics,
+            **measured,
+            "grad_norm": grad_norm,
+            "learning_rate": values.learning_rate,
+            "beta": values.beta,
+        }
+
+    def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
+        """Update the weights; reset or average the reference where that is due."""
+        values = values or scheduled(self._recipe, step=step)
+        self.optimizer.apply(learning_rate=values.learning_rate)
+        self.reference.after_step(PolicyVersion(lineage, step))
+
+    def skip(self, *, step: int, lineage: int) -> None:
+        """Make step `step` without an update: the weights stay, what is due at this step still happens."""
+        self.optimizer.discard()
+        self.reference.after_step(PolicyVersion(lineage, step))
+
+    def discard(self) -> None:
+        """Drop the current gradients."""
+        self.optimizer.discard()
+
+    def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
+        """Put whole tensors, named as published, into theta; nothing else changes.
+
+        Raises:
+            ConfigError: theta is an adapter, which cannot hold merged weights.
+            TbaError: they are not those of this model.
+        """
+        if has_adapter(self.model):
+            raise ConfigError(
+                f"{what} has no checkpoint, and its weights are merged: with [model.lora] a run can only be forked "
+                "from a version that has one (multiples of trainer.checkpoint_interval, and the last)"
+            )
+        load_tensors(dict(self.model.named_parameters()), tensors, what=what)
+
+    def capture(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield everything that `restore` needs: section, name and whole tensor on the CPU, one at a time.
+
+        Every process of a sharded model must exhaust the iterator, in step with the others.
+        """
+        for name, tensor in whole_tensors(trainable(self.model)):
+            yield MODEL, name, tensor
+        for name, tensor in self.optimizer.state_tensors():
+            yield OPTIMIZER, name, tensor
+        # the cache too: computed again in another micro-batch, a ref log-prob may differ in the last bit
+        for name, tensor in self.reference.cache_tensors().items():
+            yield REF_LOGPROBS, name, tensor
+        if not self.reference.is_start:  # the starting model is at model.path
+            for name, tensor in self.reference.tensors():
+                yield REFERENCE, name, tensor
+
+    def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put the learner into the state of a checkpoint.
+
+        Raises:
+            TbaError: the tensors are not those of this model.
+        """
+        what = f"checkpoint {state.version}"
+        load_tensors(trainable(self.model), sections[MODEL], what=what)
+        self.optimizer.load_state_tensors(sections.get(OPTIMIZER, {}))
+        if REFERENCE in sections:
+            self.reference.load(sections[REFERENCE], PolicyVersion.parse(state.reference_version))
+        self.reference.load_cache(sections[REF_LOGPROBS])
+        self.rng.bit_generator.state = state.rng
+        torch.set_rng_state(decode_torch_rng(state.torch_rng))
+
+    def _reference_weights(self, autocast_dtype: torch.dtype | None) -> ReferenceWeights:
+        if has_adapter(self.model):  # theta's model without its adapter is the starting model
+            return AdapterWeights(self.model, self._policy)
+        temperature = self._recipe.model.policy_temperature
+        return FrozenCopyWeights.of(self.model, temperature=temperature, autocast_dtype=autocast_dtype)
+
+
+class TrainerState(BaseModel):
+    """state.json of a checkpoint. Schedules and the ledger need no field: their position is the step of `version`.
+
+    A field that a checkpoint lacks, because an older release wrote it, has its default.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    run: str
+    version: str
+    train_s: float
+    num_rollouts_trained: int
+    reference_version: str
+    rng: dict[str, Any]
+    torch_rng: str
+    config_sha256: str
+    model_config_sha256: str
+    policy_temperature: float
+    lora: LoraSection | None = None
+    guards: GuardState = GuardState()
+    """Memory of the guards."""
+    previous: str | None = None
+    """Version of the checkpoint before this one; null: this is the first one of the run."""
+    settings_revision: int = 0
+    """Revision of the live settings that the version was trained with; 0: the recipe's values."""
+
+
+def config_sha256(recipe: Recipe) -> str:
+    """Return the digest of what is trained and how, without addresses and paths: those may differ between starts."""
+    trained = {"run", "model", "sampling", "searcher", "objective", "trainer", "eval"}
+    return hashlib.sha256(recipe.model_dump_json(include=trained).encode()).hexdigest()
+
+
+def trainer_rng(recipe: Recipe) -> np.random.Generator:
+    """Return the trainer's random numbers at the beginning of a run."""
+    return np.random.default_rng([recipe.run.seed, _RNG_STREAM])
+
+
+def encode_torch_rng() -> str:
+    """Return torch's random state as base64 text."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
+def decode_torch_rng(text: str) -> Tensor:
+    """Invert `encode_torch_rng`."""
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())

@@ -1,0 +1,381 @@
+"""The reference policy: the source of its sequence log-probs, its weights, and when it changes.
+
+    objective.reference_placement
+      trainer    ModelReference    a model here (or theta's, with LoRA), with a cache by rollout id
+      searcher   CarriedReference  no model here: every rollout carries its log-prob under the starting model
+      (none)     Reference         the objective's anchor needs no reference: nothing is held or computed
+
+A reference log-prob is valid for one reference version only. A reset to theta, or an update of the moving average,
+makes a new version.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.config import Recipe
+from tba.errors import ConfigError, MalformedError
+from tba.versions import START, PolicyVersion
+from tba.wire import Rollout
+from tba_trainer.learner.forward_backward import Policy, Ranks, pack_rollouts, plan_micro_batches
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import response_sums
+from tba_trainer.model.parameters import is_adapted, trainable, whole_tensors
+from tba_trainer.model.policy import frozen_copy, load_tensors
+from tba_trainer.objectives import Objective
+
+
+class Reference:
+    """No reference: the objective needs none. Base class of the other two."""
+
+    def __init__(self) -> None:
+        self.version = START
+        self.num_computed = 0
+        """Rollouts that have gone through the reference model."""
+        self._cache: OrderedDict[bytes, float] = OrderedDict()
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the reference is still the starting model."""
+        return self.version == START
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[float] | None:
+        """Return the sum of the reference's log-probs over each response; None: the objective needs none."""
+        return None
+
+    def after_step(self, version: PolicyVersion) -> None:
+        """Reset the reference or update its moving average if that is due now that theta is `version`."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the reference's weights for a checkpoint, whole, one at a time."""
+        return iter(())
+
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Load the reference from a checkpoint in which it is not the starting model.
+
+        Raises:
+            ConfigError: the recipe was changed to one that has only the starting model.
+            TbaError: the tensors are not those of the model.
+        """
+
+    def cache_tensors(self) -> dict[str, Tensor]:
+        """Return the cache, least recently used first: `rollout_ids` uint8 [n, 16], `ref_logprobs` float64 [n]."""
+        ids = np.frombuffer(b"".join(self._cache), dtype=np.uint8).reshape(len(self._cache), 16)
+        values = np.fromiter(self._cache.values(), dtype=np.float64, count=len(self._cache))
+        return {"rollout_ids": torch.from_numpy(ids.copy()), "ref_logprobs": torch.from_numpy(values)}
+
+    def load_cache(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the cache from a checkpoint."""
+        ids, values = tensors["rollout_ids"].numpy(), tensors["ref_logprobs"].numpy()
+        self._cache = OrderedDict((row.tobytes(), float(value)) for row, value in zip(ids, values, strict=True))
+
+
+class CarriedReference(Reference):
+    """A reference whose log-probs searchers compute, under the starting model; rollouts carry them."""
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Return the values that the rollouts carry.
+
+        Raises:
+            MalformedError: one carries none of the starting model; `filter_batch` refuses such a rollout before.
+        """
+        values = []
+        for rollout in rollouts:
+            carried = rollout.ref_logprob
+            if carried is None or carried.version != START:
+                what = f"rollout {rollout.rollout_id.hex()} of prompt {rollout.prompt_id!r}"
+                raise MalformedError(
+                    f"{what} carries no ref log-prob of the starting model, and objective.reference_placement is "
+                    '"searcher"'
+                )
+            values.append(carried.value)
+        return values
+
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Refuse: searchers know only the starting model."""
+        raise ConfigError(
+            f"the checkpoint's reference is version {version}, and with objective.reference_placement = "
+            '"searcher" it can only be the starting model; set it back to "trainer"'
+        )
+
+
+class ModelReference(Reference):
+    """A reference whose log-probs are computed here, once per rollout and version.
+
+    Args:
+        weights: those of the starting model.
+        objective: its settings say when the reference changes.
+        micro_batch_tokens: most tokens of one forward pass.
+        max_cached: rollouts whose log-prob is kept; the least recently used goes first.
+        ranks: the processes that share the passes; all get all values.
+    """
+
+    def __init__(
+        self,
+        weights: ReferenceWeights,
+        objective: Objective,
+        *,
+        micro_batch_tokens: int,
+        max_cached: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__()
+        self._ranks = ranks or Ranks()
+        self._weights, self._objective = weights, objective
+        self._micro_batch_tokens, self._max_cached = micro_batch_tokens, max_cached
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Return the sum of the reference's log-probs over each response; compute what is not cached or carried."""
+        # by id: a rollout that is in the batch twice is computed once
+        missing = {r.rollout_id: r for r in rollouts if self._cached(r) is None}
+        self._compute(list(missing.values()))
+        values = []
+        for rollout in rollouts:
+            value = self._cached(rollout)
+            assert value is not None
+            values.append(value)
+        while len(self._cache) > self._max_cached:  # after the reads above: the batch may be larger than the cache
+            self._cache.popitem(last=False)
+        return values
+
+    def after_step(self, version: PolicyVersion) -> None:
+        """Reset or update the reference if the objective asks for it at this step."""
+        reset_steps, ema_steps = self._objective.reset_steps, self._objective.ema_every_steps
+        if reset_steps is not None and version.step % reset_steps == 0:
+            self._weights.reset_to_theta()
+            self._set_version(version)
+        if ema_steps is not None and self._objective.ema_decay is not None and version.step % ema_steps == 0:
+            self._weights.blend_with_theta(self._objective.ema_decay)
+            self._set_version(version)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the reference's weights; every process of a sharded model must exhaust the iterator."""
+        return self._weights.tensors()
+
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Load the reference from a checkpoint."""
+        self._weights.load(tensors, what=f"reference {version}")
+        self._set_version(version)
+
+    def _set_version(self, version: PolicyVersion) -> None:
+        self.version = version
+        self._cache.clear()  # its log-probs are those of the old version
+
+    def _cached(self, rollout: Rollout) -> float | None:
+        # a carried value counts only if it names the current version
+        carried = rollout.ref_logprob
+        if carried is not None and carried.version == self.version:
+            return carried.value
+        if rollout.rollout_id in self._cache:
+            self._cache.move_to_end(rollout.rollout_id)
+            return self._cache[rollout.rollout_id]
+        return None
+
+    @torch.no_grad()
+    def _compute(self, rollouts: Sequence[Rollout]) -> None:
+        if not rollouts:
+            return
+        lengths = [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts]
+        ranks, policy = self._ranks, self._weights.policy
+        plan = plan_micro_batches(
+            lengths, range(len(rollouts)), self._micro_batch_tokens, num_ranks=ranks.num_ranks, keep_groups=False
+        )
+        # each rank fills in its own rollouts; the sum over the ranks completes them
+        sums = torch.zeros(len(rollouts), dtype=torch.float64)
+        with self._weights.active():
+            for micro_batch in plan.of_rank(ranks.rank):
+                sequences = pack_rollouts([rollouts[i] for i in micro_batch.indices], policy.device)
+                found = response_sums(policy.token_logprobs(sequences), sequences)[: len(micro_batch.indices)]
+                sums[list(micro_batch.indices)] = found.double().cpu()
+        for rollout, value in zip(rollouts, ranks.all_reduce(sums).tolist(), strict=True):
+            self._cache[rollout.rollout_id] = value
+        self.num_computed += len(rollouts)
+
+
+def make_reference(
+    objective: Objective, recipe: Recipe, weights: Callable[[], ReferenceWeights], ranks: Ranks | None = None
+) -> Reference:
+    """Return the reference that the objective needs.
+
+    Args:
+        weights: makes the starting model's weights; called only if a model is needed here.
+    """
+    if objective.reference_placement is None:
+        return Reference()
+    if objective.reference_placement == "searcher":
+        return CarriedReference()
+    return ModelReference(
+        weights(),
+        objective,
+        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+        max_cached=recipe.buffer.max_rollouts,
+        ranks=ranks,
+    )
+
+
+class ReferenceWeights(Protocol):
+    """Weights of the reference, and the model that computes log-probs under them."""
+
+    @property
+    def policy(self) -> Policy:
+        """The model; it has the reference's weights only while `active` is open."""
+        ...
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make `policy` the reference while the context is open."""
+        ...
+
+    def reset_to_theta(self) -> None:
+        """Make the current theta the reference."""
+        ...
+
+    def blend_with_theta(self, decay: float) -> None:
+        """Set reference = decay * reference + (1 - decay) * theta."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors on the CPU for `load`, one at a time.
+
+        Every process of a sharded model must exhaust the iterator.
+        """
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
+        """Load the weights that `tensors` yielded.
+
+        Raises:
+            TbaError: they are not those of this model.
+        """
+        ...
+
+
+class FrozenCopyWeights:
+    """Weights in a second model beside theta.
+
+    Args:
+        theta: the model that is trained.
+        model: its frozen copy.
+        policy: computes log-probs under `model`.
+    """
+
+    def __init__(self, theta: Any, model: Any, policy: Policy) -> None:
+        self._theta, self._model, self.policy = theta, model, policy
+
+    @classmethod
+    def of(cls, theta: Any, *, temperature: float, autocast_dtype: torch.dtype | None) -> FrozenCopyWeights:
+        """Copy the current theta."""
+        model = frozen_copy(theta)
+        return cls(theta, model, LogprobModel(model, temperature=temperature, autocast_dtype=autocast_dtype))
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Do nothing: the copy is always the reference."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def reset_to_theta(self) -> None:
+        """Copy theta into the second model."""
+        for target, source in zip(self._model.parameters(), self._theta.parameters(), strict=True):
+            target.copy_(source)
+
+    @torch.no_grad()
+    def blend_with_theta(self, decay: float) -> None:
+        """Set reference = decay * reference + (1 - decay) * theta."""
+        for target, source in zip(self._model.parameters(), self._theta.parameters(), strict=True):
+            target.mul_(decay).add_(source, alpha=1 - decay)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the copy's parameters."""
+        return whole_tensors(dict(self._model.named_parameters()))
+
+    def load(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
+        """Load tensors into the copy."""
+        load_tensors(dict(self._model.named_parameters()), tensors, what=what)
+
+
+_OUTER = ".lora_B."
+"""The factor of an adapter that starts at zero."""
+
+
+class AdapterWeights:
+    """Weights of a reference with LoRA: theta's model with an older adapter or none. There is no second model.
+
+    Args:
+        model: theta, with its adapter.
+        policy: computes log-probs under it.
+    """
+
+    def __init__(self, model: Any, policy: Policy) -> None:
+        self.policy = policy
+        self._layers = [module for module in model.modules() if is_adapted(module)]
+        self._theta = trainable(model)
+        self._tensors: dict[str, Tensor] | None = None
+        """The adapter of the reference; None: the starting model, which has none."""
+
+    @contextmanager
+    @torch.no_grad()
+    def active(self) -> Iterator[None]:
+        """Make theta's model the reference while the context is open."""
+        if self._tensors is None:
+            with self._without_adapter():
+                yield
+            return
+        kept = self._copies()
+        self._put(self._tensors)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def reset_to_theta(self) -> None:
+        """Make a copy of the current adapter the reference's."""
+        self._tensors = self._copies()
+
+    @torch.no_grad()
+    def blend_with_theta(self, decay: float) -> None:
+        """Move the reference's adapter, factor by factor, towards theta's: decay * old + (1 - decay) * new."""
+        if self._tensors is None:
+            # the starting model is any A with B = 0, so theta's A is as good as its own
+            start = self._copies()
+            for name in start:
+                if _OUTER in name:
+                    start[name].zero_()
+            self._tensors = start
+        for name, tensor in self._tensors.items():
+            tensor.mul_(decay).add_(self._theta[name], alpha=1 - decay)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the reference's adapter by the names of theta's; nothing while it is the starting model."""
+        return whole_tensors(self._tensors or {})
+
+    def load(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
+        """Load an adapter of a reference that is not the starting model."""
+        copies = self._copies()
+        load_tensors(copies, tensors, what=what)
+        self._tensors = copies
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._theta.items()}
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._theta.items():
+            parameter.copy_(tensors[name])
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        # peft's own switch, enable_adapters, also turns requires_grad off and on. A sharded model, whose parameters
+        # exist twice, does not follow that. `forward` looks at this flag alone.
+        for layer in self._layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer._disable_adapters = False

@@ -1,0 +1,1 @@
+"""The training loop: draw, filter, step, acknowledge, publish, checkpoint."""

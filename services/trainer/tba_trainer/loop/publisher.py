@@ -1,0 +1,307 @@
+"""Publish weight versions in a background thread, and ask searchers to evaluate some of them.
+
+    loop     submit(snapshot)   waits for a free place while `max_unpublished_versions` snapshots are unpublished
+                                (wait "unpublished-versions", deadline `trainer.retry_s`)
+    thread   each snapshot, in order: objects and manifest to the store, retried while the store is away; then the
+             announcement, retried while the buffer is away; then the evaluation request; then garbage collection
+
+An error that no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises
+it at its next call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import transformers
+
+from tba.api import EvalInfo, EvalRequest, VersionRequest
+from tba.clients import BufferClient
+from tba.config.evaluation import EvalSection
+from tba.errors import FencedError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.loop.heartbeat import Status
+
+_RETRY_FIRST_S = 0.5
+_RETRY_MOST_S = 10.0
+_TICK_S = 0.1
+_EVAL_POLL_S = 0.5
+log = get_logger("publisher")
+
+
+class Publisher:
+    """Publishes snapshots in the order in which they were submitted.
+
+    Args:
+        files: config and tokenizer files by name.
+        token: fencing token of this trainer's lineage.
+        collect_garbage: deletes old versions; called after each announcement.
+        max_unpublished: snapshots that may wait.
+        wait_s: deadline of the loop's waits.
+        stop: set when the process should end.
+    """
+
+    def __init__(
+        self,
+        *,
+        versions: WeightVersions,
+        buffer: BufferClient,
+        evaluations: Evaluations,
+        status: Status,
+        files: Mapping[str, Path],
+        token: str,
+        collect_garbage: Callable[[], None],
+        max_unpublished: int,
+        wait_s: float,
+        stop: threading.Event,
+    ) -> None:
+        self._versions, self._buffer, self._evaluations, self._status = versions, buffer, evaluations, status
+        self._files, self._token, self._collect_garbage = files, token, collect_garbage
+        self._max_unpublished, self._wait_s, self._stop = max_unpublished, wait_s, stop
+        self._changed = threading.Condition()
+        self._pending: deque[tuple[WeightSnapshot, int | None, bool]] = deque()
+        self._error: Exception | None = None
+        self._retried_error = ""
+        """Why the current transfer is being retried."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self.last_announced: PolicyVersion | None = None
+
+    @property
+    def num_unpublished(self) -> int:
+        """Snapshots that are not announced yet."""
+        return len(self._pending)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Announce nothing more; a transfer in progress is left to end by itself."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise the error that ended the thread, if there is one.
+
+        Raises:
+            FencedError, ObjectExistsError, TbaError
+        """
+        if self._error is not None:
+            raise self._error
+
+    def submit(self, snapshot: WeightSnapshot, *, num_eval_prompts: int | None = None, announce: bool = True) -> None:
+        """Hand a snapshot over, to be evaluated on some held-out prompts once it is announced (None: not at all).
+
+        Args:
+            announce: False only stores it, for searchers that ask for the version by name.
+
+        Raises:
+            WaitTimeoutError: `max_unpublished` snapshots wait, and none was published before the deadline.
+        """
+        self._wait_until_below(self._max_unpublished)
+        with self._changed:
+            self._pending.append((snapshot, num_eval_prompts, announce))
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until everything is announced.
+
+        Raises:
+            WaitTimeoutError: the deadline passed first.
+        """
+        self._wait_until_below(1)
+
+    def _wait_until_below(self, count: int) -> None:
+        self.check()
+        if len(self._pending) < count:
+            return
+        deadline = time.monotonic() + self._wait_s
+        with self._status.named_wait("unpublished-versions", self._wait_s):
+            while len(self._pending) >= count:
+                with self._changed:
+                    self._changed.wait(timeout=_TICK_S)
+                self.check()
+                if self._stop.is_set():
+                    return
+                if time.monotonic() > deadline:
+                    raise WaitTimeoutError(
+                        f"{len(self._pending)} weight versions could not be published within {self._wait_s:g} s "
+                        f"({self._retried_error or 'the transfer is still in progress'}); training stopped, its last "
+                        "checkpoint stands: fix that and start the trainer again"
+                    )
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed.is_set() or self._pending)
+            if self._closed.is_set():
+                return
+            snapshot, num_eval_prompts, announce = self._pending[0]
+            try:
+                self._publish(snapshot, num_eval_prompts, announce=announce)
+            except Exception as error:
+                self._error = error if isinstance(error, TbaError) else TbaError(f"publishing failed: {error!r}")
+            with self._changed:
+                # it counts as unpublished until here, so the loop's limit covers a slow transfer too
+                if self._error is None and not self._closed.is_set():
+                    self._pending.popleft()
+                self._changed.notify_all()
+            if self._error is not None:
+                return
+
+    def _publish(self, snapshot: WeightSnapshot, num_eval_prompts: int | None, *, announce: bool) -> None:
+        started = time.monotonic()
+        self._retry_while_away(lambda: self._put(snapshot), snapshot.version)
+        if not announce:
+            snapshot.close()
+            return
+        request = VersionRequest(version=str(snapshot.version), token=self._token)
+        self._retry_while_away(lambda: self._buffer.announce_version(request), snapshot.version)
+        if self._closed.is_set():  # the retries may have been cut off, so nothing says that it was announced
+            return
+        snapshot.close()
+        self.last_announced = snapshot.version
+        log.info("published", version=str(snapshot.version), seconds=round(time.monotonic() - started, 3))
+        if num_eval_prompts is not None:
+            self._evaluations.request(snapshot.version, num_eval_prompts)
+        try:
+            self._collect_garbage()
+        except FencedError:
+            raise
+        except TbaError as error:  # the next version tries again
+            log.warning("old_versions_not_deleted", error=str(error))
+
+    def _put(self, snapshot: WeightSnapshot) -> None:
+        self._versions.publish(
+            version=snapshot.version,
+            parent=snapshot.parent,
+            dtype=snapshot.dtype,
+            tensors_paths=snapshot.paths,
+            files=self._files,
+            canary=snapshot.canary,
+            torch_version=torch.__version__,
+            transformers_version=transformers.__version__,
+        )
+
+    def _retry_while_away(self, action: Callable[[], object], version: PolicyVersion) -> None:
+        pause_s = _RETRY_FIRST_S
+        while not self._closed.is_set():
+            try:
+                action()
+                self._retried_error = ""
+                return
+            except (StoreUnavailableError, UnavailableError) as error:
+                if not self._retried_error:  # one line per outage
+                    log.warning("publishing_fails", version=str(version), error=str(error))
+                self._retried_error = str(error)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_MOST_S)
+
+
+class Evaluations:
+    """Decides which versions are evaluated on held-out prompts, and asks for it. Searchers evaluate meanwhile.
+
+    Args:
+        token: fencing token of the lineage.
+        start_step: step that this trainer starts from.
+        sync_interval: steps between published versions.
+        enabled: False in a run without searchers.
+    """
+
+    def __init__(
+        self,
+        buffer: BufferClient,
+        section: EvalSection,
+        *,
+        token: str,
+        start_step: int,
+        sync_interval: int,
+        enabled: bool = True,
+    ) -> None:
+        self._buffer, self._section, self._token, self._enabled = buffer, section, token, enabled
+        # an evaluation that was due at the last published version or before was requested then; one that became due
+        # after it was not
+        self._last_step = start_step - start_step % sync_interval
+
+    def num_prompts_due(self, step: int, *, every_steps: int) -> int | None:
+        """Return the held-out prompts for the version published at `step`; None when no evaluation is due.
+
+        Each call settles the steps up to its own: an evaluation is due where a multiple of the interval lies between
+        the last call and this one.
+
+        Args:
+            every_steps: the interval as it is now.
+        """
+        due = step // every_steps > self._last_step // every_steps
+        self._last_step = step
+        return self._section.num_prompts if due else None
+
+    @property
+    def num_prompts_final(self) -> int:
+        """Held-out prompts of the first and of the last evaluation."""
+        return self._section.num_prompts_final
+
+    def request(self, version: PolicyVersion, num_prompts: int) -> EvalInfo | None:
+        """Ask for an evaluation of a published version; log a refusal and return None.
+
+        Raises:
+            FencedError: a newer lineage owns the run.
+        """
+        if not self._enabled:
+            return None
+        try:
+            return self._buffer.request_eval(
+                EvalRequest(
+                    version=str(version),
+                    token=self._token,
+                    num_prompts=num_prompts,
+                    num_samples=self._section.num_samples,
+                    pass_at=self._section.pass_at,
+                    success_reward=self._section.success_reward,
+                    timeout_s=self._section.timeout_s,
+                )
+            )
+        except FencedError:
+            raise
+        except TbaError as error:
+            log.warning("evaluation_not_requested", version=str(version), error=str(error))
+            return None
+
+    def wait(self, evaluation: EvalInfo, status: Status, stop: threading.Event) -> EvalInfo | None:
+        """Wait for an evaluation, `eval.timeout_s` at most.
+
+        Returns:
+            The finished evaluation; None when its time is over or `stop` is set.
+        """
+        deadline = time.monotonic() + self._section.timeout_s
+        with status.named_wait("final-evaluation", self._section.timeout_s):
+            while evaluation.state == "pending" and time.monotonic() < deadline and not stop.wait(_EVAL_POLL_S):
+                evaluation = self._buffer.get_eval(evaluation.eval_id)
+        if evaluation.state != "done":
+            if stop.is_set():
+                return None
+            log.warning(
+                "final_evaluation_missing",
+                version=evaluation.version,
+                state=evaluation.state,
+                num_done=evaluation.num_done,
+                num_prompts=evaluation.num_prompts,
+            )
+            return None
+        log.info(
+            "final_evaluation",
+            version=evaluation.version,
+            accuracy=evaluation.accuracy,
+            greedy_accuracy=evaluation.greedy_accuracy,
+        )
+        return evaluation

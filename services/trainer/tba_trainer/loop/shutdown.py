@@ -1,0 +1,136 @@
+"""End a trainer: interrupt a run that can be resumed, or finish a run that is over; and SIGTERM, which asks for that.
+
+While a trainer starts, signals end it at once (tba/early_signals.py); `stop_on_signals` replaces that during training.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from tba.api import RunCommand
+from tba.early_signals import SIGNALS
+from tba.errors import StoreUnavailableError, WaitTimeoutError
+from tba.logs import get_logger
+from tba_trainer.checkpoints.export import upload_export
+from tba_trainer.learner.guards import holds_checkpoints
+from tba_trainer.loop.checkpointing import CheckpointWriter
+from tba_trainer.loop.context import LineageContext
+
+RunEnd = Literal["done", "stopped"]
+"""How a trainer ends without an error: the run is over, or it was told to stop and the run can be resumed."""
+_RETRY_PAUSE_S = 1.0
+log = get_logger("shutdown")
+
+
+def interrupt(context: LineageContext, writer: CheckpointWriter) -> None:
+    """Keep what was trained after SIGTERM; the run can be resumed.
+
+    Raises:
+        StoreUnavailableError: the last checkpoint cannot be written; a resume continues from an older one.
+    """
+    context.status.set_state("stopping")
+    progress = context.progress
+    if holds_checkpoints(context.recipe.trainer.guards, progress.guards):
+        # an alarm that could roll back is on: a checkpoint from here would be one that the rollback has to undo
+        log.warning("stopped_without_checkpoint", step=progress.step, resume_from=str(writer.saved))
+        context.status.set_state("stopped")
+        return
+    try:
+        writer.save()
+    except StoreUnavailableError as error:
+        raise StoreUnavailableError(
+            f"stopped at step {progress.step} without a checkpoint of it ({error}); a resume repeats the steps "
+            f"after {writer.saved.step}"
+        ) from None
+    context.status.set_state("stopped")
+    log.info("stopped", version=str(progress.version))
+
+
+def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str | None) -> RunEnd:
+    """Publish, checkpoint, evaluate, export and mark the run done. SIGTERM before that leaves a run to be resumed.
+
+    Args:
+        early_end: why the run is over before `num_steps`; None: it is not.
+    """
+    progress, recipe = context.progress, context.recipe
+    progress.stop_clock()
+    context.status.set_state("finishing")
+    if progress.submitted != progress.version:
+        context.publish_weights(num_eval_prompts=None)
+    context.publisher.drain()
+    if not context.stop.is_set():
+        evaluation = context.evaluations.request(progress.version, context.evaluations.num_prompts_final)
+        _retry_until_stored(context, "the last checkpoint", writer.save)
+        if evaluation is not None:
+            context.evaluations.wait(evaluation, context.status, context.stop)
+        if recipe.trainer.export:
+            _retry_until_stored(context, "the export", lambda: _export(context))
+    if context.stop.is_set():
+        interrupt(context, writer)
+        return "stopped"
+    reason = f"trained to version {progress.version}"
+    if early_end is not None:
+        reason += f", step {progress.step} of {recipe.trainer.num_steps}: {early_end}"
+    context.buffer.command("done", RunCommand(reason=reason, token=context.session.token))
+    context.status.set_state("done")
+    log.info("done", version=str(progress.version), train_s=round(progress.train_s, 1))
+    return "done"
+
+
+def _export(context: LineageContext) -> None:
+    info, changes = context.buffer.run(), context.buffer.all_settings().changes
+    upload_export(context.recipe, info, context.store, last=context.progress.version, changes=changes)
+
+
+def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], None]) -> None:
+    """Repeat an action while the store is away; give it up only when the process is told to stop."""
+    wait_s = context.recipe.trainer.retry_s
+    deadline = time.monotonic() + wait_s
+    with context.status.named_wait("object-store", wait_s):
+        while not context.stop.is_set():
+            try:
+                action()
+                return
+            except StoreUnavailableError as error:
+                if time.monotonic() > deadline:
+                    raise WaitTimeoutError(f"{what} could not be stored within {wait_s:g} s: {error}") from None
+                log.warning("store_away", what=what, error=str(error))
+                context.stop.wait(_RETRY_PAUSE_S)
+
+
+@contextmanager
+def stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Let SIGTERM and SIGINT only set the event. Outside the main thread, which signals do not reach, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # A handler runs in the middle of whatever the main thread does, possibly while that holds the lock of a logger or
+    # of the event. So the handler does nothing: Python writes the signal's number to this socket, and a thread that may
+    # wait for locks reads it.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # a handler must never block
+
+    def listen() -> None:
+        while data := reader.recv(1):
+            log.info("signal", name=signal.Signals(data[0]).name)
+            stop.set()
+
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener.start()
+    old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_fd)
+        writer.close()  # ends the listener
+        listener.join()
+        reader.close()

@@ -1,0 +1,327 @@
+"""Start a lineage: from the starting model, from the last checkpoint, or from a version of another run (a fork).
+
+take the starting model's snapshot -> GET /v1/run -> checkpoint or none -> POST /v1/lineages (parent, fencing token)
+-> restore
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.api import LineageRequest, OriginInfo, RunCommand, RunInfo
+from tba.clients import BufferClient
+from tba.config import Recipe
+from tba.config.trainer import LoraSection
+from tba.errors import (
+    ConfigError,
+    ConflictError,
+    GuardError,
+    ObjectNotFoundError,
+    StoreError,
+    TbaError,
+    WaitTimeoutError,
+)
+from tba.logs import get_logger
+from tba.store import ObjectStore
+from tba.versions import START, LineageTree, PolicyVersion
+from tba.weights import WeightVersions, params_sha256_of_files
+from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, newest_intact, older_intact
+from tba_trainer.checkpoints.tensor_files import TensorFiles
+from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.learner.guards import GuardState, Rollback
+from tba_trainer.learner.learner import Learner, config_sha256
+from tba_trainer.loop.context import Session, TrainerContext
+
+_POLL_S = 0.5
+log = get_logger("startup")
+
+
+def start_lineage(
+    context: TrainerContext,
+    *,
+    checkpoints: CheckpointStore,
+    learner: Learner,
+    model_config_sha256: str,
+    rollback: Rollback | None = None,
+) -> Session:
+    """Take a lineage from the buffer, and put the learner where the lineage's parent was.
+
+    Args:
+        rollback: how the lineage before this one ended; None: this is the first one of the process.
+
+    Raises:
+        ConflictError: the run is done. A run that failed continues from its last checkpoint.
+        ConfigError: the checkpoint belongs to another model or policy temperature.
+        StoreError: the checkpoint or the version to fork is missing or damaged.
+        GuardError: a rollback finds none of the checkpoints that there were; the run has failed.
+    """
+    recipe, buffer = context.recipe, context.buffer
+    info = buffer.run()
+    fork = Fork.of(info.origin)
+    if info.state == "done":
+        raise ConflictError(
+            f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
+            "choose another run.name"
+        )
+    checkpoint = (
+        newest_intact(checkpoints, info) if rollback is None else _roll_back(rollback, buffer, checkpoints, info)
+    )
+    if checkpoint is not None:
+        _check_same_run(checkpoint, recipe, model_config_sha256)
+        if checkpoint.state.config_sha256 != config_sha256(recipe):
+            log.warning("config_changed_since_checkpoint", checkpoint=checkpoint.state.version)
+        parent = PolicyVersion.parse(checkpoint.state.version)
+    elif fork is not None:
+        _restore_fork(fork, context.store, checkpoints, learner, recipe, model_config_sha256)
+        parent = fork.version
+    else:
+        parent = START
+    # from this call on a resume starts from the parent too, and never again from a suspect checkpoint
+    reply = buffer.new_lineage(
+        LineageRequest(
+            trainer_id=context.status.trainer_id,
+            parent=str(parent),
+            checkpoint_key=None if checkpoint is None else checkpoints.key(parent),
+            rollback=rollback is not None,
+        )
+    )
+    if rollback is not None and rollback.suspect is not None:
+        _delete_suspects(checkpoints, _tree(info, reply.lineage, parent).ancestry(parent), parent, rollback.suspect)
+    if checkpoint is not None:
+        learner.restore(checkpoint.state, checkpoint.sections)
+        checkpoint.close()
+    announces_start = info.latest_version in (None, str(START)) and checkpoint is None and fork is None
+    # A lineage that resumes announces its parent's weights under its own name, (lineage, parent step). That supersedes
+    # what a dead lineage announced after its checkpoint, and puts the trainer at policy age 0 with its searchers.
+    first = START if announces_start else PolicyVersion(reply.lineage, parent.step)
+    info = buffer.run()
+    state = None if checkpoint is None else checkpoint.state
+    guards = GuardState() if state is None else state.guards
+    session = Session(
+        trainer_id=context.status.trainer_id,
+        lineage=reply.lineage,
+        token=reply.token,
+        parent=parent,
+        first=first,
+        start=_first_version_of_run(first, parent, fork),
+        lineages=_tree(info, reply.lineage, parent),
+        previous=None if state is None or state.previous is None else PolicyVersion.parse(state.previous),
+        train_s=0.0 if state is None else state.train_s,
+        num_rollouts_trained=0 if state is None else state.num_rollouts_trained,
+        guards=guards.after_resume(
+            num_rollbacks=info.num_rollbacks, rolled_back=None if rollback is None else rollback.guards
+        ),
+        announces_start=announces_start,
+        has_no_checkpoint=checkpoint is None and fork is not None,
+    )
+    log.info("lineage_started", lineage=session.lineage, parent=str(parent), resumed=checkpoint is not None)
+    return session
+
+
+def wait_for_origin(buffer: BufferClient, *, wait_s: float, stop: threading.Event) -> OriginInfo | None:
+    """Return what the run begins with, once the buffer has loaded it (the buffer shows its wait "snapshot-load").
+
+    Args:
+        stop: set when the process should end; then the state of the load so far is returned.
+
+    Raises:
+        ConflictError: it could not be loaded.
+        WaitTimeoutError: it takes longer than `wait_s`.
+    """
+    deadline = time.monotonic() + wait_s
+    while (origin := buffer.run().origin) is not None and origin.state == "loading" and not stop.wait(_POLL_S):
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(
+                f"snapshot {origin.source} was not loaded within {wait_s:g} s (trainer.batch_wait_s): "
+                f"{origin.num_loaded} rollouts so far"
+            )
+    if origin is not None and origin.state == "failed":
+        raise ConflictError(f"snapshot {origin.source}, which this run begins with, was not loaded: {origin.reason}")
+    return origin
+
+
+def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin: OriginInfo | None) -> None:
+    """Check that `model.path` holds the model that the run, and the run of its first snapshot, started from.
+
+    It is the reference, and every policy age counts from it.
+
+    Raises:
+        ConfigError: it is another model, or the same one in another dtype.
+    """
+    manifest = versions.manifest(START) if versions.exists(START) else None
+    origin_sha256 = None if origin is None else origin.start_params_sha256
+    if manifest is None and origin_sha256 is None:
+        return
+    if manifest is not None and manifest.dtype != start.dtype:
+        raise ConfigError(
+            f"model.dtype is {start.dtype}, but this run began with {manifest.dtype}; it is constant within a run: set "
+            "it back, or choose another run.name"
+        )
+    found = params_sha256_of_files(start.paths)
+    if manifest is not None and manifest.params_sha256 != found:
+        raise ConfigError(
+            "model.path holds another model than the one this run started from (version 0-0 has other parameters); "
+            "restore that folder, or choose another run.name"
+        )
+    if origin is not None and origin_sha256 is not None and origin_sha256 != found:
+        raise ConfigError(
+            f"model.path, in model.dtype {start.dtype}, is another model than the one that run {origin.run!r} of "
+            f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """The version of another run that this run starts from (docs/adr/0009-fork.md).
+
+    The starting model at `model.path` stays the reference and the origin of policy ages, so it must be the one that
+    the other run started from.
+    """
+
+    run: str
+    version: PolicyVersion
+    last_lineage: int
+    """The other run's last lineage; this run's own lineages come after it."""
+
+    @classmethod
+    def of(cls, origin: OriginInfo | None) -> Fork | None:
+        """Read the fork from the run's origin; None when the run is no fork."""
+        if origin is None or origin.version is None:
+            return None
+        return cls(origin.run, PolicyVersion.parse(origin.version), origin.lineage)
+
+    def checkpoint(self, own: CheckpointStore) -> Checkpoint | None:
+        """Return the other run's checkpoint of exactly this version, from the store of this run's checkpoints.
+
+        Raises:
+            DigestError, MalformedError: it is damaged.
+            StoreUnavailableError
+        """
+        checkpoints = own.of_run(self.run)
+        return checkpoints.load(checkpoints.key(self.version)) if self.version in checkpoints.versions() else None
+
+    def load_weights(self, store: ObjectStore, learner: Learner, model_config_sha256: str, *, folder: Path) -> None:
+        """Put the published weights of the version into the learner, which holds the starting model.
+
+        Args:
+            folder: for the downloaded files.
+
+        Raises:
+            ConfigError: the version is not in the store, or is of another model.
+            DigestError: it is damaged.
+            StoreUnavailableError
+        """
+        what = f"version {self.version} of run {self.run!r}"
+        versions = WeightVersions(store, self.run)
+        try:
+            manifest, paths = versions.download_tensors(self.version, folder / str(self.version))
+        except ObjectNotFoundError:
+            raise ConfigError(f"this run is forked from {what}, which is not in {store.url}") from None
+        if manifest.model_config_sha256 != model_config_sha256:
+            raise ConfigError(f"config.json in model.path is not that of {what}; a fork trains the same model")
+        learner.load_weights(TensorFiles(paths), what=what)
+        log.warning(
+            "forked_without_checkpoint",
+            version=str(self.version),
+            run=self.run,
+            meaning="the optimizer starts from zero, and the starting model is the reference until the next reset",
+        )
+        if manifest.dtype != "float32":  # the master weights start from rounded ones
+            log.warning("forked_from_rounded_weights", dtype=manifest.dtype)
+
+
+def _restore_fork(
+    fork: Fork,
+    store: ObjectStore,
+    checkpoints: CheckpointStore,
+    learner: Learner,
+    recipe: Recipe,
+    model_config_sha256: str,
+) -> None:
+    """Restore the other run's whole state where it has a checkpoint of the version, else its published weights."""
+    checkpoint = fork.checkpoint(checkpoints)
+    if checkpoint is None:
+        fork.load_weights(store, learner, model_config_sha256, folder=checkpoints.folder)
+        return
+    _check_same_run(checkpoint, recipe, model_config_sha256)
+    learner.restore(checkpoint.state, checkpoint.sections)
+    checkpoint.close()
+
+
+def _first_version_of_run(first: PolicyVersion, parent: PolicyVersion, fork: Fork | None) -> PolicyVersion:
+    if fork is None:
+        return START
+    # a fork that resumes from a checkpoint of its own was announced by its first lineage
+    return first if parent == fork.version else PolicyVersion(fork.last_lineage + 1, fork.version.step)
+
+
+def _roll_back(
+    rollback: Rollback, buffer: BufferClient, checkpoints: CheckpointStore, info: RunInfo
+) -> Checkpoint | None:
+    """Return the checkpoint that a rollback returns to; None for the start of the run, if nothing else is before it.
+
+    Raises:
+        GuardError: the checkpoints before the suspect one are gone or damaged; the run has failed.
+    """
+    suspect = rollback.suspect
+    if suspect is None:
+        return newest_intact(checkpoints, info)
+    checkpoint = older_intact(checkpoints, info, suspect, last_good_step=rollback.last_good_step)
+    if checkpoint is not None or rollback.previous is None:
+        return checkpoint
+    sentence = (
+        f"rolling back from checkpoint {suspect}, which no good step followed: the checkpoints before it (the last one "
+        f"was {rollback.previous}) are gone or damaged, and what was trained is not given up for the starting model; "
+        f"put one back, or start another run; the next start of the trainer continues from {suspect}"
+    )
+    try:
+        buffer.command("fail", RunCommand(reason=sentence, token=rollback.token))
+    except TbaError as error:  # the GuardError below ends the trainer in any case
+        log.warning("action_failed", action="fail", error=str(error))
+    raise GuardError(sentence)
+
+
+def _delete_suspects(
+    checkpoints: CheckpointStore, history: list[PolicyVersion], parent: PolicyVersion, suspect: PolicyVersion
+) -> None:
+    """Delete the abandoned checkpoints after the parent, up to the suspect one: nothing returns to them."""
+    try:
+        active = checkpoints.of_lineage(history)
+        for version in checkpoints.versions():
+            if parent < version <= suspect and version not in active:
+                checkpoints.delete(version)
+                log.info("suspect_checkpoint_deleted", version=str(version))
+    except StoreError as error:
+        # harmless: checkpoints that stay behind take the place of none of the active lineage's
+        log.warning("suspect_checkpoint_not_deleted", suspect=str(suspect), error=str(error))
+
+
+def _check_same_run(checkpoint: Checkpoint, recipe: Recipe, model_config_sha256: str) -> None:
+    state = checkpoint.state
+    if state.policy_temperature != recipe.model.policy_temperature:
+        raise ConfigError(
+            f"model.policy_temperature is {recipe.model.policy_temperature:g}, but this run has trained with "
+            f"{state.policy_temperature:g}; it is constant within a run: set it back, or choose another run.name"
+        )
+    if state.lora != recipe.model.lora:
+        raise ConfigError(
+            f"[model.lora] is {_lora_text(recipe.model.lora)}, but this run has trained with {_lora_text(state.lora)}; "
+            "it is constant within a run: set it back, or choose another run.name"
+        )
+    if state.model_config_sha256 != model_config_sha256:
+        raise ConfigError(
+            f"config.json in model.path is not the one that checkpoint {state.version} was trained with; "
+            "restore that folder, or choose another run.name"
+        )
+
+
+def _lora_text(section: LoraSection | None) -> str:
+    return "absent" if section is None else str(section)
+
+
+def _tree(info: RunInfo, lineage: int, parent: PolicyVersion) -> LineageTree:
+    parents = {number: PolicyVersion.parse(text) for number, text in info.parents.items()}
+    return LineageTree({**parents, lineage: parent})

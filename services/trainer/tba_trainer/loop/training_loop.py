@@ -1,0 +1,320 @@
+"""The training loop: one thread that makes optimizer steps, and three that serve it.
+
+    buffer --draw--> [prefetch] --batch--> [loop: filter -> gradients -> guards -> ack -> apply or skip] --> [publisher]
+      ^                                             |                                 |            snapshot      |    |
+      |<---------------- ack (lineage, step) -------+                                 +--checkpoint--> store <---+    |
+      |<---------------- announced version, evaluation request -------------------------------------------------------+
+      |<---------------- heartbeat, every second [heartbeat thread]
+
+    thread         waits for                        name of the wait        deadline
+    loop           the batch of its step            as the buffer says      trainer.batch_wait_s
+    loop           a place for a snapshot           unpublished-versions    trainer.retry_s
+    loop           the store, for a checkpoint      -                       store.timeout_s, then at the next sync
+    loop (end)     the last checkpoint, the export  object-store            trainer.retry_s
+    loop (end)     the final evaluation             final-evaluation        eval.timeout_s
+    prefetch       permission to draw one more      -                       until the loop takes a batch
+    publisher      a snapshot; store; buffer        -                       none: the loop's wait bounds it
+
+How training ends:
+
+    num_steps or max_train_s reached, or the run is over    publish, checkpoint, evaluate, export, `done`
+    SIGTERM before `done`                                   finish the step, checkpoint, exit 143; a resume continues
+    a newer lineage (FencedError)                           exit 3; nothing more is written
+    an alarm that rolls back                                `tba_trainer.run` starts the next lineage from a checkpoint
+    an alarm that fails, too many skipped batches           the run is marked failed; a resume continues
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tba.api import AckRequest, RunCommand
+from tba.config.trainer import REMEDIES
+from tba.errors import (
+    ConflictError,
+    FencedError,
+    GuardError,
+    RunFailedError,
+    RunOverError,
+    StoreUnavailableError,
+    TbaError,
+    VoidBatchError,
+)
+from tba.fields import bounded_or_none
+from tba.logs import get_logger
+from tba.wire import Batch
+from tba_trainer.learner.guards import Rollback, StepAction, check_step, holds_checkpoints, suspects_weights
+from tba_trainer.loop.checkpointing import CheckpointWriter
+from tba_trainer.loop.context import LineageContext
+from tba_trainer.loop.filters import count_reasons, filter_batch
+from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
+
+MAX_ON_POLICY_GAP = 0.05
+"""Nats per token between trainer and sampler log-probs at policy age 0. More is logged: the two use unequal models."""
+MAX_VOID_BATCHES = 5
+"""Batches in a row that may be void at their ack. More means that a step is slower than `batch_deadline_s`."""
+Metrics = dict[str, float | None]
+log = get_logger("loop")
+
+
+class TrainingLoop:
+    """Makes the optimizer steps of one lineage until the run is over."""
+
+    def __init__(self, context: LineageContext) -> None:
+        self._context, self._progress, self._token = context, context.progress, context.session.token
+        self._guards = context.recipe.trainer.guards
+        self._writer = CheckpointWriter(context)
+        self._checkpoint_due = context.session.has_no_checkpoint
+        self._num_void_in_row = 0
+        self._early_end: str | None = None
+        """Why training ends before `num_steps`."""
+
+    def run(self) -> Rollback | RunEnd:
+        """Train to the end of the run, until SIGTERM, or until an alarm rolls back.
+
+        Returns:
+            The rollback, after which training continues in a new lineage; else how training ended.
+
+        Raises:
+            TbaError: one clear sentence. FencedError means that nothing more may be written.
+        """
+        context = self._context
+        self._progress.start_clock()
+        context.status.set_state("training")
+        context.status.set_version(self._progress.version)
+        try:
+            rollback = self._train()
+        except GuardError as error:
+            log.error("run_fails", step=self._progress.step, reason=str(error))
+            command = RunCommand(reason=str(error), token=self._token)
+            # a failed report is only logged: the GuardError ends the trainer in any case
+            self._try("fail", lambda: context.buffer.command("fail", command))
+            raise
+        context.prefetcher.close()
+        if rollback is not None:
+            return rollback
+        if context.stop.is_set():
+            interrupt(context, self._writer)
+            return "stopped"
+        return finish(context, self._writer, early_end=self._early_end)
+
+    def _train(self) -> Rollback | None:
+        section, progress = self._context.recipe.trainer, self._progress
+        while progress.step < section.num_steps and not self._context.stop.is_set():
+            if section.max_train_s is not None and progress.train_s >= section.max_train_s:
+                log.info("max_train_s_reached", step=progress.step, train_s=round(progress.train_s, 1))
+                self._early_end = f"trainer.max_train_s ({section.max_train_s:g} s) is over"
+                break
+            try:
+                action = self._one_step()
+            except RunFailedError:  # the buffer has failed the run: that must not end as a run that is done
+                raise
+            except RunOverError as error:
+                log.info("run_is_over", step=progress.step, reason=str(error))
+                self._early_end = str(error)
+                break
+            if action is None:
+                continue
+            if (rollback := self._react(action)) is not None:
+                return rollback
+            self._after_step()
+        return None
+
+    def _one_step(self) -> StepAction | None:
+        """Make one optimizer step, used or skipped; None when there was none (SIGTERM, or a void batch)."""
+        context, progress, session = self._context, self._progress, self._context.session
+        step, waited_s = progress.step + 1, context.status.waited_s
+        batch = context.prefetcher.take(step)
+        if batch is None:
+            return None
+        waited_s, started = context.status.waited_s - waited_s, time.monotonic()
+        batch = filter_batch(batch, context.requirements, lineages=session.lineages, trainer=progress.newest)
+        # ages are taken when the batch is consumed, not when it was drawn
+        ages = [session.lineages.policy_age(r.version, progress.newest) for r in batch.rollouts]
+        values = context.schedules.at(step)
+        metrics: Metrics | None = None
+        if batch.groups:
+            metrics = context.learner.gradients(batch, step=step, policy_ages=ages, values=values)
+        action = check_step(self._guards, progress.guards, metrics)
+        metrics = {
+            "learning_rate": values.learning_rate,
+            "beta": values.beta,
+            **(metrics or {}),
+            **{f"alarm_{alarm.name}": 1.0 for alarm in action.alarms},
+            "skipped": float(action.skip is not None),
+            "num_rollouts_refused": float(len(batch.refused)),
+            "step_s": time.monotonic() - started,
+            "wait_s": waited_s,
+            "waited_s_total": context.status.waited_s,  # with the waits of refused acks and for places of snapshots
+            "train_s": progress.train_s,
+        }
+        # The ack comes before the update: a refused one costs one gradient, and the weights stay those of the ledger.
+        # A crash between the two is undone by the resume, which abandons the ledger's entries after the checkpoint.
+        if not self._ack(batch, step, metrics, ages, skipped=action.skip):
+            context.learner.discard()
+            context.prefetcher.discard(step)
+            return None
+        if action.skip is None:
+            context.learner.apply(step=step, lineage=session.lineage, values=values)
+            progress.num_rollouts_trained += len(batch.rollouts)
+        else:
+            # A skipped batch consumes its step, so every step is in the ledger exactly once: the weights stay, the
+            # schedules move on, and the reference is reset or averaged where that is due.
+            context.learner.skip(step=step, lineage=session.lineage)
+        progress.step, progress.guards = step, action.state
+        progress.settings_revision = context.schedules.revision
+        context.status.set_step(progress.version, metrics)
+        context.trackers.step(progress.version, metrics, skipped=action.skip)
+        self._log_step(metrics, batch, action)
+        return action
+
+    def _ack(self, batch: Batch, step: int, metrics: Metrics, policy_ages: list[int], *, skipped: str | None) -> bool:
+        """Tell the buffer that the step consumes the batch; False when the batch is void and nothing may be applied.
+
+        Raises:
+            FencedError, RunOverError: this trainer, or the run, is over.
+            TbaError: too many void batches in a row; or the ledger knows another history.
+        """
+        context = self._context
+        request = AckRequest(
+            lineage=context.session.lineage,
+            step=step,
+            token=self._token,
+            metrics={name: bounded_or_none(value) for name, value in metrics.items()},
+            policy_ages=policy_ages,
+            settings_revision=context.schedules.revision,
+            skipped=skipped,
+            refused=count_reasons(batch.refused),
+        )
+        try:
+            context.buffer.ack(batch.batch_id, request)
+        except (FencedError, RunOverError):  # conflicts too, but they end the trainer in another way
+            raise
+        except VoidBatchError as error:
+            self._num_void_in_row += 1
+            log.warning("batch_void", step=step, batch_id=batch.batch_id, error=str(error))
+            if self._num_void_in_row >= MAX_VOID_BATCHES:
+                deadline_s = context.recipe.buffer.batch_deadline_s
+                raise TbaError(
+                    f"{self._num_void_in_row} batches in a row were void before step {step} could use them ({error}); "
+                    f"raise buffer.batch_deadline_s (now {deadline_s:g} s) above the duration of a step"
+                ) from None
+            return False
+        except ConflictError as error:
+            raise TbaError(
+                f"the ledger and this trainer disagree about step {step}: {error}; nothing was trained with this "
+                "batch: start the trainer again, it continues from the last checkpoint"
+            ) from None
+        self._num_void_in_row = 0
+        return True
+
+    def _react(self, action: StepAction) -> Rollback | None:
+        """Do what the alarms of the step ask for; a rollback ends this lineage.
+
+        Raises:
+            GuardError: the run has failed.
+            FencedError: a newer lineage owns the run.
+        """
+        context, guards, token = self._context, self._guards, self._token
+        reason, schedules = f"step {self._progress.version}: {action.reason}", context.schedules
+        if "lower_learning_rate" in action.actions:
+            factor = guards.lower_learning_rate_factor
+            self._try("lower_learning_rate", lambda: schedules.lower_learning_rate(factor, token=token, reason=reason))
+        if "raise_most_on_policy_prob" in action.actions:
+            by = guards.raise_most_on_policy_prob_by
+            self._try(
+                "raise_most_on_policy_prob",
+                lambda: schedules.raise_most_on_policy_prob(by, token=token, reason=reason),
+            )
+        if "fail" in action.actions:
+            raise GuardError(
+                f"{reason}; that batch was not applied. {self._safe_resume_point()}; consider a lower "
+                "trainer.learning_rate or a larger objective.beta"
+            )
+        if "rollback" in action.actions:
+            context.status.set_state("rolling-back")
+            return self._rollback(reason)
+        if "pause" in action.actions:
+            command = RunCommand(reason=reason, token=token)
+            self._try("pause", lambda: context.buffer.command("pause", command))
+            context.prefetcher.discard(self._progress.step + 1)  # batches drawn ahead must wait for `tba resume` too
+        return None
+
+    def _safe_resume_point(self) -> str:
+        """Where the next start continues, as a sentence without its full stop; not from suspect weights if possible."""
+        if suspects_weights(self._guards, self._progress.guards):
+            try:
+                return self._writer.register_unsuspected()
+            except FencedError:
+                raise
+            except TbaError as error:
+                log.warning("action_failed", action="register_unsuspected", step=self._progress.step, error=str(error))
+        return self._writer.resume_point()
+
+    def _rollback(self, reason: str) -> Rollback:
+        writer, progress = self._writer, self._progress
+        suspect = None if writer.is_proven else writer.saved
+        log.warning("rolled_back", step=progress.step, reason=reason, suspect=suspect and str(suspect))
+        return Rollback(
+            guards=progress.guards,
+            suspect=suspect,
+            previous=writer.previous,
+            last_good_step=progress.last_good_step,
+            token=self._token,
+        )
+
+    def _try(self, name: str, action: Callable[[], object]) -> None:
+        """Do something that the run can do without."""
+        try:
+            result = action()
+        except FencedError:
+            raise
+        except TbaError as error:
+            log.warning("action_failed", action=name, step=self._progress.step, error=str(error))
+        else:
+            value = {"value": result} if isinstance(result, float) else {}
+            log.info("action", action=name, step=self._progress.step, **value)
+
+    def _after_step(self) -> None:
+        """Publish and checkpoint where that is due."""
+        context, progress, section = self._context, self._progress, self._context.recipe.trainer
+        context.publisher.check()
+        at_sync = progress.step % section.sync_interval == 0
+        if at_sync and progress.step < section.num_steps:  # the last version is published by `finish`
+            every_steps = context.schedules.eval_every_steps
+            due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
+            context.publish_weights(num_eval_prompts=due)
+        self._checkpoint_due |= progress.step % section.checkpoint_interval == 0
+        if not self._checkpoint_due or progress.step == section.num_steps:
+            return
+        if holds_checkpoints(self._guards, progress.guards):
+            log.warning("checkpoint_held_back", step=progress.step, reason="an alarm is on")
+            return
+        try:
+            self._writer.save()
+            self._checkpoint_due = False
+        except StoreUnavailableError as error:
+            log.warning("checkpoint_failed", step=progress.step, error=str(error))
+            self._checkpoint_due = at_sync or progress.step % section.checkpoint_interval == 0
+
+    def _log_step(self, metrics: Metrics, batch: Batch, action: StepAction) -> None:
+        version = str(self._progress.version)
+        shown = ("loss", "reward_mean", "policy_age_mean", "ess", "grad_norm", "step_s", "wait_s")
+        numbers = {name: round(value, 4) for name in shown if (value := metrics.get(name)) is not None}
+        log.info("step", version=version, **numbers, **({} if action.skip is None else {"skipped": action.skip}))
+        if batch.refused:
+            log.warning(
+                "rollouts_refused", version=version, **count_reasons(batch.refused), first=batch.refused[0].detail
+            )
+        for alarm in action.alarms:
+            remedy = REMEDIES[alarm.name]
+            log.warning("alarm", version=version, name=alarm.name, action=alarm.action, what=alarm.text, do=remedy)
+        gap = metrics.get("logprob_gap_on_policy")
+        if gap is not None and gap > MAX_ON_POLICY_GAP:
+            log.warning(
+                "logprob_gap_on_policy",
+                gap=round(gap, 4),
+                limit=MAX_ON_POLICY_GAP,
+                hint="at policy age 0 trainer and sampler log-probs must agree: same weights, same temperature?",
+            )

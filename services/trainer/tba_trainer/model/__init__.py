@@ -1,0 +1,1 @@
+"""The policy: loading, adapters, packing, attention, output head, log-probs, sharding."""

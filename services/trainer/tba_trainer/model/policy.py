@@ -1,0 +1,270 @@
+"""The policy as a Hugging Face model with float32 master weights: load it, copy it, adapt it with LoRA, compile it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from tba.config.sections import ModelSection, check_tokenizer
+from tba.config.trainer import LoraSection
+from tba.errors import ConfigError, TbaError
+from tba_trainer.model.fsdp import is_sharded, sharded_copy
+from tba_trainer.model.parameters import ADAPTER, assign, is_adapted
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TRAIN_MODE_MAX_GAP = 1e-3
+"""Share of the largest logit: rounding stays far below it, dropout far above."""
+SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Config and tokenizer files that are published with the weights."""
+
+
+def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: bool) -> Any:
+    """Load the starting model in float32 on `device`, dropout off, with a LoRA adapter where the recipe has one.
+
+    Raises:
+        ConfigError: the folder is missing or is not a model in Hugging Face format, the device does not exist, the
+            adapter does not fit the model, or gradient checkpointing is on and the model is random in train mode.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    folder = _model_folder(section)
+    disable_progress_bar()
+    auto: Any = AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=section.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model.path {section.path!r} cannot be loaded: {first_line}") from None
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"trainer.device {device!r} cannot be used: {first_line}") from None
+    model = _prepare(model, section, gradient_checkpointing)
+    if gradient_checkpointing:
+        _check_train_mode(model, section.path)
+    return model
+
+
+def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
+    """Return the same model without its weights, on the meta device, for a process that will receive a shard.
+
+    Raises:
+        ConfigError: the folder is missing or holds no config of a model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, auto = _model_folder(section), AutoModelForCausalLM
+    trust = section.trust_remote_code
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model.path {section.path!r} cannot be loaded: {first_line}") from None
+    return _prepare(model, section, gradient_checkpointing)
+
+
+def _model_folder(section: ModelSection) -> Path:
+    folder = Path(section.path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {section.path!r} holds no model (no config.json); give a folder in Hugging Face format, "
+            "or name a task under [model.warm_start] and let `tba run` make the model"
+        )
+    return folder
+
+
+def _prepare(model: Any, section: ModelSection, gradient_checkpointing: bool) -> Any:
+    if section.lora is not None:
+        add_adapter(model, section.lora)
+    disable_dropout(model)
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # Hugging Face checkpoints activations in train mode only; dropout is off all the same
+    return model
+
+
+def disable_dropout(model: Any) -> None:
+    """Set every dropout probability to 0: trainer log-probs must be those of the policy that samples.
+
+    The export has the starting model's config file, which keeps its values.
+    """
+    # some families have no dropout module: they pass a number of a module, or of the config, to `functional.dropout`
+    # (dropout, layerdrop, attn_pdrop, drop_prob, ...)
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
+
+
+@torch.no_grad()
+def _check_train_mode(model: Any, path: str) -> None:
+    """Check that two passes in train mode give the logits of eval mode.
+
+    Raises:
+        ConfigError: something random is left, such as a dropout that `disable_dropout` does not know.
+    """
+    rows, columns = torch.arange(4)[:, None], torch.arange(4)[None, :]
+    ids = ((4 * rows + columns) % model.get_input_embeddings().num_embeddings).to(model.device)  # [4, 4]
+    logits = []
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        for train in (False, True, True):
+            model.train(train)
+            logits.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float())
+    gap = max(float((other - logits[0]).abs().max()) for other in logits[1:])
+    if gap > TRAIN_MODE_MAX_GAP * float(logits[0].abs().max()):
+        raise ConfigError(
+            f"trainer.gradient_checkpointing = true puts the model into train mode, and there {path!r} gives other "
+            f"logits (by up to {gap:.2g}), so it has a dropout, or the like, that cannot be switched off; set "
+            "trainer.gradient_checkpointing = false"
+        )
+
+
+def frozen_copy(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a copy without gradients and without LoRA adapter, in eval mode, by default in the same dtype."""
+    if is_sharded(model):
+        return sharded_copy(model, dtype)
+    copied = copy.deepcopy(model)
+    remove_adapter(copied)
+    copied.requires_grad_(False)
+    copied.eval()
+    if dtype is not None:
+        # parameters only: `from_pretrained` and every engine keep buffers such as rotary frequencies in float32
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return copied
+
+
+def load_tensors(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, what: str) -> None:
+    """Copy whole tensors into the parameters of the same name, one at a time, and convert the dtype.
+
+    A sharded parameter takes its shard.
+
+    Raises:
+        TbaError: names or shapes are not those of the parameters.
+    """
+    if parameters.keys() != tensors.keys():
+        odd = sorted(parameters.keys() ^ tensors.keys())[0]
+        raise TbaError(f"{what}: its parameters are not those of the model ({odd!r} is on one side only)")
+    for name, parameter in parameters.items():
+        tensor = tensors[name]
+        if parameter.shape != tensor.shape:
+            raise TbaError(f"{what}: {name} has shape {list(tensor.shape)}, the model has {list(parameter.shape)}")
+        assign(parameter, tensor)
+
+
+def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path]:
+    """Return the config and tokenizer files of a model folder by name; Python files only where the recipe trusts them.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    check_tokenizer(folder)
+    suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
+    return {
+        path.name: path
+        for path in sorted(Path(folder).iterdir())
+        if path.is_file() and path.suffix in suffixes and not path.name.endswith(".index.json")
+    }
+
+
+def add_adapter(model: Any, section: LoraSection) -> None:
+    """Put a LoRA adapter (arXiv 2106.09685) on the linear layers in place, and freeze everything else.
+
+    Until it is trained it adds zero; its first values come from torch's random numbers. The model keeps the starting
+    weights, so without its adapter it is the reference: no second model is needed.
+
+    Raises:
+        ConfigError: peft is not installed, or `target_modules` names anything but linear layers.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ConfigError(
+            "[model.lora] needs the package peft, which is not installed: pip install -e './services/trainer[lora]'"
+        ) from None
+    from transformers.pytorch_utils import Conv1D
+
+    layers = _target_layers(model, section.target_modules, (torch.nn.Linear, Conv1D))
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=list(layers),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # gpt2 keeps weights transposed
+    )
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+
+
+def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """Return the layers that get an adapter, by full name."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head
+    }
+    if names is None:
+        return linear
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"model.lora.target_modules names {name!r}, which is no linear layer of this model before its output "
+                f"head; it has {', '.join(known)}"
+            )
+    return {name: module for name, module in linear.items() if name.rpartition(".")[2] in names}
+
+
+def remove_adapter(model: Any) -> None:
+    """Put the layers back in place without their adapters; nothing is merged."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if is_adapted(child):
+                setattr(module, name, child.base_layer)
+
+
+def compile_layers(model: Any, *, backend: str = "inductor") -> None:
+    """Compile the decoder layers at their first pass, in place. Copies of the model, and attention, are not compiled.
+
+    Args:
+        backend: of torch.compile.
+
+    Raises:
+        ConfigError: the model is sharded, or transformers does not say which of its modules are decoder layers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if is_sharded(model):
+        raise ConfigError(
+            "trainer.compile = true is for one process: the exchanges of a sharded layer cannot be compiled; set it to "
+            "false or trainer.num_processes to 1"
+        )
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"trainer.compile = true: {type(model).__name__} has no decoder layers that transformers marks as such; "
+            "set it to false"
+        )
+    # one program for all layers and any number of tokens: another micro-batch size compiles nothing again
+    for layer in layers:
+        layer.compile(backend=backend, dynamic=True)

@@ -1,0 +1,230 @@
+"""A_j of every objective, from rewards and sequence sums of log-probs.
+
+Where a baseline has a KL (beta above 0), the log-ratio l_j to the reference enters A_j, once per rollout and in units
+of the reward: r'_j = r_j - beta l_j. Implementations that add a KL per token to the loss (GRPO's k3 estimator) or to
+the reward of each token (PPO) differ from that: ref log-probs are kept per sequence here.
+
+Shapes: N rollouts in complete groups, G groups, K members of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tba_trainer.objectives.objective import Kind, Objective
+
+STD_EPSILON = 1e-4
+"""Added to a standard deviation before dividing by it (as TRL does)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """N rollouts whose groups are complete. Log-probs are sums over response tokens, in nats, without gradient."""
+
+    logprob: Float[Tensor, " N"]
+    """log pi_theta at the policy temperature."""
+    sampler_logprob: Float[Tensor, " N"]
+    """log pi_behaviour at the rollout's own sampling temperature."""
+    ref_logprob: Float[Tensor, " N"]
+    """log pi_ref at the policy temperature; zeros where `Objective.needs_reference` is false."""
+    reward: Float[Tensor, " N"]
+    policy_age: Int[Tensor, " N"]
+    """Optimizer steps."""
+    group: Int[Tensor, " N"]
+    """Group number, any integer: rollouts of one prompt share it. The order of the rollouts does not matter."""
+    num_tokens: Int[Tensor, " N"]
+    """Response tokens."""
+
+
+def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Float[Tensor, " N"]:
+    """Return A_j of every rollout, detached.
+
+    Args:
+        sequences: whole groups; the whole batch where `objective.needs_complete_batch`.
+        beta: KL coefficient of this step.
+    """
+    if not len(sequences.reward):
+        return sequences.reward.detach()
+    return ADVANTAGES[objective.kind](sequences, objective, beta).detach()
+
+
+def trajectory_balance(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """A_j = (r_j - mean r) - beta (l_j - centre_j): `tb`, `tba_prime`, `kimi`, `tb_behaviour`."""
+    ratio = log_ratio(s, objective)
+    advantage = s.reward - group_mean(s.reward, s.group) - beta * ratio
+    # centre none: 0. Kimi k1.5, arXiv 2501.12599
+    if objective.centre == "none":
+        return advantage
+    # centre theta: mean l. VarGrad, arXiv 2503.18929 Eq. 5 times beta / 2
+    advantage = advantage + beta * group_mean(ratio, s.group)
+    # centre behaviour: mean l - d, the group mean under the behaviour policy. TBA' (the paper's experiments).
+    # VarGrad does not change when one constant is added to every l_j of a group, so it cannot see the drift that all
+    # completions of a prompt share. d = mean (log pi_theta - log pi_behaviour) is a trust region on that drift.
+    if objective.centre == "behaviour":
+        # under a fixed stale behaviour policy d is biased: rollouts beyond the age limit keep the centre theta
+        young = s.policy_age <= objective.centre_max_age_steps
+        drift = group_mean(behaviour_log_ratio(s, objective), s.group, where=young)
+        advantage = advantage - beta * drift * young
+    return advantage
+
+
+def grpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """(r - group mean) / the group's standard deviation - beta (l - group mean). GRPO, arXiv 2402.03300."""
+    reward, kl = _centred(s.reward, s), _centred(_kl(s, objective, beta), s)
+    size = group_size(s.reward, s.group)
+    variance = group_mean(reward.square(), s.group) * size / (size - 1).clamp(min=1)  # Bessel's correction
+    # the KL is not divided: else beta would cancel in a group of equal rewards, whose KL its own noise would divide
+    return reward / (variance.sqrt() + STD_EPSILON) - kl
+
+
+def dr_grpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """r' - group mean. Dr. GRPO, arXiv 2503.20783."""
+    return _centred(s.reward, s) - _centred(_kl(s, objective, beta), s)
+
+
+def rloo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """r' - mean of the others of the group. RLOO, arXiv 2402.14740."""
+    # r' - (K mean - r') / (K - 1) = (r' - mean) K / (K - 1)
+    size = group_size(s.reward, s.group)
+    return dr_grpo(s, objective, beta) * size / (size - 1).clamp(min=1)
+
+
+def ppo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """(r - group mean) / its standard deviation over the batch - beta (l - group mean).
+
+    PPO, arXiv 1707.06347, with the group mean in place of a value model.
+    """
+    reward, kl = _centred(s.reward, s), _centred(_kl(s, objective, beta), s)
+    variance = reward.square().sum() / max(len(reward) - 1, 1)
+    return reward / (variance.sqrt() + STD_EPSILON) - kl  # the KL is not divided, as in `grpo`
+
+
+def reinforce(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """r' - batch mean. The only one in which a group may have a single member."""
+    reward = s.reward - _kl(s, objective, beta)
+    return reward - reward.mean()
+
+
+def online_dpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """+-sigmoid(-beta (l_best - l_worst)) on the best and the worst of the group, 0 elsewhere.
+
+    Online DPO, arXiv 2402.04792, in A-form: the DPO loss divided by beta.
+    """
+    lowest, highest = group_extremes(s.reward, s.group)
+    differs = highest > lowest  # a group whose rewards are all equal is skipped
+    row, column = group_grid(s.group)
+    shape = (int(row.max()) + 1, int(column.max()) + 1)
+
+    def grid(values: Tensor) -> Tensor:
+        return values.new_zeros(shape).index_put((row, column), values)  # [G, K]
+
+    best, worst = grid(differs & (s.reward == highest)), grid(differs & (s.reward == lowest))
+    ratio = grid(log_ratio(s, objective))
+    # several rollouts may share the highest or lowest reward: every pair counts, and the pairs of a group share its
+    # weight (the expectation over a random choice among them)
+    pairs = (best[:, :, None] & worst[:, None, :]).to(ratio.dtype)  # [G, K, K]
+    pairs = pairs / pairs.sum(dim=(1, 2), keepdim=True).clamp(min=1)
+    pull = pairs * torch.sigmoid(-beta * (ratio[:, :, None] - ratio[:, None, :]))
+    return (pull.sum(dim=2) - pull.sum(dim=1))[row, column]
+
+
+ADVANTAGES: MappingProxyType[Kind, Callable[[Sequences, Objective, float], Tensor]] = MappingProxyType(
+    {
+        "trajectory_balance": trajectory_balance,
+        "group": dr_grpo,
+        "group_std": grpo,
+        "leave_one_out": rloo,
+        "batch_std": ppo,
+        "batch": reinforce,
+        "best_worst": online_dpo,
+    }
+)
+"""A_j by `Objective.kind`. In a group of one it is 0 in every kind but `batch`."""
+
+
+def log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
+    """Return l_j, the log-ratio of theta to the objective's anchor."""
+    if objective.anchor == "behaviour":
+        return behaviour_log_ratio(s, objective)
+    ratio = s.logprob - s.ref_logprob
+    return ratio / s.num_tokens if objective.ratio_per_token else ratio
+
+
+def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
+    """Return the log-ratio of theta to the behaviour policy."""
+    ratio = s.logprob - s.sampler_logprob
+    if objective.age_scaled:
+        # Divided by the age it replaces the log-ratio to a moving average of theta: with log pi moving steadily,
+        # log pi_n - log EMA_n is about [decay / (age (1 - decay))] (log pi_n - log pi_{n - age}); the factor is part
+        # of beta here. The clamp keeps one odd rollout from ruling a batch.
+        limit = objective.log_ratio_clamp
+        ratio = ratio.clamp(-limit, limit) / s.policy_age.clamp(min=1)
+    return ratio / s.num_tokens if objective.ratio_per_token else ratio
+
+
+def _kl(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """Return beta l_j, or zeros for a baseline without KL."""
+    return torch.zeros_like(s.reward) if objective.anchor is None else beta * log_ratio(s, objective)
+
+
+def _centred(values: Float[Tensor, " N"], s: Sequences) -> Float[Tensor, " N"]:
+    return values - group_mean(values, s.group)
+
+
+def group_mean(
+    values: Float[Tensor, " N"], group: Int[Tensor, " N"], where: Bool[Tensor, " N"] | None = None
+) -> Float[Tensor, " N"]:
+    """Return the mean of each rollout's group, over the members where `where` holds (0 for a group with none)."""
+    index, num_groups = _renumber(group)
+    weight = torch.ones_like(values) if where is None else where.to(values.dtype)
+    total = values.new_zeros(num_groups).index_add(0, index, values * weight)
+    count = values.new_zeros(num_groups).index_add(0, index, weight)
+    return (total / count.clamp(min=1.0))[index]
+
+
+def group_size(values: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Return the number of members of each rollout's group, in the dtype of `values`."""
+    index, num_groups = _renumber(group)
+    return values.new_zeros(num_groups).index_add(0, index, torch.ones_like(values))[index]
+
+
+def group_extremes(
+    values: Float[Tensor, " N"], group: Int[Tensor, " N"]
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """Return the lowest and the highest value of each rollout's group."""
+    index, num_groups = _renumber(group)
+    lowest = values.new_zeros(num_groups).scatter_reduce(0, index, values, "amin", include_self=False)
+    highest = values.new_zeros(num_groups).scatter_reduce(0, index, values, "amax", include_self=False)
+    return lowest[index], highest[index]
+
+
+def group_grid(group: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
+    """Return row and column of each rollout in a grid with one row per group and one column per member."""
+    index, num_groups = _renumber(group)
+    order = index.argsort(stable=True)
+    sizes = torch.bincount(index, minlength=num_groups)
+    first = sizes.cumsum(0) - sizes
+    column = torch.empty_like(index)
+    column[order] = torch.arange(len(index), device=index.device) - first[index[order]]
+    return index, column
+
+
+def tied_group_share(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> float:
+    """Return the share of groups whose rewards are all equal: they teach (nearly) nothing."""
+    if not len(reward):
+        return 0.0
+    lowest, highest = group_extremes(reward, group)
+    tied = (lowest == highest).to(torch.float64) / group_size(reward, group)
+    return float(tied.sum() / _renumber(group)[1])
+
+
+def _renumber(group: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], int]:
+    """Return group numbers from 0 to G - 1, and G."""
+    values, index = group.unique(return_inverse=True)
+    return index, len(values)

@@ -1,8 +1,0 @@
-"""One trainer in several processes: torch FSDP2 shards the model, rank 0 leads, the others follow (docs/trainer.md).
-
-    rank 0      loop, buffer, store, publishing as ever; its learner tells the others before it does something itself
-    rank 1..    no loop: they wait for the next command and do the same as rank 0 with their shards
-
-team.py: the processes and what they exchange. sharding.py: a model over them. leader.py, follower.py: the two sides of
-every command. launch.py: torchrun on one machine, for `tba run`.
-"""

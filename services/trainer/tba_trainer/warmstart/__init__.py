@@ -1,1 +1,0 @@
-"""Makes the quickstart's small starting model by supervised learning: `python -m tba_trainer.warmstart`."""

@@ -1,0 +1,121 @@
+"""The settings of a recipe that may change during the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import Field, ValidationError, model_validator
+
+from tba.config.recipe import Recipe, explain_validation_error, parse_recipe
+from tba.config.schedules import KlCoefficient, LearningRate, Probability, Schedule, Temperature
+from tba.errors import ConfigError
+from tba.fields import MAX_STEP, StrictModel
+
+LiveName = Literal["learning_rate", "beta", "most_on_policy_prob", "sampling_temperature", "eval_every_steps"]
+LIVE_NAMES: tuple[LiveName, ...] = get_args(LiveName)
+RECIPE_KEYS: dict[LiveName, tuple[str, str]] = {
+    "learning_rate": ("trainer", "learning_rate"),
+    "beta": ("objective", "beta"),
+    "most_on_policy_prob": ("sampling", "most_on_policy_prob"),
+    "sampling_temperature": ("searcher", "sampling_temperature"),
+    "eval_every_steps": ("eval", "every_steps"),
+}
+"""The recipe's section and key of each live setting."""
+AS_RECIPE = "recipe"
+"""The text that people read and write for a setting that is as the recipe says."""
+
+
+class LiveSettings(StrictModel):
+    """Settings that may change during a run; None: as the recipe says.
+
+    A number is a constant schedule. Steps of a schedule are optimizer steps of the run, as in the recipe.
+    """
+
+    learning_rate: LearningRate | None = None
+    """AdamW learning rate (`trainer.learning_rate`)."""
+    beta: KlCoefficient | None = None
+    """KL coefficient (`objective.beta`)."""
+    most_on_policy_prob: Probability | None = None
+    """m (`sampling.most_on_policy_prob`)."""
+    sampling_temperature: Temperature | None = None
+    """Temperature of the behaviour policy (`searcher.sampling_temperature`)."""
+    eval_every_steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
+    """Optimizer steps between evaluations (`eval.every_steps`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_policy_temperature(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "policy_temperature" in value:
+            raise ValueError(
+                "policy_temperature is constant within a run: what is trained is the policy at that temperature; "
+                "start another run with another model.policy_temperature, or change sampling_temperature"
+            )
+        return value
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe) -> LiveSettings:
+        """Return all of them with the values of a recipe."""
+        values = {name: getattr(getattr(recipe, section), key) for name, (section, key) in RECIPE_KEYS.items()}
+        return cls(**values)
+
+    def changed(self) -> dict[LiveName, Schedule | int]:
+        """Return those that differ from the recipe."""
+        return {name: value for name in LIVE_NAMES if (value := getattr(self, name)) is not None}
+
+
+def parse_live(document: Mapping[str, Any]) -> LiveSettings:
+    """Validate live settings that are a map.
+
+    Raises:
+        ConfigError: naming the first one that is wrong, its value and what to do.
+    """
+    for name, value in document.items():
+        if name not in (*LIVE_NAMES, "policy_temperature"):
+            raise ConfigError(
+                f"live settings: {name!r} (value {value!r}) cannot change while a run continues; these can: "
+                f"{', '.join(LIVE_NAMES)}"
+            )
+    try:
+        return LiveSettings.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"live settings: {explain_validation_error(error, LiveSettings)}") from None
+
+
+def with_live(recipe: Recipe, settings: LiveSettings) -> Recipe:
+    """Return the recipe with changed live settings, checked as a whole.
+
+    Raises:
+        ConfigError: a value is not possible, by itself or with the rest of the recipe; names the key and the value.
+    """
+    changed = settings.changed()
+    if not changed:
+        return recipe
+    beta, preset = settings.beta, recipe.objective.preset
+    if beta is not None and recipe.objective.needs_beta and beta.lowest(recipe.trainer.num_steps) <= 0:
+        raise ConfigError(
+            f"live settings: beta cannot be 0 at any step of this run, because {preset} needs it above 0; set it higher"
+        )
+    document = recipe.model_dump()
+    for name, value in changed.items():
+        section, key = RECIPE_KEYS[name]
+        document[section][key] = value.model_dump() if isinstance(value, Schedule) else value
+    live = parse_recipe(document, where="the run with its live settings")
+    if live.objective.needs_reference and not recipe.objective.needs_reference:
+        raise ConfigError(
+            f"beta above 0 gives {recipe.objective.preset} a KL to a reference, and this run was started without one "
+            "(objective.beta 0 in its recipe); start another run with that beta"
+        )
+    return live
+
+
+def setting_text(value: Schedule | int | None) -> str:
+    """Return a live setting in a few words, for people."""
+    if value is None:
+        return AS_RECIPE
+    if not isinstance(value, Schedule):
+        return str(value)
+    text = f"{value.value:g}"
+    if value.kind != "constant":
+        text = f"{value.kind} {text} to {value.final:g} over {value.steps} steps"
+    return text + (f" after {value.warmup_steps} of warm-up" if value.warmup_steps else "")

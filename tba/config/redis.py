@@ -1,0 +1,105 @@
+"""How Redis is reached: its URL, the password file, the trusted authorities. redis-py is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba.tls import check_ca_file
+
+SCHEMES = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAccess:
+    """For redis-py: `from_url(access.url, **access.tls, ...)`, with the credentials where there is a password file.
+
+    Raises (when made by `redis_access`):
+        ConfigError: the settings do not go together, or a file cannot be used.
+    """
+
+    url: str
+    """The recipe's URL, without the user if there is a password file."""
+    username: str | None = None
+    """The user of that password; None: Redis' default user."""
+    password_file: Path | None = None
+    tls: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of redis-py for a rediss URL."""
+
+    @property
+    def shown(self) -> str:
+        """The URL without user, password and options, for logs and errors."""
+        return without_secrets(self.url)
+
+    def credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return what a new connection sends, with the password that the file has now.
+
+        Raises:
+            ConfigError: the file cannot be read or is empty.
+        """
+        assert self.password_file is not None
+        try:
+            password = self.password_file.read_text().strip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"buffer.redis_password_file {self.password_file} cannot be read: {why}") from None
+        if not password:
+            raise ConfigError(f"buffer.redis_password_file {self.password_file} is empty; write the password into it")
+        return (password,) if self.username is None else (self.username, password)
+
+
+def redis_access(recipe: Recipe) -> RedisAccess:
+    """Return the access that `buffer.redis_url`, `buffer.redis_password_file` and `tls.ca_file` describe.
+
+    Raises:
+        ConfigError: the URL is not one of Redis, it holds a password beside that of the file, or a file cannot be used.
+    """
+    section, ca_file = recipe.buffer, recipe.tls.ca_file
+    try:
+        parts = urlsplit(section.redis_url)
+    except ValueError:  # its message may contain the password
+        raise ConfigError(
+            "buffer.redis_url is no URL: its host is wrong; it must be like redis://HOST:6379/0, an IPv6 address in "
+            "brackets"
+        ) from None
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ConfigError(
+            "buffer.redis_url: its port is no number from 0 to 65535; in a password / ? # @ and : must be written as "
+            "%2F %3F %23 %40 and %3A, or give it in buffer.redis_password_file"
+        ) from None
+    shown = without_secrets(section.redis_url)
+    if parts.scheme not in SCHEMES:
+        raise ConfigError(
+            f"buffer.redis_url {shown!r} is not a Redis URL: it must begin with redis://, rediss:// or unix://"
+        )
+    if parts.scheme == "rediss":
+        check_ca_file(ca_file)
+    tls = {"ssl_ca_certs": ca_file} if parts.scheme == "rediss" and ca_file is not None else {}
+    if section.redis_password_file is None:
+        return RedisAccess(section.redis_url, tls=tls)
+    if parts.password is not None or "password=" in parts.query:
+        raise ConfigError(
+            f"buffer.redis_url ({shown}) has a password, and buffer.redis_password_file is "
+            f"{section.redis_password_file}; leave one of them out"
+        )
+    url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    username = unquote(parts.username) if parts.username else None
+    access = RedisAccess(url, username, Path(section.redis_password_file), tls)
+    access.credentials()
+    return access
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL, or a text that was meant as one, without user, password and options."""
+    scheme, slashes, rest = url.rpartition("://")
+    place = rest.partition("?")[0].partition("#")[0]
+    if "@" in rest and "@" not in place:  # an unencoded password, or options: its end is unknown
+        place = "..."
+    return scheme + slashes + place.rpartition("@")[2]

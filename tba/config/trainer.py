@@ -1,0 +1,240 @@
+"""The trainer: optimizer, steps, publication, checkpoints, guards (docs/trainer.md), LoRA and trackers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from tba.config.schedules import LearningRate, Schedule
+from tba.fields import StrictModel
+
+Action = Literal["none", "lower_learning_rate", "raise_most_on_policy_prob", "skip", "pause", "rollback", "fail"]
+"""The actions of an alarm, mildest first.
+
+    none                        it is logged, counted and shown
+    lower_learning_rate         the learning rate is multiplied by `lower_learning_rate_factor`
+    raise_most_on_policy_prob   `sampling.most_on_policy_prob` rises by `raise_most_on_policy_prob_by`
+    skip                        the batch is not applied; the step is in the ledger as skipped
+    pause                       the batch is skipped and the run paused, until `tba resume`
+    rollback                    the batch is skipped, and training continues from the last checkpoint in a new lineage
+    fail                        the batch is skipped and the run failed; a start of the trainer continues from the last
+                                checkpoint
+"""
+
+
+REMEDIES = {
+    "non_finite": "look at the rewards of the last rollouts (`tba rollouts`); with bfloat16 try "
+    'trainer.compute_dtype = "float32"; if it comes again, lower the learning rate (`tba set learning_rate=...`)',
+    "grad_spike": "lower the learning rate (`tba set learning_rate=...`) or trainer.max_grad_norm, or let "
+    'trainer.guards.grad_spike.action = "skip" leave such batches out',
+    "ess_collapse": "the data is too old for the policy: raise most_on_policy_prob (`tba set`), lower "
+    "buffer.max_policy_age_steps or trainer.sync_interval, or add searchers (`tba scale`)",
+    "log_ratio_drift": "the policy moves faster than its data: lower the learning rate, raise beta or "
+    "most_on_policy_prob (`tba set`), or lower trainer.sync_interval",
+}
+"""Advice for each alarm, shown with it in logs and `tba status`."""
+
+
+class AlarmSection(StrictModel):
+    """One alarm."""
+
+    patience_steps: int = Field(default=1, ge=1)
+    """It goes off when its condition has held for so many steps in a row, and again after as many more."""
+    action: Action = "none"
+    """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
+
+
+class NonFiniteSection(AlarmSection):
+    """The loss or the gradient is NaN or infinite. Such a batch is never applied, whatever the action."""
+
+    action: Action = "skip"
+    """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
+
+
+class GradSpikeSection(AlarmSection):
+    """The gradient norm is far above what it was."""
+
+    factor: float = Field(default=10.0, gt=1)
+    """The condition: norm before clipping > this * median of the norms of the last batches (a spike counts as this *
+    median there)."""
+    window_steps: int = Field(default=32, ge=4, le=10_000)
+    """Batches that the median is taken over, applied ones and spikes; with fewer than a quarter of them nothing is
+    known."""
+
+
+class EssCollapseSection(AlarmSection):
+    """The importance weights between theta and the behaviour policies rest on few rollouts."""
+
+    patience_steps: int = Field(default=5, ge=1)
+    """It goes off when its condition has held for so many steps in a row, and again after as many more."""
+    min_ess: float = Field(default=0.1, gt=0, lt=1)
+    """The condition: effective sample size / number of rollouts < this. It is never below 1 / number of rollouts."""
+
+
+class LogRatioDriftSection(AlarmSection):
+    """Theta has moved far away from the policies that made its data."""
+
+    patience_steps: int = Field(default=5, ge=1)
+    """It goes off when its condition has held for so many steps in a row, and again after as many more."""
+    max_log_ratio: float = Field(default=0.5, gt=0)
+    """The condition: |mean of log pi_theta - log pi_behaviour per token| > this, in nats."""
+
+
+class GuardsSection(StrictModel):
+    """Alarms of the trainer, and the limits of what they may do."""
+
+    non_finite: NonFiniteSection = NonFiniteSection()
+    grad_spike: GradSpikeSection = GradSpikeSection()
+    ess_collapse: EssCollapseSection = EssCollapseSection()
+    log_ratio_drift: LogRatioDriftSection = LogRatioDriftSection()
+    max_skipped_in_row: int = Field(default=10, ge=1)
+    """More batches skipped in a row, for whatever reason, fail the run."""
+    max_rollbacks: int = Field(default=3, ge=0)
+    """Rollbacks of the whole run; the alarm that asks for one more fails it."""
+    lower_learning_rate_factor: float = Field(default=0.5, gt=0, lt=1)
+    """`lower_learning_rate` multiplies the learning rate by this."""
+    raise_most_on_policy_prob_by: float = Field(default=0.1, gt=0, le=1)
+    """`raise_most_on_policy_prob` adds this to the most-on-policy probability, up to 1."""
+
+    def check_batch(self, num_rollouts: int) -> None:
+        """Refuse an action that is never taken.
+
+        Args:
+            num_rollouts: of a batch.
+
+        Raises:
+            ValueError: one sentence.
+        """
+        alarm = self.ess_collapse
+        if alarm.action != "none" and alarm.min_ess <= 1 / num_rollouts:
+            raise ValueError(
+                f'trainer.guards.ess_collapse.action is "{alarm.action}" and can never be taken: min_ess is '
+                f"{alarm.min_ess:g}, and the share of a batch of {num_rollouts} rollouts is never below "
+                f"{1 / num_rollouts:g}; raise min_ess above that"
+            )
+
+
+class LoraSection(StrictModel):
+    """Train an adapter of low rank on the linear layers and leave the model's own weights as they are (arXiv
+    2106.09685). Published versions are merged, so searchers and the export see a plain model. Constant within a run."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of every adapter."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: list[str] | None = Field(default=None, min_length=1)
+    """Last parts of the names of the layers that get an adapter, for example `["q_proj", "v_proj"]`; none: every linear
+    layer but the output head."""
+    dropout: float = 0.0
+    """Only 0: the log-probs of the trainer must be those of the policy that samples."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _check_dropout(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError("it must be 0: the log-probs of the trainer must be those of the policy that samples")
+        return value
+
+
+class WandbSection(StrictModel):
+    """Weights & Biases (`pip install -e './services/trainer[wandb]'`)."""
+
+    project: str = Field(default="tba", min_length=1)
+    """Project of the runs."""
+    entity: str | None = None
+    """User or team; none: the default of the account."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline`: files in `folder` only; `wandb sync` uploads them later."""
+    folder: str = "wandb"
+    """Where its files go; `tba run` takes a relative path to be in the run folder."""
+
+
+class TrackioSection(StrictModel):
+    """trackio (`pip install -e './services/trainer[trackio]'`)."""
+
+    project: str = Field(default="tba", min_length=1)
+    """Project of the runs; `trackio show --project tba` shows it."""
+    space_id: str | None = None
+    """Hugging Face Space to log to; none: this machine."""
+
+
+class TrackingSection(StrictModel):
+    """Every step and every finished evaluation go to metrics.jsonl, and to the trackers that are named here."""
+
+    metrics_path: str = Field(default="metrics.jsonl", min_length=1)
+    """JSON lines, appended; `tba run` takes a relative path to be in the run folder."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard (`pip install -e './services/trainer[tensorboard]'`); none: off. `tba run` takes a
+    relative path to be in the run folder."""
+    wandb: WandbSection | None = None
+    """Weights & Biases; none: off."""
+    trackio: TrackioSection | None = None
+    """trackio; none: off."""
+    max_pending: int = Field(default=1000, ge=1)
+    """Lines that may wait for a slow tracker; more are dropped and counted, training never waits."""
+    close_s: float = Field(default=10.0, gt=0)
+    """At its end the trainer waits this long for trackers to write what they have."""
+
+
+class TrainerSection(StrictModel):
+    """The training loop."""
+
+    num_steps: int = Field(default=200, ge=1)
+    """Optimizer steps of the run."""
+    max_train_s: float | None = Field(default=None, gt=0)
+    """Stop after this many seconds of training, even before `num_steps`."""
+    learning_rate: LearningRate = Schedule(value=1e-4)
+    """AdamW learning rate."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW first-moment decay."""
+    adam_beta2: float = Field(default=0.99, ge=0, lt=1)
+    """AdamW second-moment decay."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient clipping by global norm."""
+    micro_batch_tokens: int = Field(default=16_384, ge=1)
+    """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same
+    number of tokens, without padding for the model families in docs/trainer.md."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    compile: bool = False
+    """torch.compile the decoder layers; the first pass takes a minute longer. For one process only."""
+    device: str = "cpu"
+    """torch device. With several processes `cuda`, without a number: each takes a GPU of its own."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast; master weights and optimizer stay float32."""
+    torch_num_threads: int = Field(default=1, ge=1)
+    """Threads on CPU."""
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that `tba run` starts the trainer in, one per GPU; the model is sharded over them. On several machines
+    torchrun starts them, and this number is not read."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """With several processes: how long one waits for the others in an exchange before all give up."""
+    sync_interval: int = Field(default=4, ge=1)
+    """k: publish a version and mark the buffer every k optimizer steps."""
+    checkpoint_interval: int = Field(default=50, ge=1)
+    """Write a checkpoint every so many steps (and at the end)."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
+    keep_versions: int = Field(default=8, ge=2)
+    """Older weight versions are deleted, except those that a component or an evaluation still holds."""
+    max_unpublished_versions: int = Field(default=4, ge=1)
+    """Training continues while publishing fails, until this many versions wait."""
+    prefetch_batches: int = Field(default=1, ge=0)
+    """Batches fetched ahead while a step runs."""
+    batch_wait_s: float = Field(default=600.0, gt=0)
+    """Deadline of the wait for a batch."""
+    retry_s: float = Field(default=120.0, gt=0)
+    """How long a call to another service is retried before the trainer gives up."""
+    canary_tolerance: float = Field(default=2e-3, gt=0)
+    """How far a searcher's canary log-probs may be from the published ones."""
+    shuffle_rewards: bool = False
+    """Control experiment: rewards are shuffled among the rollouts of a batch, so nothing can be learned."""
+    export: bool = True
+    """At the end, write a Hugging Face folder to the store and, in local mode, to the run folder."""
+    export_version: Literal["last", "best"] = "last"
+    """Which version that is: the last one, or the best by `eval.best_metric`."""
+    guards: GuardsSection = GuardsSection()
+    """Alarms, and what they do."""

@@ -1,0 +1,8 @@
+"""The parts that all HTTP services share: problem documents, tokens, body limits, health, metrics, start-up."""
+
+from tba.server.app import MsgpackResponse, create_app, raw_body
+from tba.server.auth import Authenticator
+from tba.server.openapi import MSGPACK_BODY, problems
+from tba.server.serve import serve
+
+__all__ = ["MSGPACK_BODY", "Authenticator", "MsgpackResponse", "create_app", "problems", "raw_body", "serve"]

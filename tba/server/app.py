@@ -1,0 +1,203 @@
+"""The FastAPI application that every service starts from."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import tba
+from tba.config import Recipe
+from tba.errors import BadRequestError, LimitError, UnavailableError
+from tba.server.auth import Authenticator, AuthThrottle, TokenGate
+from tba.server.openapi import install_openapi, problems
+from tba.server.problems import error_response, install_problem_handlers, problem_response
+
+MAX_DISCARDED_BYTES = 64 * 2**20
+BODY_IDLE_S = 10.0
+"""A body without new bytes for so long is refused."""
+MIN_BODY_BYTES_PER_S = 64 * 1024
+"""The wait for a body is BODY_IDLE_S in all, and one second more per this many bytes that have arrived."""
+Ready = Callable[[], Awaitable[str | None]]
+
+
+class MsgpackResponse(Response):
+    """A response whose body is msgpack already."""
+
+    media_type = "application/msgpack"
+
+
+class BodyLimit:
+    """Refuse bodies over `max_body_bytes` with 413, and answer slow ones with 408.
+
+    The size is checked by Content-Length, and again while the body arrives. A body is slow when it stalls, or arrives
+    with less than MIN_BODY_BYTES_PER_S.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+
+    def _error(self, num_bytes: int) -> LimitError:
+        return LimitError(
+            f"the body has {num_bytes} bytes or more, the limit is {self.max_body_bytes}; send smaller requests"
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        if declared.isdigit() and int(declared) > self.max_body_bytes:
+            response = error_response(self._error(int(declared)))
+            # uvicorn discards the rest of a smaller body, so the client sees the answer and keeps its connection
+            if int(declared) > MAX_DISCARDED_BYTES:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+            return
+        body = _BodyDeadline(receive)
+        has_started = False
+
+        async def receive_limited() -> Message:
+            message = await body.receive()
+            if message is None and has_started:  # the answer is on its way, 408 comes too late
+                return {"type": "http.disconnect"}
+            # FastAPI lets only HTTPException out of its body parsing. The connection closes, because what a service
+            # holds for a request that it reads (Admission of the buffer) must not be held for ever.
+            if message is None:
+                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, body.timeout_text(), {"connection": "close"})
+            if body.num_bytes > self.max_body_bytes:
+                raise HTTPException(LimitError.status, str(self._error(body.num_bytes)), {"connection": "close"})
+            return message
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        await self.app(scope, receive_limited, send_noted)
+
+
+class _BodyDeadline:
+    """Count the bytes of a body and the time spent waiting for them."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._waited_s = 0.0
+        self._is_whole = False
+        self.num_bytes = 0
+
+    async def receive(self) -> Message | None:
+        """Return the next message, or None at the deadline (wait "request-body")."""
+        if self._is_whole:  # the application waits for the disconnect of its client, without a deadline
+            return await self._receive()
+        left_s = BODY_IDLE_S + self.num_bytes / MIN_BODY_BYTES_PER_S - self._waited_s
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(min(BODY_IDLE_S, left_s)):
+                message = await self._receive()
+        except TimeoutError:
+            return None
+        finally:
+            self._waited_s += time.monotonic() - started_s
+        self.num_bytes += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        return message
+
+    def timeout_text(self) -> str:
+        """Return the sentence for a body that missed its deadline."""
+        return (
+            f"the body did not come: {self.num_bytes} bytes of it in {self._waited_s:.1f} s of waiting; it may stall "
+            f"for {BODY_IDLE_S:g} s, and must come with {MIN_BODY_BYTES_PER_S} bytes per second or more; send it again"
+        )
+
+
+async def raw_body(request: Request) -> bytes:
+    """Return the whole body, which BodyLimit bounds.
+
+    Raises:
+        BadRequestError: the client has disconnected.
+    """
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise BadRequestError("the client hung up before its body was complete") from None
+
+
+def create_app(
+    *,
+    title: str,
+    recipe: Recipe,
+    max_body_bytes: int,
+    auth: Authenticator,
+    ready: Ready,
+    registry: CollectorRegistry,
+    note: Callable[[], str | None] = lambda: None,
+    lifespan: Any = None,
+    refresh_metrics: Callable[[], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """Return an application with problem documents, body limit, health and metrics, to which the service adds its
+    routes.
+
+    Args:
+        ready: returns None if the service is ready, else why not in a sentence; or raises a TbaError with its own slug.
+        note: returns what GET /readyz adds when the service is ready; None for nothing.
+        registry: shown by GET /metrics.
+        refresh_metrics: called before GET /metrics reads the registry; numbers that it cannot read stay as they were.
+    """
+    app = FastAPI(
+        title=title,
+        version=tba.__version__,
+        lifespan=lifespan,
+        docs_url="/docs",
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would lead to the Host that the client sent
+    )
+    app.add_middleware(TokenGate, auth=auth, throttle=AuthThrottle(registry))
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.state.auth = auth
+    app.state.stopping = asyncio.Event()
+    install_problem_handlers(app)
+    install_openapi(app)
+    build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "service"], registry=registry)
+    build.labels(version=tba.__version__, service=title).set(1)
+
+    @app.get("/livez", operation_id="livez")
+    async def livez() -> dict[str, str]:
+        """The process runs."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", operation_id="readyz", response_model=dict[str, str], responses=problems(503))
+    async def readyz() -> Response | dict[str, str]:
+        """It can do its work."""
+        reason = await ready()
+        if reason is not None:
+            return problem_response(status=503, slug="not-ready", detail=reason)
+        said = note()
+        return {"status": "ok", **({} if said is None else {"note": said})}
+
+    @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus text."""
+        if refresh_metrics is not None:
+            with suppress(UnavailableError):
+                await refresh_metrics()
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version", operation_id="version")
+    async def version() -> dict[str, str]:
+        """Which service of which release serves which run."""
+        return {"service": title, "version": tba.__version__, "run": recipe.run.name}
+
+    return app

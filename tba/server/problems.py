@@ -1,0 +1,103 @@
+"""RFC 9457 problem documents: one error shape on every endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from reprlib import Repr
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from tba.errors import BusyError, LimitError, TbaError, UnauthorizedError
+from tba.logs import get_logger
+
+TYPE_PREFIX = "urn:tba:problem:"
+UNAVAILABLE_RETRY_S = 1
+"""A service that is unavailable checks this often whether it still is."""
+MAX_ERRORS_SAID = 3
+MAX_WHERE_CHARS = 200
+log = get_logger("http")
+
+_short = Repr()  # bounds the work too: the value may be a whole body
+_short.maxstring = _short.maxother = _short.maxlong = 80
+_short.maxlevel, _short.maxdict, _short.maxlist = 2, 4, 4
+
+
+def problem_response(
+    *, status: int, slug: str, detail: str, headers: dict[str, str] | None = None, **extra: Any
+) -> JSONResponse:
+    """Return a response `application/problem+json` with a stable type."""
+    body = {"type": TYPE_PREFIX + slug, "title": HTTPStatus(status).phrase, "status": status, "detail": detail, **extra}
+    return JSONResponse(body, status_code=status, headers=headers, media_type="application/problem+json")
+
+
+def error_response(error: TbaError) -> JSONResponse:
+    """Return the problem document of one of our errors, with Retry-After for BusyError and 503."""
+    headers: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    if isinstance(error, BusyError):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        extra = {"retry_after_s": error.retry_after_s, "wait": error.wait}
+    elif error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = str(UNAVAILABLE_RETRY_S)
+    if isinstance(error, UnauthorizedError) and error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
+    return problem_response(status=error.status, slug=error.slug, detail=str(error), headers=headers, **extra)
+
+
+def _invalid(errors: Sequence[Any]) -> str:
+    """Return one sentence per error of pydantic, at most MAX_ERRORS_SAID: the field, what is wrong, the value."""
+    said = [_invalid_field(error) for error in errors[:MAX_ERRORS_SAID]]
+    if len(errors) > MAX_ERRORS_SAID:
+        said.append(f"and {len(errors) - MAX_ERRORS_SAID} more")
+    return "; ".join(said).encode(errors="backslashreplace").decode()
+
+
+def _invalid_field(error: dict[str, Any]) -> str:
+    where = ".".join(str(part)[:MAX_WHERE_CHARS] for part in error["loc"])[:MAX_WHERE_CHARS] or "body"
+    if error["type"] == "json_invalid":
+        return f"{where}: not JSON: {error.get('ctx', {}).get('error', error['msg'])}"
+    if error["type"] == "missing":
+        return f"{where}: {error['msg']}"
+    return f"{where}: {error['msg']} (value {_short.repr(error.get('input'))})"
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Turn every error of every endpoint into a problem document; no client sees a traceback."""
+
+    @app.exception_handler(TbaError)
+    async def _tba(_: Request, error: TbaError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        return problem_response(status=422, slug="invalid-body", detail=_invalid(error.errors()))
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def _text(_: Request, error: UnicodeEncodeError) -> JSONResponse:
+        detail = f"a text of the request cannot be written as UTF-8: {error.reason}"
+        return problem_response(status=422, slug="invalid-body", detail=detail)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:  # FastAPI could not parse it
+            detail = f"body: cannot be read as JSON: {error.__cause__}"
+            return problem_response(status=422, slug="invalid-body", detail=detail)
+        phrase = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
+        return problem_response(
+            status=error.status_code,
+            slug=LimitError.slug if error.status_code == LimitError.status else phrase,
+            detail=f"{request.method} {request.url.path}: {error.detail}",
+            headers=dict(error.headers or {}),
+        )
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, error: Exception) -> JSONResponse:
+        log.error("unhandled_error", path=request.url.path, exc_info=error)
+        return problem_response(
+            status=500, slug="internal", detail=f"{type(error).__name__} in {request.url.path}; the log has more"
+        )

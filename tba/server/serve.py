@@ -1,0 +1,224 @@
+"""Serve an application with uvicorn: on a bound socket, with TLS where the recipe has a certificate, and never without
+tokens beyond loopback."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import resource
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from tba.config.sections import TlsSection
+from tba.early_signals import mark_started, quit_if_starting
+from tba.errors import ConfigError
+from tba.logs import get_logger
+from tba.tls import is_loopback
+from tba.tokens import TokensFile
+from tba.watched_file import WatchedFile
+
+MAX_CONNECTIONS = 4096
+"""Of one server. A searcher has about four, the trainer two, `tba run` two."""
+SPARE_FILES = 256
+"""Open files that are left for Redis, the object store, workers and the log."""
+BACKLOG = 2048
+KEEP_ALIVE_S = 5
+"""A connection without a further request is closed after this time."""
+GRACEFUL_SHUTDOWN_S = 10
+MALLOPT_TRIM_THRESHOLD = -1
+MALLOPT_MMAP_THRESHOLD = -3
+MAX_KEPT_BYTES = 256 * 2**20
+MAX_HEAP_BLOCK_BYTES = 32 * 2**20
+log = get_logger("serve")
+
+
+def serve(
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    tokens: Mapping[str, str] | TokensFile | None,
+    tls: TlsSection | None = None,
+    start: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        start: awaited in the loop of the server, before it serves; what it raises is raised here.
+
+    Raises:
+        ConfigError: no tokens on an address that is not loopback, the address cannot be bound, or the certificate
+            cannot be used.
+    """
+    if tokens is None and not is_loopback(host):
+        raise ConfigError(
+            f"refusing to listen on {host} without tokens: anyone could write to this run; "
+            "set auth.tokens_file, or listen on 127.0.0.1"
+        )
+    certificate = None
+    if tls is not None and tls.cert_file is not None and tls.key_file is not None:
+        certificate = Certificate(tls.cert_file, tls.key_file)
+    keep_freed_memory()
+    sock = bind(host, port)
+    log.info("listening", host=host, port=sock.getsockname()[1], tls=certificate is not None)
+    Server(app, certificate, start).run(sockets=[sock])
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with the settings of every service.
+
+    Args:
+        app: of `create_app`; its `state.stopping` is set when the server stops.
+        certificate: the server speaks TLS alone and shows this one; None for plain HTTP.
+        start: awaited before anything else; what it raises ends the server, without the traceback of uvicorn.
+        settings: of uvicorn.Config, instead of the usual ones.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        certificate: Certificate | None = None,
+        start: Callable[[], Awaitable[None]] | None = None,
+        **settings: Any,
+    ) -> None:
+        usual = {
+            "http": "httptools",
+            "ws": "none",
+            "log_level": "warning",
+            "log_config": None,
+            "access_log": False,
+            "backlog": BACKLOG,
+            "limit_concurrency": max_connections(),
+            "timeout_keep_alive": KEEP_ALIVE_S,
+            "timeout_graceful_shutdown": GRACEFUL_SHUTDOWN_S,
+        }
+        if certificate is not None:
+            usual["ssl_context_factory"] = lambda *_: certificate.context
+        super().__init__(uvicorn.Config(app, **{**usual, **settings}))
+        self._app = app
+        self._certificate = certificate
+        self._start = start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Await `start`, then listen."""
+        if self._start is not None:
+            await self._start()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tell answers that stay open to end, then stop as uvicorn does."""
+        # uvicorn waits for every answer first, and ends the lifespan of the application only after that
+        self._app.state.stopping.set()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End on SIGTERM or SIGINT: at once before anything is served, else in good order."""
+        if not self.started:  # uvicorn would wait for the end of the start
+            quit_if_starting(sig)
+        mark_started()  # uvicorn raises the signal again when everything is closed
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look for a renewed certificate; uvicorn calls this ten times a second."""
+        if self._certificate is not None:
+            self._certificate.refresh()
+        return await super().on_tick(counter)
+
+
+class Certificate:
+    """A TLS context whose certificate follows its files: connections made after a renewal get the new one.
+
+    A renewed pair that does not fit is logged, and the old one stays.
+
+    Raises:
+        ConfigError: the files cannot be read or do not belong together.
+    """
+
+    def __init__(self, cert_file: str, key_file: str) -> None:
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.options |= ssl.OP_NO_RENEGOTIATION
+
+        def load() -> None:
+            # somebody may be half-way through writing the pair: one that does not fit would leave a context without any
+            _load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert_file, key_file)
+            _load_into(self.context, cert_file, key_file)
+
+        self._watched = WatchedFile([cert_file, key_file], load, what=f"tls.cert_file {cert_file}")
+
+    def refresh(self) -> None:
+        """Read the files again where they changed; looks at most once a second."""
+        _ = self._watched.value
+
+
+def _load_into(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
+    for name, path in (("cert_file", cert_file), ("key_file", key_file)):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"tls.{name} {path} cannot be read: {error.strerror}") from None
+    try:
+        # without a passphrase of its own, OpenSSL would ask for one on the terminal
+        context.load_cert_chain(cert_file, key_file, password=lambda: b"")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"tls.cert_file {cert_file} and tls.key_file {key_file} are no pair of a PEM certificate and its key "
+            f"without a passphrase: {error.reason or error}"
+        ) from None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use by another process; stop that one or choose another port "
+                "(port 0 lets `tba run` pick a free one)"
+            ) from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return sock
+
+
+def max_connections() -> int:
+    """Raise the limit on open files as far as MAX_CONNECTIONS takes and the system allows; return how many connections
+    it leaves for a server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - SPARE_FILES))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for the next request (up to MAX_KEPT_BYTES) instead of giving it back.
+
+    Does nothing without glibc.
+    """
+    # Every request allocates and frees blocks of some 100 KB to some MB. By default each of them is mapped, cleared
+    # page by page at first touch, and unmapped again; that costs more than all the work on them (ADR 5).
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(MALLOPT_TRIM_THRESHOLD, MAX_KEPT_BYTES)
+    mallopt(MALLOPT_MMAP_THRESHOLD, MAX_HEAP_BLOCK_BYTES)

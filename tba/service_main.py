@@ -1,0 +1,64 @@
+"""The entry point of every service: read the recipe, run the service, report an expected error in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tba.config import Recipe, load_recipe
+from tba.early_signals import EXIT_INTERRUPTED, EXIT_STOPPED
+from tba.errors import FencedError, TbaError
+from tba.logs import configure_logging
+from tba.store.file import explain_full_disk
+
+__all__ = ["EXIT_ERROR", "EXIT_FENCED", "EXIT_STOPPED", "service_main"]
+EXIT_ERROR = 2
+EXIT_FENCED = 3
+
+
+def service_main(
+    name: str,
+    run: Callable[[Recipe], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    stand_ins: Mapping[str, Any] | None = None,
+) -> int:
+    """Run one service.
+
+    Args:
+        name: `buffer`, `reward`, `searcher` or `trainer`.
+        run: blocks until the service ends; may return an exit code.
+        stand_ins: sections of the recipe that this service does not use, for a file without them.
+
+    Returns:
+        The exit code: 0, or the service's own; 2 for an error that is explained on stderr, 3 if a newer lineage took
+        over, 130 for Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m tba_{name}", description=f"The {name} service of tba.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example buffer.port=0"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of expected errors too")
+    args = parser.parse_args(argv)
+    try:
+        recipe = load_recipe(args.config, sets=args.set, stand_ins=stand_ins)
+        configure_logging(recipe.log_format, service=name, run=recipe.run.name)
+        return run(recipe) or 0
+    except TbaError as error:
+        if args.debug:
+            raise
+        print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+        return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR
+    except OSError as error:
+        what = explain_full_disk(error, os.getcwd(), tempfile.gettempdir())
+        if what is None:
+            raise
+        print(f"error: {name}: {what}", file=sys.stderr, flush=True)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED

@@ -1,0 +1,128 @@
+"""Checks of addresses and authorities, and explanations of TLS errors: what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from urllib.parse import urlsplit
+
+from tba.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+PROBE_TIMEOUT_S = 5.0
+"""Deadline of a connection that only checks whether a server speaks TLS, and of its handshake."""
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
+"""OpenSSL's names for an answer that is no TLS."""
+_EXPIRED, _NOT_YET_VALID, _OTHER_HOST, _OTHER_ADDRESS = 10, 9, 62, 64
+"""X509_V_ERR_* of OpenSSL."""
+_DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
+
+
+def check_ca_file(ca_file: str | None, setting: str = "tls.ca_file") -> None:
+    """Check that the certificates of authorities can be read; None stands for the system's.
+
+    Args:
+        setting: the key of the recipe that names the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no certificate.
+    """
+    if ca_file is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_file)
+    except ssl.SSLError:
+        raise ConfigError(f"{setting} {ca_file} holds no certificate in PEM format") from None
+    except OSError as error:
+        raise ConfigError(f"{setting} {ca_file} cannot be read: {error.strerror}") from None
+
+
+def explain_tls_error(
+    error: BaseException, *, where: str, ca_file: str | None, setting: str = "tls.ca_file", plain: str = "http"
+) -> str | None:
+    """Return what is wrong with the TLS of an address, and the remedy; None if the error is about something else, which
+    may pass.
+
+    Args:
+        error: of any client library; the SSLError may be a cause of it.
+        where: the address.
+        ca_file: the trusted authorities; None: the system's.
+        setting: the key of the recipe that names that file.
+        plain: the scheme of an address without TLS.
+    """
+    found = _ssl_error(error)
+    if isinstance(found, ssl.SSLCertVerificationError):
+        return _explain_certificate_error(found, where=where, ca_file=ca_file, setting=setting)
+    if found is not None and found.reason in _NO_TLS:
+        return (
+            f"{where} does not speak TLS ({found.reason}); write {plain}:// for it, or give that server a certificate"
+        )
+    return None
+
+
+def explain_missing_tls(url: str, *, ca_file: str | None, setting: str = "tls.ca_file") -> str | None:
+    """Return what is wrong, and the remedy, if a server speaks TLS at an address without it; else None. It connects
+    once."""
+    parts = urlsplit(url)
+    secure = {"http": "https", "redis": "rediss"}.get(parts.scheme)
+    if secure is None or not _speaks_tls(parts.hostname or "localhost", parts.port or _DEFAULT_PORTS[parts.scheme]):
+        return None
+    where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    trusted = f"{setting} is the file of the authority that it needs" if ca_file is None else f"{setting} is {ca_file}"
+    return f"{where} speaks TLS: write {secure}:// for it ({trusted})"
+
+
+def _explain_certificate_error(
+    error: ssl.SSLCertVerificationError, *, where: str, ca_file: str | None, setting: str
+) -> str:
+    said = error.verify_message.rstrip(".")
+    if error.verify_code == _EXPIRED:
+        return f"the certificate of {where} is not accepted ({said}); renew it there, and look at this machine's clock"
+    if error.verify_code == _NOT_YET_VALID:
+        return f"the certificate of {where} is not accepted ({said}); look at the clocks of both machines"
+    if error.verify_code in (_OTHER_HOST, _OTHER_ADDRESS):
+        return (
+            f"the certificate of {where} is not accepted ({said}); it must name this host in its subjectAltName, or "
+            "the address must be one that it names"
+        )
+    if ca_file is None:
+        return (
+            f"the certificate of {where} is not trusted ({said}); set {setting} to a PEM file with the authority that "
+            "signed it, for none of this system's did"
+        )
+    return f"the certificate of {where} is not trusted ({said}); {setting} {ca_file} must hold the authority behind it"
+
+
+def _ssl_error(error: BaseException) -> ssl.SSLError | None:
+    """Return the SSLError nearest to an error in its chain of causes."""
+    seen: list[BaseException] = [error]
+    for each in seen:  # grows
+        if isinstance(each, ssl.SSLError):
+            return each
+        beneath = (*each.args, getattr(each, "reason", None), each.__cause__, each.__context__)
+        seen += [more for more in beneath if isinstance(more, BaseException) and more not in seen]
+    return None
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only the greeting is sent
+    try:
+        with (
+            socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host),
+        ):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,249 @@
+"""Export a weight version as a folder for transformers and vLLM, with a model card for Hugging Face
+(huggingface.co/docs/hub/model-cards)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from typing import Any
+
+import tba
+from tba.api import BestVersion, EvalInfo, SettingsAudit
+from tba.config import Recipe
+from tba.config.data import with_replaced
+from tba.errors import MalformedError
+from tba.versions import LineageTree, PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire.weight_manifest import Manifest
+
+PAPER = "https://arxiv.org/abs/2503.18929"
+_PRIVATE: dict[str, Any] = {
+    "auth": True,
+    "tls": True,
+    "local": True,
+    "store": True,
+    "log_format": True,
+    "tracking": True,
+    "buffer": {"host", "port", "url", "redis_url", "redis_password_file"},
+    "reward": {"host", "port", "url"},
+}
+"""Addresses and secrets of the machines, which are left out of a card."""
+_PATHS = (("model", "path"), ("data", "path"), ("eval", "embedding_model"))
+"""Files and folders, of which a card shows the base names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """The facts of a run that a card shows beside the manifest."""
+
+    recipe: Recipe
+    evals: Sequence[EvalInfo] = ()
+    best: BestVersion | None = None
+    parents: Mapping[int, str] = field(default_factory=dict)
+    """Lineage -> the version that it started from."""
+    changes: Sequence[SettingsAudit] = ()
+    """Of the live settings, oldest first."""
+
+
+def render_card(manifest: Manifest, facts: RunFacts) -> str:
+    """Return the text of README.md."""
+    recipe = facts.recipe
+    evaluated = [item for item in facts.evals if item.state == "done"]
+    own = _largest([item for item in evaluated if item.version == manifest.version])
+    parts = [
+        _front_matter(manifest, recipe, own),
+        f"# {manifest.run}, version {manifest.version}",
+        f"Weight version `{manifest.version}` of the run `{manifest.run}`: `{_base_model(recipe)}`, post-trained with "
+        f"[Trajectory Balance with Asynchrony]({PAPER}) by tba {tba.__version__}.",
+        "## Results",
+        _results(manifest, facts, evaluated),
+        "## Versions",
+        _versions(manifest, facts),
+        "## How it was trained",
+        _training(manifest, recipe),
+        *_changes(facts.changes),
+        "The recipe, as far as it differs from the defaults of this release of tba:",
+        "```json\n" + json.dumps(_public_recipe(recipe), indent=1) + "\n```",
+        "## Use",
+        _use(recipe),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(manifest: Manifest, recipe: Recipe, own: EvalInfo | None) -> str:
+    """Return the YAML front matter; every value is JSON, which YAML includes."""
+    fields: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": _base_model(recipe),
+        "tags": ["tba", "reinforcement-learning", "trajectory-balance", recipe.objective.preset],
+    }
+    metrics = [] if own is None else _metrics(own)
+    if own is not None and metrics:
+        where = recipe.data.source_name
+        result = {
+            "task": {"type": "text-generation"},
+            "dataset": {"type": where, "name": f"{own.num_prompts} held-out prompts of {where}"},
+            "metrics": metrics,
+        }
+        fields["model-index"] = [{"name": manifest.run, "results": [result]}]
+    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _metrics(own: EvalInfo) -> list[dict[str, Any]]:
+    values = {
+        "pass@1, sampled at the policy temperature": ("accuracy", own.accuracy),
+        "pass@1, greedy": ("accuracy", own.greedy_accuracy),
+        **{f"pass@{k}": (f"pass@{k}", value) for k, value in own.pass_at.items()},
+        "mean reward": ("mean_reward", own.mean_reward),
+    }
+    return [{"type": kind, "name": name, "value": v} for name, (kind, v) in values.items() if v is not None]
+
+
+def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo]) -> str:
+    rows = {"start of the run": _largest(evaluated[:1])}
+    if facts.best is not None:
+        rows["best version"] = _largest([item for item in evaluated if item.version == facts.best.version])
+    rows["this version"] = _largest([item for item in evaluated if item.version == manifest.version])
+    known = {name: item for name, item in rows.items() if item is not None}
+    if not known:
+        return "No evaluation of this run is known."
+    ks = sorted({k for item in known.values() for k in item.pass_at})
+    heads = ["", "version", "prompts", "pass@1 sampled", "pass@1 greedy", *(f"pass@{k}" for k in ks)]
+    heads += ["mean reward", "tokens", "KL to start", "distinct-2"]
+    lines = [_row(heads), "|" + "---|" * len(heads)]
+    for name, item in known.items():
+        numbers = [item.accuracy, item.greedy_accuracy, *(item.pass_at.get(k) for k in ks)]
+        numbers += [item.mean_reward, item.mean_response_tokens, item.kl_to_reference, item.distinct_2]
+        lines.append(_row([name, item.version, str(item.num_prompts), *map(_number, numbers)]))
+    if rows["this version"] is None:
+        lines.append("\nThis version itself was not evaluated.")
+    lines.append(
+        "\nOn held-out prompts that were never trained on; scores that are unknown are left out. "
+        f"A completion succeeds when its reward is at least {facts.recipe.eval.success_reward:g}."
+    )
+    if facts.best is not None:
+        best = facts.best
+        lines.append(
+            f"Best by {best.metric}, {_number(best.value)} on the {best.num_prompts} prompts that all evaluations "
+            "have in common: the highest of several noisy numbers, so rather too high."
+        )
+    return "\n".join(lines)
+
+
+def _versions(manifest: Manifest, facts: RunFacts) -> str:
+    tree = LineageTree({lineage: PolicyVersion.parse(text) for lineage, text in facts.parents.items()})
+    path = " <- ".join(str(version) for version in tree.ancestry(manifest.policy_version))
+    published = datetime.fromtimestamp(manifest.created_at_s, UTC)
+    return "\n".join(
+        [
+            f"* version `{manifest.version}` (lineage-step), step {manifest.policy_version.step}, parent version "
+            f"`{manifest.parent}`",
+            f"* lineages, each from the version after the arrow: {path}",
+            f"* dtype {manifest.dtype}, sha256 of the parameters `{manifest.params_sha256}`",
+            f"* published {published:%Y-%m-%d %H:%M} UTC with torch {manifest.torch_version}, transformers "
+            f"{manifest.transformers_version}",
+        ]
+    )
+
+
+def _training(manifest: Manifest, recipe: Recipe) -> str:
+    sampling, trainer, objective = recipe.sampling, recipe.trainer, recipe.objective
+    num_rollouts = manifest.policy_version.step * sampling.prompts_per_batch * sampling.group_size
+    lora = recipe.model.lora
+    what = "all weights" if lora is None else f"a LoRA adapter of rank {lora.rank}, merged into the weights"
+    return "\n".join(
+        [
+            f"* objective `{objective.preset}`, beta {_schedule(objective.beta)}, learning rate "
+            f"{_schedule(trainer.learning_rate)}",
+            f"* {manifest.policy_version.step} optimizer steps of {sampling.prompts_per_batch} prompts with "
+            f"{sampling.group_size} rollouts each: up to {num_rollouts} rollouts trained",
+            f"* asynchronous: weights published every {trainer.sync_interval} steps, share of recent rollouts "
+            f"{_schedule(sampling.most_on_policy_prob)}, the rest from the replay buffer",
+            f"* trained: {what}; seed {recipe.run.seed}",
+        ]
+    )
+
+
+def _use(recipe: Recipe) -> str:
+    temperature = recipe.model.policy_temperature
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n\n'
+        "or `vllm serve .`. The model was trained on prompts exactly as the tokenizer encodes them, without a chat "
+        f"template. The policy that was trained is the model sampled at temperature {temperature:g}."
+    )
+
+
+def _changes(changes: Sequence[SettingsAudit]) -> list[str]:
+    """Return the section about changed live settings."""
+    if not changes:
+        return []
+    # reasons are left out: they were written for the people of the run
+    lines = [line for audit in changes for line in audit.model_copy(update={"reason": None}).lines()]
+    text = "Settings that were changed while the run went on (steps are lineage-step; `recipe` is the value below):"
+    return [text, "```text\n" + "\n".join(lines) + "\n```"]
+
+
+def _public_recipe(recipe: Recipe) -> dict[str, Any]:
+    document = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_PRIVATE)
+    document = with_replaced(document, {item.path: PurePath(item.path).name for item in recipe.prepare})
+    for section, key in _PATHS:
+        if path := document.get(section, {}).get(key):
+            document[section][key] = PurePath(path).name
+    return document
+
+
+def _base_model(recipe: Recipe) -> str:
+    return PurePath(recipe.model.path).name
+
+
+def _largest(items: Sequence[EvalInfo]) -> EvalInfo | None:
+    return max(items, key=lambda item: item.num_prompts, default=None)
+
+
+def _schedule(value: Any) -> str:
+    return f"{value.value:g}" if value.kind == "constant" else f"{value.value:g} ({value.kind})"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+CARD_NAME = "README.md"
+CONFIG_NAME = "config.json"
+
+
+def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path, facts: RunFacts) -> Manifest:
+    """Download a version into `folder`, verify every digest, and write its model card.
+
+    Raises:
+        ObjectNotFoundError: the version does not exist (any more).
+        DigestError, MalformedError: what the store holds is damaged.
+        StoreUnavailableError
+    """
+    manifest = versions.download(version, folder)
+    _name_dtype(folder / CONFIG_NAME, manifest.dtype)
+    (folder / CARD_NAME).write_text(render_card(manifest, facts))
+    return manifest
+
+
+def _name_dtype(path: Path, dtype: str) -> None:
+    """Write the dtype of the published weights into config.json."""
+    # this config.json is that of the starting model, which may have another dtype
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise MalformedError(f"{path.name} of the published version is not JSON: {error}") from None
+    config["dtype"] = dtype
+    if "torch_dtype" in config:  # the name that transformers used before 4.56
+        config["torch_dtype"] = dtype
+    path.write_text(json.dumps(config, indent=2) + "\n")

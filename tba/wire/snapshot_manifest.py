@@ -1,0 +1,165 @@
+"""The snapshot manifest: the immutable JSON document that makes one saved buffer exist.
+
+    runs/<run>/snapshots/<name>/rollouts-<attempt>-00000.msgpack   rollouts, one msgpack document after the other
+                                live-<attempt>-00000.msgpack       where in them each live rollout lies
+                                prompts-<attempt>-00000.jsonl      prompts in upload order
+                                manifest.json                      written last, create-only
+
+It lists every object with size and sha256, and the lineages and publications of the run. A snapshot is named RUN/NAME.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from tba import __version__
+from tba.errors import ConfigError, MalformedError
+from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_STEP, StrictModel
+from tba.versions import PolicyVersion
+from tba.wire.weight_manifest import Sha256, StoredObject
+
+MANIFEST_NAME = "manifest.json"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+SOURCE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}/[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+NAME_SENTENCE = "a name is 1 to 63 of A-Z a-z 0-9 . _ - and begins with a letter or a digit"
+Version = Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")]
+
+
+class SavedLineage(StrictModel):
+    """One start of a trainer, as the buffer remembers it. `created_at_s` is Unix seconds."""
+
+    parent: Version
+    trainer_id: str
+    created_at_s: float
+
+
+class SavedMark(StrictModel):
+    """A publication: its position in the log, and the version that it announced."""
+
+    position: int = Field(ge=1, le=MAX_NUMBER)
+    version: Version
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        """The version as a value."""
+        return PolicyVersion.parse(self.version)
+
+
+class SnapshotManifest(StrictModel):
+    """One saved buffer: exactly what was live at `log_position`."""
+
+    schema_version: Literal[1] = 1
+    run: str
+    name: str
+    log_position: int = Field(ge=0, le=MAX_NUMBER)
+    created_at_s: float
+    tba_version: str
+    storage_format: int | None = Field(default=None, ge=1)
+    """Storage format of the Redis it was saved from; None: of tba 0.1. Reading a snapshot does not depend on it."""
+    lineage: int = Field(ge=0, le=MAX_LINEAGE)
+    """The active lineage; 0 if no trainer had started."""
+    step: int = Field(ge=0, le=MAX_STEP)
+    latest_version: Version | None
+    lineages: dict[Annotated[int, Field(ge=1, le=MAX_LINEAGE)], SavedLineage]
+    marks: list[SavedMark]
+    """Every publication with a known position, by position."""
+    num_scored: int = Field(ge=0)
+    num_pending: int = Field(ge=0)
+    num_failed: int = Field(ge=0)
+    num_prompts: int = Field(ge=0)
+    policy_temperature: float = Field(gt=0)
+    start_params_sha256: Sha256 | None
+    """Digest of version 0-0, if it was published: the model that policy ages count from, and the reference."""
+    rollouts: list[StoredObject]
+    live: list[StoredObject]
+    prompts: list[StoredObject]
+
+    @property
+    def num_rollouts(self) -> int:
+        """Live rollouts."""
+        return self.num_scored + self.num_pending + self.num_failed
+
+    @property
+    def objects(self) -> list[StoredObject]:
+        """Every object of the snapshot but the manifest."""
+        return [*self.rollouts, *self.live, *self.prompts]
+
+    def mark_of(self, version: PolicyVersion) -> SavedMark | None:
+        """Return the last mark that announced a version."""
+        return next((mark for mark in reversed(self.marks) if mark.policy_version == version), None)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSource:
+    """Which snapshot of which run; written RUN/NAME."""
+
+    run: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> SnapshotSource:
+        """Read RUN/NAME.
+
+        Raises:
+            ConfigError: the text has another form.
+        """
+        if re.fullmatch(SOURCE_PATTERN, text) is None:
+            raise ConfigError(
+                f"snapshot {text!r} is not of the form RUN/NAME, for example quickstart/end; {NAME_SENTENCE}"
+            )
+        return cls(*text.split("/"))
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.name}"
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the keys of its objects."""
+        return f"runs/{self.run}/snapshots/{self.name}/"
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of the manifest."""
+        return self.prefix + MANIFEST_NAME
+
+
+def check_snapshot_name(name: str) -> None:
+    """Check the name of a snapshot.
+
+    Raises:
+        ConfigError: names look otherwise.
+    """
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise ConfigError(f"snapshot name {name!r} cannot be used: {NAME_SENTENCE}")
+
+
+def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
+    """Encode as JSON, keys in a fixed order."""
+    return manifest.model_dump_json(indent=1).encode() + b"\n"
+
+
+def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
+    """Parse a manifest.
+
+    Args:
+        data: content of the object.
+        key: its key, for errors.
+
+    Raises:
+        MalformedError: naming the object and the first field that is wrong.
+    """
+    try:
+        return SnapshotManifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["loc"] == ("schema_version",):
+            raise MalformedError(
+                f"snapshot manifest {key}: schema_version {first['input']!r:.20}, and this is tba {__version__}, "
+                "which reads schema_version 1; load it with the tba that saved it (tba_version in the manifest)"
+            ) from None
+        where = ".".join(str(part) for part in first["loc"]) or "document"
+        raise MalformedError(f"snapshot manifest {key}: {where}: {first['msg']}") from None

@@ -1,0 +1,12 @@
+"""Folders of models and data sets in the object store: pushed once, pulled by every pod that needs them.
+
+models/NAME/manifest.json      written last, so a folder that has one is whole
+models/NAME/files/SHA256       the content of each file, by its digest
+datasets/NAME/...              the same for data sets
+"""
+
+from tba_cli.artifacts.manifest import FolderFile, FolderManifest
+from tba_cli.artifacts.required import RequiredFolder, required_folders
+from tba_cli.artifacts.store import ArtifactStore
+
+__all__ = ["ArtifactStore", "FolderFile", "FolderManifest", "RequiredFolder", "required_folders"]

@@ -1,0 +1,181 @@
+"""Downloads from the Hugging Face hub, with errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.config.data import PrepareItem
+from tba.errors import ConfigError
+from tba.store.file import explain_full_disk
+from tba_cli.sizing import ModelShape, shape_of_config
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*"]
+PICKLED_FILES = ["pytorch_model*.bin*"]
+"""Fetched where the hub has no safetensors of a model, and converted at once."""
+TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
+
+
+def download(item: PrepareItem) -> str:
+    """Fetch a model or a data set into the item's folder; continue where an earlier download stopped.
+
+    Returns:
+        The commit that was fetched.
+
+    Raises:
+        ConfigError: the hub does not have it, keeps it behind a licence, or cannot be reached.
+    """
+    hub, name = _library(), item.hub or ""
+    patterns = item.files if item.files is not None else MODEL_FILES if item.kind == "model" else None
+    try:
+        return _fetch(hub, name, item, patterns)
+    except _UnreachableError:
+        commit = _from_cache(hub, name, item, patterns)
+        if commit is None:
+            raise
+        return commit
+
+
+def _fetch(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | None) -> str:
+    with _explained(item, _elsewhere(item)):
+        info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind, files_metadata=True)
+        sizes = {file.rfilename: file.size for file in info.siblings}
+        # an old repository: its pickles are converted after the download
+        if item.kind == "model" and not any(file.endswith(".safetensors") for file in sizes):
+            patterns = [*(patterns or []), *PICKLED_FILES]
+        fetch = functools.partial(hub.snapshot_download, repo_type=item.kind, local_dir=item.path)
+        # the commit, not the branch: a push meanwhile must not mix two states
+        fetch(name, revision=info.sha, allow_patterns=patterns)
+        if item.tokenizer is not None:
+            fetch(item.tokenizer, allow_patterns=TOKENIZER_FILES)
+    _check_whole(item, sizes, list(hub.utils.filter_repo_objects(sizes, allow_patterns=patterns)))
+    return info.sha
+
+
+def check_allowed(item: PrepareItem) -> None:
+    """Ask the hub whether it would give us an item, before anything large is fetched.
+
+    Raises:
+        ConfigError: as `download`.
+    """
+    hub = _library()
+    with _explained(item, _elsewhere(item)):
+        hub.HfApi().auth_check(item.hub, repo_type=item.kind)
+
+
+def _from_cache(hub: Any, name: str, item: PrepareItem, patterns: Sequence[str] | None) -> str | None:
+    """Copy the item from the library's own cache, where an earlier download of any program left it whole.
+
+    Returns:
+        Its commit, or None where the cache does not have it.
+    """
+    if item.tokenizer is not None:
+        return None
+    try:
+        found = hub.snapshot_download(
+            name, repo_type=item.kind, revision=item.revision, allow_patterns=patterns, local_files_only=True
+        )
+    except Exception:  # the library raises several classes for this
+        return None
+    folder = Path(found)
+    if item.kind == "model" and not _has_all_weights(folder):
+        return None
+    shutil.copytree(folder, item.path, dirs_exist_ok=True)
+    return folder.name
+
+
+def _has_all_weights(folder: Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return (folder / "model.safetensors").is_file()
+    return all((folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
+
+
+def shape_on_hub(name: str, revision: str | None) -> ModelShape:
+    """Return the sizes of a model from its config.json on the hub and the hub's count of parameters (a few KB).
+
+    Raises:
+        ConfigError: the hub does not have the model, keeps it behind a licence, cannot be reached, or has no sizes.
+    """
+    hub = _library()
+    item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
+    with _explained(item, "name a size instead, such as --model 7b"):
+        info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
+        config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_text())
+    count = getattr(getattr(info, "safetensors", None), "total", None)
+    shape = shape_of_config(config, num_params=count)
+    if shape is None:
+        raise ConfigError(f"{name} on the hub does not say its sizes; name one, such as --model 7b")
+    return shape
+
+
+def _check_whole(item: PrepareItem, sizes: dict[str, int | None], wanted: Sequence[str]) -> None:
+    """Raise ConfigError where a file is missing or cut short."""
+    # the library accepts a folder as it is where the hub goes away in the middle
+    if not wanted:
+        raise ConfigError(
+            f"{item.kind} {item.hub} has no file that matches {item.files or MODEL_FILES}; correct `files`"
+        )
+    for file in wanted:
+        path = Path(item.path) / file
+        if not path.is_file() or (sizes[file] is not None and path.stat().st_size != sizes[file]):
+            raise ConfigError(f"{item.kind} {item.hub}: {file} was not fetched whole; run this command again")
+
+
+class _UnreachableError(ConfigError):
+    """The hub cannot be reached, or gives an answer that makes no sense."""
+
+
+def _elsewhere(item: PrepareItem) -> str:
+    return (
+        f"run it where there is one and copy the folder {item.path} here, or run it again later (it continues where it "
+        "stopped)"
+    )
+
+
+@contextlib.contextmanager
+def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
+    """Turn errors of the library into sentences; `without_network` says what to do where there is no network."""
+    errors = importlib.import_module("huggingface_hub.errors")
+    what = f"{item.kind} {item.hub}"
+    place = "model.path" if item.at_start else "[[prepare]]"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{what} is behind a licence: accept it at https://huggingface.co/{item.hub}, then log in with "
+            "`hf auth login` (or set HF_TOKEN; Compose: secrets/hf_token) and run this command again"
+        ) from None
+    except errors.RevisionNotFoundError:
+        where = "model.revision" if item.at_start else place
+        raise ConfigError(f"{what} has no revision {item.revision!r}; correct it in {where}") from None
+    except errors.RepositoryNotFoundError:
+        no_folder = f", no folder {item.hub} is here," if item.at_start else ","
+        raise ConfigError(
+            f"the hub has no {what}{no_folder} or it is private: check the name in {place}, or log in with "
+            "`hf auth login`"
+        ) from None
+    except Exception as error:  # those of the hub's HTTP library, which this package does not import
+        full = explain_full_disk(error, item.path) if isinstance(error, OSError) else None
+        if full is not None:
+            raise ConfigError(f"{what} could not be fetched: {full}") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _UnreachableError(
+            f"{what} could not be fetched ({type(error).__name__}: {reason}); this needs a network: {without_network}"
+        ) from None
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise ConfigError(
+            "fetching from the Hugging Face hub needs huggingface_hub, which is not installed; install the extra "
+            "`data`: pip install -e '.[data]'"
+        ) from None

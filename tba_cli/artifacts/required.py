@@ -1,0 +1,135 @@
+"""The folders that a recipe requires, and the services that read each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from tba.config import Recipe
+from tba.config.reward import RedteamSpec, RewardModelSpec
+from tba.errors import ConfigError
+
+Kind = Literal["model", "dataset"]
+Service = Literal["buffer", "reward", "searcher", "setup", "trainer"]
+KIND_PREFIXES: dict[Kind, str] = {"model": "models", "dataset": "datasets"}
+"""First part of the keys of each kind in the store."""
+_HOMES: dict[Kind, str] = {"model": "models", "dataset": "data"}
+"""A path loses this part and everything before it to become a name."""
+_NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredFolder:
+    """A folder that the recipe names."""
+
+    kind: Kind
+    path: str
+    """As in the recipe: absolute, or relative to where the service runs."""
+    key: str
+    """The place in the recipe that names it, for messages."""
+    services: frozenset[Service]
+    """The services that read it."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the store (see `name_of`)."""
+        return name_of(self.path, self.kind)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a folder that is not empty lies at its path."""
+        folder = Path(self.path).expanduser()
+        return folder.is_dir() and any(folder.iterdir())
+
+
+def name_of(path: str, kind: Kind) -> str:
+    """Return the name of a folder in the store: the path after `models/` (a data set: `data/`), else its last part.
+
+    Raises:
+        ConfigError: the store cannot hold such a name.
+    """
+    parts = [part for part in PurePosixPath(path).parts if part not in ("/", ".", "~")]
+    home = _HOMES[kind]
+    if home in parts[:-1]:
+        parts = parts[len(parts) - parts[::-1].index(home) :]
+    else:
+        parts = parts[-1:]
+    return check_name("/".join(parts), kind, path)
+
+
+def check_name(name: str, kind: Kind, path: str) -> str:
+    """Return the name, if the store can hold it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    parts = name.split("/")
+    # `files` would collide with the keys of a folder's files: models/NAME/files/SHA256
+    if not all(_NAME_PART.fullmatch(part) for part in parts) or "files" in parts or len(name) > 200:
+        raise ConfigError(
+            f"{kind} folder {path!r} cannot be kept in the store under the name {name!r}: use parts of letters, digits "
+            "and . _ = + @ -, joined by slashes, none of them called `files`; rename the folder"
+        )
+    return name
+
+
+def required_folders(recipe: Recipe, service: Service | None = None) -> list[RequiredFolder]:
+    """Return the folders that the recipe names, each once.
+
+    A reward model is a folder if it is an item of `[[prepare]]`, if its name cannot be a repository of the Hugging Face
+    hub (`OWNER/NAME`), or if it begins with `models/`; else the reward service fetches it itself.
+
+    Args:
+        service: return only the folders that this one reads; `setup` reads the data sets, for their prompts.
+
+    Raises:
+        ConfigError: two paths have one name in the store.
+    """
+    found: dict[str, RequiredFolder] = {}
+    for folder in _named(recipe):
+        before = found.get(folder.path)
+        services = folder.services | (before.services if before is not None else frozenset())
+        key = folder.key if before is None else before.key
+        found[folder.path] = RequiredFolder(folder.kind, folder.path, key, services)
+    paths: dict[tuple[Kind, str], str] = {}
+    for folder in found.values():
+        other = paths.setdefault((folder.kind, folder.name), folder.path)
+        if other != folder.path:
+            raise ConfigError(
+                f"{folder.path} and {other} are both called {folder.name!r} in the store; give one of them another name"
+            )
+    return [folder for folder in found.values() if service is None or service in folder.services]
+
+
+def _named(recipe: Recipe) -> Iterator[RequiredFolder]:
+    # searchers get the starting model as a published version, not from this folder
+    yield RequiredFolder("model", recipe.model.path, "model.path", frozenset({"trainer"}))
+    if recipe.eval.embedding_model is not None:
+        path = recipe.eval.embedding_model
+        yield RequiredFolder("model", path, "eval.embedding_model", frozenset({"searcher"}))
+    prepared = {item.path for item in recipe.prepare}
+    for task, reward in recipe.reward.tasks.items():
+        for spec in reward.scorers:
+            for path in _models_of(spec):
+                if path in prepared or not is_hub_name(path):
+                    yield RequiredFolder("model", path, f"reward.tasks.{task}", frozenset({"reward"}))
+    for item in recipe.prepare:
+        services: frozenset[Service] = frozenset({"setup"}) if item.kind == "dataset" else frozenset()
+        yield RequiredFolder(item.kind, item.path, "[[prepare]]", services)
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether the text names a repository of the Hugging Face hub and not a folder."""
+    return _HUB_NAME.fullmatch(name) is not None and not name.startswith("models/")
+
+
+def _models_of(spec: object) -> list[str]:
+    if isinstance(spec, RewardModelSpec):
+        return [spec.model]
+    if isinstance(spec, RedteamSpec):
+        return [spec.victim, spec.classifier]
+    return []

@@ -1,0 +1,1 @@
+"""The commands of `tba`, one module for each family; parser.py holds their flags."""

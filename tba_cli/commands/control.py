@@ -1,0 +1,155 @@
+"""`tba set` and `tba scale`: change live settings, or the number of searchers, of a run; or show them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from tba.api import ScaleAudit, ScaleRequest, ScalingInfo, SearchersInfo, SettingsInfo, SettingsRequest
+from tba.clients import BufferClient
+from tba.config import LIVE_NAMES, parse_live
+from tba.config.live_settings import AS_RECIPE, setting_text
+from tba.config.recipe import parse_toml_value
+from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
+from tba.fields import escape_controls
+from tba_cli.run_target import open_client
+
+POLL_S = 0.5
+SOURCES = {
+    "operator": "asked for by the operator",
+    "recipe": "as the recipe says",
+    "deployment": "as the Deployment says",
+    "run-over": "the run is over",
+}
+
+
+def set_command(args: argparse.Namespace) -> int:
+    """Change settings, or show them."""
+    args.run, document = _split(args)
+    settings = parse_live(document) if document else None
+    client = open_client(args)
+    try:
+        if settings is None:
+            info = client.all_settings()
+        else:
+            info = client.change_settings(SettingsRequest(settings=settings, reason=args.reason))
+    finally:
+        client.close()
+    print(info.model_dump_json(indent=2) if args.json else "\n".join(map(escape_controls, settings_lines(info))))
+    return 0
+
+
+def settings_lines(info: SettingsInfo) -> list[str]:
+    """Return a line for each setting with its value now, and a line for each change."""
+    lines = []
+    for name in LIVE_NAMES:
+        live, recipe = getattr(info.settings, name), getattr(info.recipe, name)
+        source = AS_RECIPE if live is None else f"{setting_text(live)} ({AS_RECIPE}: {setting_text(recipe)})"
+        lines.append(f"{name}: {source}, now {info.now[name]:g}")
+    return lines + [line for audit in info.changes for line in audit.lines()]
+
+
+def _split(args: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
+    """Return the run that was named, if any, and the settings.
+
+    Raises:
+        ConfigError: two runs, a run beside --url or --run-dir, or a setting given twice.
+    """
+    runs = [item for item in args.items if "=" not in item]
+    if len(runs) > 1 or (runs and (args.url or args.run_dir)):
+        raise ConfigError(f"{runs[-1]!r} is neither KEY=VALUE nor the only name of a run; write settings as beta=0.1")
+    document: dict[str, Any] = {}
+    for item in args.items:
+        name, sep, text = item.partition("=")
+        name = name.strip()
+        if name in document:
+            raise ConfigError(f"{name!r} is given twice, the second time as {item!r}; give every setting once")
+        if sep:
+            document[name] = None if text.strip() == AS_RECIPE else parse_toml_value(text)
+    return runs[0] if runs else None, document
+
+
+def scale_command(args: argparse.Namespace) -> int:
+    """Change the number of searchers, or show it."""
+    num = _number(args.number)
+    client = open_client(args)
+    try:
+        if args.number is None:
+            info = whole_scaling(client)
+        else:
+            info = client.scale(ScaleRequest(num_searchers=num, reason=args.reason))
+            if args.wait:
+                info = until_there(client, info, timeout_s=args.timeout_s)
+    finally:
+        client.close()
+    print(info.model_dump_json(indent=2) if args.json else "\n".join(map(escape_controls, scaling_lines(info))))
+    return 0
+
+
+def whole_scaling(client: BufferClient) -> ScalingInfo:
+    """Return the state of the searchers with every change, over all pages."""
+    info = client.scaling()
+    changes = list(info.changes)
+    while info.next is not None:
+        info = client.scaling(after=info.next)
+        changes += info.changes
+    return info.model_copy(update={"changes": changes})
+
+
+def until_there(client: BufferClient, info: ScalingInfo, *, timeout_s: float) -> ScalingInfo:
+    """Wait until the number of live searchers is the desired one.
+
+    Raises:
+        WaitTimeoutError: it is not, after `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    # only the newest change is of interest now, not every page of them
+    after = max(0, info.searchers.revision - 1)
+    while info.searchers.wanted is None or info.searchers.alive != info.searchers.wanted:
+        if time.monotonic() > deadline_s:
+            raise WaitTimeoutError(
+                f"wait 'searchers': {info.searchers.alive} of {info.searchers.wanted} searchers are alive after "
+                f"{timeout_s:g} s{f' ({info.searchers.note})' if info.searchers.note else ''}; look at their logs, or "
+                "wait longer with --timeout-s"
+            )
+        time.sleep(POLL_S)
+        try:
+            info = client.scaling(after=after)
+        except UnavailableError:  # the buffer may restart meanwhile; the deadline bounds the wait
+            continue
+    return info
+
+
+def scaling_lines(info: ScalingInfo) -> list[str]:
+    """Return a line about the searchers, and a line for each change."""
+    return [searchers_line(info.searchers), *(_change_line(change) for change in info.changes)]
+
+
+def searchers_line(searchers: SearchersInfo) -> str:
+    """Return how many searchers are desired and alive, in one line."""
+    wanted = "" if searchers.wanted is None else f"{searchers.wanted} wanted ({SOURCES[str(searchers.source)]}), "
+    note = f"; {searchers.note}" if searchers.note else ""
+    return f"searchers: {wanted}{searchers.alive} alive, scaled by {searchers.backend}{note}"
+
+
+def _change_line(change: ScaleAudit) -> str:
+    old, new = (AS_RECIPE if num is None else str(num) for num in (change.old, change.new))
+    reason = f" ({change.reason})" if change.reason else ""
+    reached = "not there so far" if change.reached is None else f"there from step {change.reached.step} on"
+    return (
+        f"revision {change.revision}, by the {change.role} after step {change.step}: {old} -> {new}{reason}; {reached}"
+    )
+
+
+def _number(text: str | None) -> int | None:
+    """Return the number that was asked for, or None for the number of the recipe.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text is None or text == AS_RECIPE:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{text!r} is neither a number of searchers nor the word recipe; for example: tba scale 4")
+    return int(text)

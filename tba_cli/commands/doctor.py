@@ -1,0 +1,51 @@
+"""`tba doctor`: check everything that a run stands on, and say how to fix what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from tba.config import load_recipe
+from tba.errors import ConfigError
+from tba_cli.commands.setup import print_line
+from tba_cli.doctor import CheckResult, run_checks
+from tba_cli.doctor.checks import CHECKS
+from tba_cli.doctor.target import fail, ok, target_of
+
+MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
+EXIT_FAILED = 1
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Print every result; return 1 if one is `fail`."""
+    if unknown := [name for name in args.check if name not in CHECKS]:
+        raise ConfigError(f"--check {unknown[0]} is not known; there are {', '.join(CHECKS)}")
+    on_result = (lambda result: None) if args.json else print_result
+    try:
+        recipe = load_recipe(args.config, sets=args.set)
+    except ConfigError as error:
+        results = [fail("recipe", str(error), "correct the recipe, or the environment variable TBA_SECTION__KEY")]
+        on_result(results[0])
+    else:
+        results = [ok("recipe", f"{args.config}: run {recipe.run.name!r}")]
+        on_result(results[0])
+        chosen = [(name, check) for name, check in CHECKS.items() if not args.check or name in args.check]
+        target = target_of(recipe, service=args.service, num_gpus=args.gpus)
+        results += run_checks(target, checks=chosen, on_result=on_result)
+    num = {level: sum(result.level == level for result in results) for level in MARKS}
+    if args.json:
+        document = {"counts": num, "results": [dataclasses.asdict(result) for result in results]}
+        print(json.dumps(document, indent=1))
+    else:
+        print_line(f"{num['ok']} ok, {num['warn']} to look at, {num['fail']} wrong, {num['skip']} not looked at")
+    return EXIT_FAILED if num["fail"] else 0
+
+
+def print_result(result: CheckResult) -> None:
+    """Print a result, and how to fix it."""
+    # an answer of a server must not steer the terminal
+    found = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in result.found)
+    print_line(f"{MARKS[result.level]} {result.code}: {found}")
+    if result.fix is not None:
+        print_line(f"     fix: {result.fix}")

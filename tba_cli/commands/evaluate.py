@@ -1,0 +1,168 @@
+"""`tba evaluate`: the published evaluation of a task, for a model folder or a weight version of a run."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.config import Recipe, load_recipe
+from tba.config.sections import check_embedding_model, check_tokenizer
+from tba.errors import ConfigError
+from tba.evaluation import EvaluationJob
+from tba.evaluation.report import write_prompts
+from tba.tokens import role_token
+from tba.versions import START, PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire.weight_manifest import encode_manifest
+from tba_cli.artifacts.prepared import check_prepared
+from tba_cli.commands.export import choose, source_of
+from tba_cli.commands.run import loudness_of
+from tba_cli.local.evaluate import PROMPTS_NAME, EvaluationConsole, evaluate_here
+from tba_cli.prompts.reader import heldout_prompts
+from tba_cli.reports.tables import evaluation_markdown
+from tba_cli.resolve import with_absolute_paths
+from tba_cli.run_folder import RunFolder
+from tba_cli.run_target import run_folder
+
+OUT_DIR = Path("evaluations")
+RECIPE_SUFFIXES = (".toml", ".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The model to evaluate: a folder, or a version in a store."""
+
+    recipe: Recipe
+    description: str
+    name: str
+    """Name of the result's folder."""
+    folder: Path | None = None
+    versions: WeightVersions | None = None
+    version: PolicyVersion | None = None
+
+
+def evaluate_command(args: argparse.Namespace) -> int:
+    """Check, fetch the model, evaluate, print the tables."""
+    console = EvaluationConsole(loudness_of(args))
+    subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args)
+    recipe = subject.recipe
+    if recipe.searcher.engine == "simulated":
+        raise ConfigError(
+            'searcher.engine = "simulated" makes its completions up; give --set searcher.engine=embedded, or vllm'
+        )
+    if args.reward_url is None:
+        check_prepared(recipe)
+    check_embedding_model(recipe.eval.embedding_model)
+    # a missing token has to fail now, and not after the model was downloaded
+    role_token(recipe.auth.tokens_file, "searcher")
+    prompts = heldout_prompts(recipe)[: recipe.eval.published.num_prompts]
+    out = Path(args.out) if args.out else OUT_DIR / recipe.run.name / subject.name
+    folder = RunFolder(out)
+    # clear() below deletes the content: only our own folder, or an empty one, may lose it
+    if out.exists() and not (out.is_dir() and (folder.marker_path.exists() or not any(out.iterdir()))):
+        raise ConfigError(f"--out {out} exists and is not the folder of an evaluation; name another one")
+    with folder.acquire(resume=False, fresh=True) as lock_fd:
+        if folder.has_begun:
+            raise ConfigError(f"--out {out} is the folder of a run; name another one")
+        folder.clear()
+        folder.logs_path.mkdir()
+        write_prompts(folder.path / PROMPTS_NAME, prompts)
+        with tempfile.TemporaryDirectory(dir=folder.path, prefix="weights-") as weights:
+            job = _job(subject, Path(weights), folder)
+            console.info(f"evaluating {job.subject} on {len(prompts)} held-out prompts")
+            report = evaluate_here(
+                recipe, job, folder=folder, lock_fd=lock_fd, reward_url=args.reward_url, console=console
+            )
+    console.result(evaluation_markdown(report))
+    console.result(f"evaluation: {folder.path / 'evaluation.json'}")
+    return 0
+
+
+def _job(subject: Subject, weights: Path, folder: RunFolder) -> EvaluationJob:
+    """Fetch what is in a store, verify every digest, and return the job with all paths.
+
+    Raises:
+        StoreError: the store does not answer, or holds something damaged.
+        ConfigError: there is no starting model to measure perplexity under.
+    """
+    model, manifest_path = subject.folder, None
+    if subject.versions is not None and subject.version is not None:
+        model, manifest_path = weights / str(subject.version), weights / "manifest.json"
+        manifest_path.write_bytes(encode_manifest(subject.versions.download(subject.version, model)))
+    assert model is not None
+    return EvaluationJob(
+        subject=subject.description,
+        model=model,
+        version=None if subject.version is None else str(subject.version),
+        manifest=manifest_path,
+        start=_start(subject, weights) if subject.recipe.eval.published.perplexity else None,
+        prompts=folder.path / PROMPTS_NAME,
+        out=folder.path,
+    )
+
+
+def _start(subject: Subject, weights: Path) -> Path:
+    """Return the folder of the starting model: as the run published it, else as the recipe names it."""
+    if subject.versions is not None and subject.versions.exists(START):
+        folder = weights / str(START)
+        # else _job has downloaded it already
+        if subject.version != START:
+            subject.versions.download(START, folder)
+        return folder
+    return _checked(subject.recipe.model.path, "the starting model, for eval.published.perplexity,")
+
+
+def _of_recipe(args: argparse.Namespace) -> Subject:
+    """Return a model folder under the settings of a recipe: --model, else its starting model."""
+    if args.version is not None:
+        raise ConfigError(f"--version names a version of a run, and {args.source} is a recipe; name the run instead")
+    recipe = with_absolute_paths(load_recipe(args.source, sets=args.set))
+    if args.model is not None:
+        return _of_folder(recipe, args.model)
+    folder = _checked(recipe.model.path, f"model.path of {args.source}")
+    return Subject(recipe=recipe, description=f"starting model {folder}", name="start", folder=folder)
+
+
+def _of_run(args: argparse.Namespace) -> Subject:
+    """Return a version of a run, or another model folder under its settings."""
+    target = argparse.Namespace(
+        url=None, run_dir=None, run=args.source, token_file=args.token_file, ca_file=None, recipe=None
+    )
+    path = run_folder(target).config_path
+    if not path.exists():
+        raise ConfigError(
+            f"{args.source!r} is neither a recipe ({' or '.join(RECIPE_SUFFIXES)}) nor a run: there is no {path}"
+        )
+    recipe = with_absolute_paths(load_recipe(path, sets=args.set, environ={}))
+    if args.model is not None:
+        if args.version is not None:
+            raise ConfigError("--model names a folder and --version a version of the run; give one of them")
+        return _of_folder(recipe, args.model)
+    source = source_of(target)
+    versions = source.versions
+    version = choose(args.version or "last", source, versions)
+    description = f"version {version} of run {recipe.run.name!r}"
+    return Subject(recipe=recipe, description=description, name=str(version), versions=versions, version=version)
+
+
+def _of_folder(recipe: Recipe, text: str) -> Subject:
+    folder = _checked(Path(text).absolute(), "--model")
+    return Subject(recipe=recipe, description=f"model folder {folder}", name=f"folder-{folder.name}", folder=folder)
+
+
+def _checked(path: str | Path, what: str) -> Path:
+    """Return the folder, if it holds a model with a tokenizer.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{what} {folder} holds no model (config.json); `tba data prepare RECIPE` fetches the models of a recipe, "
+            "and a model made by a warm start is made by `tba run`"
+        )
+    check_tokenizer(folder)
+    return folder

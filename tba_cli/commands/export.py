@@ -1,0 +1,148 @@
+"""`tba export`: write any published version of a run as a Hugging Face folder with a model card, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError
+from tba.store import open_store
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.weights.export import RunFacts, write_export
+from tba_cli.reports.history import load_history
+from tba_cli.run_folder import RunFolder
+from tba_cli.run_target import ended_run, open_client, run_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exportable:
+    """A run whose versions can be exported; `latest` is None where only the store knows it."""
+
+    facts: RunFacts
+    latest: PolicyVersion | None = None
+
+    @property
+    def versions(self) -> WeightVersions:
+        """The published versions."""
+        return WeightVersions(open_store(self.facts.recipe.store), self.facts.recipe.run.name)
+
+
+def export_command(args: argparse.Namespace) -> int:
+    """Download the version, verify it, and write the folder."""
+    out = Path(args.out).resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
+    source = source_of(args)
+    versions = source.versions
+    version = choose(args.version, source, versions)
+    _write_whole(out, lambda folder: write_export(versions, version, folder, source.facts))
+    print(f"exported version {version} of run {source.facts.recipe.run.name!r} to {out}")
+    return 0
+
+
+def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
+    """Make a folder that appears only when it is whole.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    # an empty folder that exists is filled and not replaced: it may be a mount point, or where the shell is
+    exists = out.exists()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=out if exists else out.parent, prefix=".tba-export-")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
+    with temporary as name:
+        half = Path(name) / "export"
+        write(half)
+        if not exists:
+            half.rename(out)
+            return
+        for path in half.iterdir():
+            path.rename(out / path.name)
+
+
+def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:
+    """Return the version that --version names.
+
+    Raises:
+        ConfigError: there is no such version.
+    """
+    existing = versions.versions()
+    if not existing:
+        raise ConfigError(f"run {source.facts.recipe.run.name!r} has published no version yet")
+    known = ", ".join(map(str, existing[-8:]))
+    if which == "last":
+        return source.latest or existing[-1]
+    if which == "best":
+        if source.facts.best is None:
+            raise ConfigError(
+                f"run {source.facts.recipe.run.name!r} has no best version: no finished evaluation is known that has "
+                f"eval.best_metric; name one with --version, the newest are {known}"
+            )
+        best = PolicyVersion.parse(source.facts.best.version)
+        if best not in existing:
+            raise ConfigError(
+                f"the best version {best} of run {source.facts.recipe.run.name!r} is not in the object store (any "
+                f"more); name one with --version, the newest are {known}"
+            )
+        return best
+    version = PolicyVersion.parse(which)
+    if version not in existing:
+        raise ConfigError(
+            f"run {source.facts.recipe.run.name!r} has no weight version {version} (any more: trainer.keep_versions); "
+            f"the newest are {known}"
+        )
+    return version
+
+
+def source_of(args: argparse.Namespace) -> Exportable:
+    """Return what is known of the run: from the buffer service while it is in progress, else from its folder."""
+    if args.url and not args.recipe:
+        raise ConfigError("--url needs --recipe too: it says which object store holds the versions")
+    folder = None if args.url else run_folder(args)
+    recipe = _recipe(args, folder)
+    ended = ended_run(args)
+    if ended is not None:
+        return _of_ended(ended, recipe)
+    client = open_client(args)
+    try:
+        info, changes = client.run(), client.all_settings().changes
+    finally:
+        client.close()
+    # with --url, recipe and service are named apart from each other
+    if info.run != recipe.run.name:
+        raise ConfigError(f"the recipe is that of run {recipe.run.name!r}, but {args.url} serves run {info.run!r}")
+    latest = None if info.latest_version is None else PolicyVersion.parse(info.latest_version)
+    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, parents=info.parents, changes=changes)
+    return Exportable(facts=facts, latest=latest)
+
+
+def _recipe(args: argparse.Namespace, folder: RunFolder | None) -> Recipe:
+    if args.recipe:
+        return load_recipe(args.recipe)
+    assert folder is not None
+    if not folder.config_path.exists():
+        raise ConfigError(f"there is no run in {folder.path}; give --url and --recipe, or another run")
+    return load_recipe(folder.config_path, environ={})
+
+
+def _of_ended(folder: RunFolder, recipe: Recipe) -> Exportable:
+    # a run that was stopped before its end left no history: its card has no evaluations
+    if not folder.history_path.exists():
+        return Exportable(facts=RunFacts(recipe=recipe))
+    history = load_history(folder.history_path)
+    facts = RunFacts(
+        recipe=recipe,
+        evals=history.evals,
+        best=history.best,
+        parents=history.parents,
+        changes=() if history.settings is None else history.settings.changes,
+    )
+    return Exportable(facts=facts)

@@ -1,0 +1,94 @@
+"""`tba report`, `tba table` and `tba ledger check`: results of runs, and a check that every step was taken once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tba.api import RunInfo
+from tba.clients import BufferClient
+from tba.errors import ConfigError
+from tba_cli.reports.history import load_history
+from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
+from tba_cli.reports.outputs import result_lines, write_outputs
+from tba_cli.reports.tables import runs_markdown
+from tba_cli.run_folder import RunFolder
+from tba_cli.run_target import ended_run, open_client
+
+EXIT_VIOLATION = 1
+MAX_SHOWN = 20
+MAX_READINGS = 5
+
+
+def report_command(args: argparse.Namespace) -> int:
+    """Write summary.json, report.html and report.png again."""
+    folder = RunFolder(Path(args.run_dir))
+    summary = write_outputs(folder, load_history(folder.history_path))
+    print("\n".join(result_lines(summary, folder)))
+    return 0
+
+
+def table_command(args: argparse.Namespace) -> int:
+    """Print one Markdown row per run."""
+    summaries = [_read_summary(Path(run_dir)) for run_dir in args.run_dirs]
+    print("\n".join(runs_markdown(summaries)))
+    return 0
+
+
+def _read_summary(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "summary.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); is {run_dir} the folder of a finished run?"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); make it again with `tba report {run_dir}`") from None
+
+
+def check_command(args: argparse.Namespace) -> int:
+    """Check the ledger, of a run that is over from its files; return 1 on a violation."""
+    folder = ended_run(args)
+    if folder is not None:
+        from tba_cli.local.ended_run import read_ended  # no image holds the launcher
+
+        info, check = read_ended(folder, _read_ledger)
+    else:
+        client = open_client(args)
+        try:
+            info, check = _read_ledger(client)
+        finally:
+            client.close()
+    violations = check.violations()
+    for violation in violations[:MAX_SHOWN]:
+        print(violation)
+    if len(violations) > MAX_SHOWN:
+        print(f"... and {len(violations) - MAX_SHOWN} more")
+    fork = "" if check.forked_from is None else f", forked from {check.forked_from} of another run"
+    counts = (
+        f"{info.step} steps, {check.num_batches} batches, {check.num_abandoned} of them abandoned, "
+        f"{check.num_skipped} skipped, "
+        f"trainer starts: {check.num_starts}, active lineage {info.lineage}{fork}"
+    )
+    if violations:
+        print(f"ledger of {info.run!r}: {len(violations)} violations ({counts})")
+        return EXIT_VIOLATION
+    print(f"ledger of {info.run!r}: every step of the active lineage exactly once ({counts})")
+    return 0
+
+
+def _read_ledger(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:
+    """Return the run, and the check of its whole ledger."""
+    # read both again when another trainer started meanwhile: other entries are abandoned then
+    for _ in range(MAX_READINGS):
+        # the run is read first: entries acked in between are newer than `step`
+        info = client.run()
+        check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step, origin=info.origin)
+        for line in ledger_lines(client):
+            check.take(line)
+        if client.run().lineage == info.lineage:
+            break
+    return info, check

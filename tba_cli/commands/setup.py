@@ -1,0 +1,119 @@
+"""`tba setup`, `tba data prepare` and `tba model push|pull|list`: what a run needs before it begins."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError, MalformedError
+from tba.store import open_store
+from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
+from tba_cli.artifacts.required import check_name, name_of
+from tba_cli.artifacts.store import pull_folders
+from tba_cli.console import Console
+from tba_cli.setup import check_against_run, run_setup
+from tba_cli.setup.prepare import prepare_recipe
+
+
+def setup_command(args: argparse.Namespace) -> int:
+    """Do what is missing; a second run changes nothing. Exit code 0: everything is there."""
+    recipe = load_recipe(args.config, sets=args.set)
+    if args.check_run:
+        check_against_run(recipe, wait_s=args.wait_s, on_progress=print_line)
+        return 0
+    run_setup(
+        recipe,
+        wait_s=args.wait_s,
+        create_bucket=args.create_bucket,
+        prepare=args.prepare,
+        pull=args.pull,
+        only=args.only,
+        on_progress=print_line,
+    )
+    return 0
+
+
+def print_line(text: str) -> None:
+    """Print a line at once: people read it in the log of a container."""
+    print(text, flush=True)
+
+
+def prepare_command(args: argparse.Namespace) -> int:
+    """Fetch what is missing, check everything, show a prompt of each split; change nothing that is there."""
+    prepare_recipe(load_recipe(args.recipe, sets=args.set), Console("normal"))
+    return 0
+
+
+def push_command(args: argparse.Namespace) -> int:
+    """Push one folder, or every folder of the recipe that is here."""
+    recipe, artifacts = _open(args)
+    if args.folder is None:
+        if args.name is not None:
+            raise ConfigError(f"--name {args.name!r} goes with one folder; give that folder too")
+        folders = [folder for folder in required_folders(recipe) if folder.is_here]
+        if not folders:
+            names = ", ".join(folder.path for folder in required_folders(recipe))
+            raise ConfigError(f"none of the folders of the recipe is here: {names}; make them with: tba data prepare")
+        for folder in folders:
+            artifacts.push(folder.kind, folder.name, Path(folder.path).expanduser(), replace=args.replace)
+        return 0
+    # services look for a folder of the recipe under the name that the recipe gives it
+    known = _known(recipe, args.folder)
+    kind = known.kind if known is not None else args.kind
+    name = check_name(args.name, kind, args.folder) if args.name is not None else name_of(args.folder, kind)
+    if known is not None and name != known.name:
+        raise ConfigError(
+            f"--name {name!r}: services look for {known.path} under the name {known.name!r}; leave --name out"
+        )
+    artifacts.push(kind, name, Path(args.folder).expanduser(), replace=args.replace)
+    return 0
+
+
+def pull_command(args: argparse.Namespace) -> int:
+    """Fetch the folders of a service to their paths in the recipe; a folder that is there and whole is only checked."""
+    recipe, artifacts = _open(args)
+    folders = required_folders(recipe, args.service)
+    if not folders:
+        print_line(f"the {args.service} service needs no folder of this recipe")
+    pull_folders(artifacts, folders, wait_s=args.wait_s, on_progress=print_line)
+    return 0
+
+
+def list_command(args: argparse.Namespace) -> int:
+    """List every folder that is whole in the store."""
+    _, artifacts = _open(args)
+    found, damaged = [], None
+    for kind, name in artifacts.names():
+        try:
+            manifest = artifacts.find(kind, name)
+        except MalformedError as error:  # show the others before it is raised
+            damaged = error
+        else:
+            found += [] if manifest is None else [manifest]
+    if args.json:
+        print(json.dumps([manifest.model_dump(mode="json", exclude={"files"}) for manifest in found], indent=1))
+    for manifest in () if args.json else found:
+        pushed = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(manifest.created_at_s))
+        size = f"{len(manifest.files):>5} files {manifest.size_bytes / 2**20:>12,.1f} MiB"
+        print(f"{manifest.kind:<8}{manifest.name:<32} {size}  {manifest.digest[:12]}  {pushed}")
+    if damaged is not None:
+        raise damaged
+    if not found and not args.json:
+        print(f"no model and no data set in {artifacts.url}; tba model push puts them there")
+    return 0
+
+
+def _open(args: argparse.Namespace) -> tuple[Recipe, ArtifactStore]:
+    recipe = load_recipe(args.config, sets=args.set)
+    return recipe, ArtifactStore(open_store(recipe.store), print_line)
+
+
+def _known(recipe: Recipe, path: str) -> RequiredFolder | None:
+    """Return the folder of the recipe that lies at this path."""
+    here = Path(path).expanduser().resolve()
+    return next(
+        (folder for folder in required_folders(recipe) if Path(folder.path).expanduser().resolve() == here), None
+    )

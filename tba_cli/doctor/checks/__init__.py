@@ -1,0 +1,31 @@
+"""The checks of `tba doctor`, by name. Each yields results, and gives every question that it asks a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from tba_cli.doctor.checks.machine import check_disk, check_gpu, check_ports
+from tba_cli.doctor.checks.models import check_hub, check_models
+from tba_cli.doctor.checks.redis import check_redis
+from tba_cli.doctor.checks.security import check_certificates, check_tokens
+from tba_cli.doctor.checks.services import check_clocks, check_releases, check_rewards, check_services
+from tba_cli.doctor.checks.store import check_store
+from tba_cli.doctor.target import CheckResult, Target
+
+Check = Callable[[Target], Iterator[CheckResult]]
+
+CHECKS: Mapping[str, Check] = {
+    "releases": check_releases,
+    "gpu": check_gpu,
+    "disk": check_disk,
+    "ports": check_ports,
+    "tokens": check_tokens,
+    "certificates": check_certificates,
+    "redis": check_redis,
+    "store": check_store,
+    "models": check_models,
+    "hub": check_hub,
+    "services": check_services,
+    "rewards": check_rewards,
+    "clocks": check_clocks,
+}

@@ -1,0 +1,338 @@
+"""Check this machine.
+
+GPUs: whether the recipe needs any, whether torch can use them, and whether the model fits.
+Disks, shared memory and open files: whether there is room.
+Ports that the services of this machine listen on: whether they are free, or taken by the service itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tba.config import Recipe
+from tba.config.reward import ModelScorerSpec
+from tba.errors import ConfigError
+from tba.tls import is_loopback
+from tba_cli.doctor.target import Answer, CheckResult, Target, fail, http_get, ok, skip, warn
+from tba_cli.ports import PortRequest, choose_ports
+from tba_cli.sizing import Load, estimate, shape_of_folder
+
+GIB = 2**30
+MIN_FREE_BYTES = 1 * GIB
+MIN_SHM_BYTES = 1 * GIB
+MIN_OPEN_FILES = 4096
+SHARED_MEMORY = Path("/dev/shm")
+Listener = Literal["buffer", "reward"]
+TORCH_TIMEOUT_S = 50.0
+NVIDIA_SMI_TIMEOUT_S = 10.0
+_ASK_TORCH = """
+import json, sys, torch
+cuda = torch.version.cuda
+gpus = [[torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)] for i in range(torch.cuda.device_count())]
+refused = {}
+for name in sys.argv[1:]:
+    try:
+        torch.empty(1, device=name)
+    except Exception as error:
+        refused[name] = (str(error).strip() or type(error).__name__).partition("\\n")[0]
+answer = {"torch": torch.__version__, "cuda": cuda, "usable": torch.cuda.is_available(), "gpus": gpus}
+print(json.dumps({**answer, "refused": refused}))
+"""
+
+
+def devices_of(recipe: Recipe) -> dict[str, str]:
+    """Return every device that the recipe names for `tba run`, by its key; `auto` takes what is there."""
+    devices = {"trainer.device": recipe.trainer.device}
+    if recipe.searcher.engine != "simulated" and not recipe.is_offline:
+        devices["searcher.device"] = recipe.searcher.device
+    for task, reward in recipe.reward.tasks.items():
+        for number, spec in enumerate(reward.scorers):
+            if isinstance(spec, ModelScorerSpec) and spec.device != "auto":
+                devices[f"reward.tasks.{task}.scorers[{number}].device"] = spec.device
+    return devices
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Check before anything starts that this machine has the devices of the recipe.
+
+    Raises:
+        ConfigError: it lacks one, or has fewer GPUs than `local.gpus` names.
+    """
+    # the import of torch takes seconds: a recipe for the CPU alone must not wait for it
+    asked = {key: device for key, device in devices_of(recipe).items() if device != "cpu"}
+    if not asked or importlib.util.find_spec("torch") is None:
+        return
+    answer = _ask_torch(sorted(set(asked.values())))
+    if isinstance(answer, str):
+        raise ConfigError(f"torch cannot be imported: {answer}; install it again")
+    for key, device in asked.items():
+        if (refused := answer["refused"].get(device)) is not None:
+            fix = _no_gpu(answer) if device.startswith("cuda") and not answer["gpus"] else f"correct {key}"
+            raise ConfigError(f"{key} {device!r} cannot be used: {refused}; {fix}")
+    number = _highest_gpu(recipe)
+    if number is not None and number >= len(answer["gpus"]):
+        raise ConfigError(
+            f"local.gpus names GPU {number}, and this machine has {len(answer['gpus'])} (the first is 0); correct "
+            "local.gpus"
+        )
+
+
+def _highest_gpu(recipe: Recipe) -> int | None:
+    gpus = recipe.local.gpus
+    numbers = [*(gpus.reward or ()), *(gpus.trainer or ()), *(number for own in gpus.searchers or () for number in own)]
+    return max(numbers, default=None)
+
+
+def check_gpu(target: Target) -> Iterator[CheckResult]:
+    """Compare the GPUs of this machine with what the recipe asks for."""
+    recipe = target.recipe
+    devices = {"trainer": recipe.trainer.device, "searcher": recipe.searcher.device}
+    users = sorted(name for name, device in devices.items() if name in target.services and device != "cpu")
+    driver = _nvidia_smi()
+    seen = f"driver {driver}" if driver else "no NVIDIA driver (nvidia-smi)"
+    if importlib.util.find_spec("torch") is None:
+        if {"trainer", "searcher"} & target.services:
+            yield fail("gpu-torch", "torch is not installed here", "install tba-trainer or tba-searcher, or its image")
+        else:
+            yield skip("gpu", f"torch is not installed here, and {', '.join(sorted(target.services))} needs no GPU")
+        return
+    answer = _ask_torch()
+    if isinstance(answer, str):
+        yield fail("gpu-torch", f"torch cannot be imported: {answer}", "install it again; the sentence says what broke")
+        return
+    gpus = answer["gpus"] if answer["usable"] else []
+    names = ", ".join(f"{name} ({free / 2**30:.0f} of {total / 2**30:.0f} GiB free)" for name, free, total in gpus)
+    if not users:
+        yield ok("gpu", f"the recipe asks for none; {len(gpus)} usable{f': {names}' if names else ''}; {seen}")
+        return
+    if not gpus:
+        build = (
+            "torch was built without CUDA" if answer["cuda"] is None else f"torch is built for CUDA {answer['cuda']}"
+        )
+        yield fail("gpu", f"{' and '.join(users)} want a GPU, and torch sees none; {build}; {seen}", _no_gpu(answer))
+        return
+    yield ok("gpu", f"{names}; {seen}; torch {answer['torch']}, CUDA {answer['cuda']}")
+    if target.num_gpus is not None and len(gpus) != target.num_gpus:
+        yield fail(
+            "gpu-count",
+            f"{len(gpus)} GPU(s) are seen here, and {target.num_gpus} should be (--gpus): others may use the same",
+            "give each container its own (compose: device_ids, one each; chart: gpu.count)",
+        )
+    num_needed = recipe.trainer.num_processes if "trainer" in users else 1
+    if num_needed > len(gpus):
+        yield fail(
+            "gpu-count",
+            f"trainer.num_processes is {num_needed}, and {len(gpus)} GPU(s) are seen here",
+            "give the trainer more GPUs (compose: device_ids, chart: trainer.gpu.count), or lower num_processes",
+        )
+    yield from _memory(target, users, min(free for _, free, _ in gpus))
+
+
+def _memory(target: Target, users: list[str], free_bytes: int) -> Iterator[CheckResult]:
+    recipe = target.recipe
+    try:
+        shape = shape_of_folder(Path(recipe.model.path))
+    except (ConfigError, OSError):
+        yield skip("gpu-memory", f"{recipe.model.path} is not here, so nobody knows how much memory it takes")
+        return
+    section = recipe.searcher
+    # half of the limits, as `tba sizing` assumes by default
+    load = Load(
+        prompt_tokens=max(1, section.max_prompt_tokens // 2),
+        response_tokens=max(1, section.max_response_tokens // 2),
+        step_s=10.0,
+        num_searchers=section.num_searchers,
+        concurrent_rollouts=section.num_slots,
+    )
+    sizes = estimate(recipe, shape, load)
+    needs = {"trainer": sizes.trainer_gpu_bytes, "searcher": sizes.searcher_gpu_bytes}
+    for name in users:
+        text = (
+            f"the {name} needs about {needs[name] / 2**30:.1f} GiB of a GPU, and {free_bytes / 2**30:.1f} GiB are free"
+        )
+        if needs[name] > free_bytes:
+            yield warn(
+                "gpu-memory",
+                text,
+                "use more or larger GPUs, LoRA, trainer.gradient_checkpointing, smaller micro-batches, or end what "
+                "else is on them (a running service of this run counts too); `tba sizing RECIPE` shows the parts",
+            )
+        else:
+            yield ok("gpu-memory", text)
+
+
+def _no_gpu(answer: dict[str, Any]) -> str:
+    if answer["cuda"] is None:
+        return "install the CUDA build of torch, or the GPU image; or set trainer.device and searcher.device to cpu"
+    return (
+        "give the container a GPU (compose: deploy.resources.reservations.devices; chart: gpu.count of the service, "
+        "and the NVIDIA device plugin on the node), install a driver that is new enough for this CUDA, or set the "
+        "device to cpu"
+    )
+
+
+def _nvidia_smi() -> str | None:
+    """Return the version of the driver, or None where there is none."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
+
+
+def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
+    """Return what torch knows of its GPUs, and which of the devices it refuses; or the reason why it cannot be asked.
+
+    A child process does it: the command line itself never imports torch.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH, *devices],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {TORCH_TIMEOUT_S:.0f} s"
+    if done.returncode != 0:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_disk(target: Target) -> Iterator[CheckResult]:
+    """Check the free space where the services write, shared memory, and the limit of open files."""
+    for what, path in _places(target).items():
+        weights_bytes = 0 if what in ("runs", "caches") else _weights_bytes(target)
+        yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, weights_bytes))
+    yield from _shared_memory(target)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        yield warn(
+            "open-files",
+            f"a process may open {soft} files here",
+            f"raise the limit to {MIN_OPEN_FILES} or more (ulimit -n, LimitNOFILE, the container runtime): every "
+            "client of the buffer is an open file",
+        )
+    else:
+        yield ok(
+            "open-files", f"a process may open {'any number of' if soft == resource.RLIM_INFINITY else soft} files"
+        )
+
+
+def _places(target: Target) -> dict[str, Path]:
+    places = {"temporary files": Path(tempfile.gettempdir())}
+    if (caches := Path.home() / ".cache").is_dir():
+        places["caches"] = caches
+    if target.is_local:
+        places["runs"] = Path(target.recipe.local.runs_dir)
+    scheme, _, rest = target.recipe.store.url.partition("://")
+    if scheme == "file" and rest.startswith("/"):
+        places["the object store"] = Path(rest)
+    return places
+
+
+def _free(what: str, path: Path, *, need_bytes: int) -> CheckResult:
+    # the folder may not exist yet: then its first existing parent decides
+    there = path.expanduser().absolute()
+    while not there.exists():
+        there = there.parent
+    if not os.access(there, os.W_OK):
+        return fail(
+            "disk-writable",
+            f"{there} ({what}) cannot be written by user {os.getuid()}",
+            "mount a writable volume or tmpfs there, or give the user the folder",
+        )
+    free = shutil.disk_usage(there).free
+    text = f"{free / GIB:.1f} GiB are free at {there} ({what}), and {need_bytes / GIB:.1f} GiB are needed"
+    if free < need_bytes:
+        return warn("disk", text, "free some space, or mount a larger volume (emptyDir sizeLimit, tmpfs size)")
+    return ok("disk", text)
+
+
+def _weights_bytes(target: Target) -> int:
+    """Return the size of two versions of the weights: the one in use and the one that is being pulled or written."""
+    folder = Path(target.recipe.model.path)
+    if not {"trainer", "searcher"} & target.services or not folder.is_dir():
+        return 0
+    return 2 * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _shared_memory(target: Target) -> Iterator[CheckResult]:
+    recipe = target.recipe
+    users = [
+        name
+        for name, uses in (
+            ("a trainer of several processes", recipe.trainer.num_processes > 1 and "trainer" in target.services),
+            ("vLLM", recipe.searcher.engine == "vllm" and "searcher" in target.services),
+        )
+        if uses
+    ]
+    if not SHARED_MEMORY.is_dir():
+        if users:
+            yield fail("shared-memory", f"there is no {SHARED_MEMORY}, which {users[0]} needs", "mount a tmpfs there")
+        return
+    total = shutil.disk_usage(SHARED_MEMORY).total
+    text = f"{SHARED_MEMORY} has {total / GIB:.2f} GiB"
+    if users and total < MIN_SHM_BYTES:
+        yield warn(
+            "shared-memory",
+            f"{text}, little for {' and '.join(users)}",
+            "give it 1 GiB or more (docker: shm_size; chart: shm.sizeLimit of trainer and searcher)",
+        )
+    else:
+        yield ok("shared-memory", text)
+
+
+def check_ports(target: Target) -> Iterator[CheckResult]:
+    """Check each port that a service of this machine listens on."""
+    services: tuple[Listener, ...] = ("buffer", "reward")
+    for service in services:
+        if service not in target.services:
+            continue
+        section = target.recipe.buffer if service == "buffer" else target.recipe.reward
+        where = f"{section.host}:{section.port} ({service}.port)"
+        if section.port == 0:
+            yield skip("port", f"{service}.port is 0: `tba run` picks a free one")
+            continue
+        try:
+            choose_ports([PortRequest(f"{service}.port", section.host, section.port)])
+        except ConfigError as error:
+            if _is_service(target, service):
+                yield ok("port", f"{where}: the {service} service listens there")
+            else:
+                yield fail("port", str(error), f"end that process, or choose another {service}.port")
+        else:
+            yield ok("port", f"{where} is free")
+        has_tokens = target.is_local or target.recipe.auth.tokens_file is not None  # `tba run` makes its own
+        if not is_loopback(section.host) and not has_tokens:
+            yield fail(
+                "port-open",
+                f"{service}.host is {section.host}, and there is no auth.tokens_file: the service refuses to start",
+                "set auth.tokens_file, or listen on 127.0.0.1",
+            )
+
+
+def _is_service(target: Target, service: Listener) -> bool:
+    section = target.recipe.buffer if service == "buffer" else target.recipe.reward
+    own = f"{target.recipe.tls.scheme}://127.0.0.1:{section.port}"
+    # the URL of the recipe may lead elsewhere, so the port itself is asked too
+    answers = [target.ask(service, "/version"), http_get(f"{own}/version", ca_file=target.recipe.tls.ca_file)]
+    bodies = [answer.json() for answer in answers if isinstance(answer, Answer)]
+    return any(isinstance(body, dict) and str(body.get("service", "")).endswith(service) for body in bodies)

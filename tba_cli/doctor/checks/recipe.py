@@ -1,0 +1,265 @@
+"""Check what of a recipe would fail after `tba run` has begun (`tba config check`).
+
+The code of the run itself reads the prompts, measures the model and asks the scorers, so that both always agree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tba.api import Prompt, ScoreResult
+from tba.config import Recipe
+from tba.config.data import DatasetSection
+from tba.errors import ConfigError, TbaError
+from tba_cli.artifacts.prepared import check_prepared, is_there
+from tba_cli.doctor.checks.machine import check_devices, check_disk, check_ports, devices_of
+from tba_cli.doctor.checks.models import check_models
+from tba_cli.doctor.checks.security import check_tokens
+from tba_cli.doctor.checks.store import check_store
+from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
+from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
+from tba_cli.redis_server import find_redis_server
+from tba_cli.resolve import check_model
+from tba_cli.setup.prepare import measure_model
+
+MAX_MEASURED_PROMPTS = 2000
+"""At most this many prompts are measured in tokens."""
+INCONCLUSIVE_REASONS = frozenset({"abstained", "ambiguous", "too_long"})
+"""Reasons for no score that the made-up response may have caused."""
+FIX = "correct what the sentence names"
+SLACK_S = 60.0
+"""Time for everything beside the start of the scorers and their answers."""
+ELSEWHERE = "its services run elsewhere (buffer.url); `tba doctor` looks at it in their containers"
+OFFLINE = "--offline: a network would be needed"
+Check = Callable[[Target], Iterator[CheckResult]]
+
+
+@dataclass(slots=True)
+class Trial:
+    """The results of asking every scorer once."""
+
+    scored: dict[str, list[ScoreResult]] = field(default_factory=dict)
+    """Results by task."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Tasks whose scorers were not all asked, and why."""
+
+    def check(self) -> None:
+        """Raise ConfigError where a task scored nothing."""
+        for task, results in self.scored.items():
+            if (problem := problem_of(results)) is not None:
+                raise ConfigError(
+                    f"the reward of task {task!r} scores nothing: {problem}; correct reward.tasks.{task}, or the data "
+                    "of the prompts"
+                )
+
+
+def problem_of(results: Sequence[ScoreResult]) -> str | None:
+    """Return why none of the results is a score, or None where one is, or the made-up responses may be the cause."""
+    errors = [result.error for result in results if result.error is not None]
+    conclusive = [error for error in errors if error.reason not in INCONCLUSIVE_REASONS]
+    if len(errors) < len(results) or not conclusive:
+        return None
+    return f"{conclusive[0].reason}: {conclusive[0].detail}"
+
+
+@dataclass
+class RecipeChecks:
+    """The checks of one recipe.
+
+    Args:
+        recipe: with absolute paths.
+        offline: skip what needs a network.
+        full: load the models of scorers, however large they are.
+        try_scorers: `tba_cli.local.reward_trial.try_scorers`; None: there is no launcher here.
+    """
+
+    recipe: Recipe
+    offline: bool
+    full: bool
+    try_scorers: Callable[..., Trial] | None
+    prompts: list[Prompt] = field(default_factory=list)
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of all checks together."""
+        return self.recipe.local.start_timeout_s + self.recipe.reward.request_deadline_s + SLACK_S
+
+    def first(self) -> list[tuple[str, Check]]:
+        """Return the checks that the others need: run these before."""
+        return [("prompts", self.check_prompts)]
+
+    def others(self) -> list[tuple[str, Check]]:
+        """Return the checks that may run at once."""
+        return [
+            ("model", self.check_model),
+            ("tokenizer", self.check_tokenizer),
+            ("scorers", self.check_scorers),
+            ("devices", self.check_devices),
+            ("here", self.check_here),
+            ("tokens", check_tokens),
+            ("store", self.check_store),
+        ]
+
+    def check_prompts(self, target: Target) -> Iterator[CheckResult]:
+        """Read every prompt as the run reads it, and check that its task is scored."""
+        hub = self._hub_datasets()
+        if self.offline and hub:
+            yield skip("prompts", f"{OFFLINE} for {' and '.join(hub)}")
+            return
+        try:
+            # `tba run` fetches or makes the other items itself
+            check_prepared(self.recipe, at_start=False)
+            self.prompts = prompts_of(self.recipe)
+        except ConfigError as error:
+            yield _failed("prompts", error)
+            return
+        num = {split: sum(prompt.split == split for prompt in self.prompts) for split in ("train", "heldout")}
+        yield ok("prompts", f"{num['train']} to train on, {num['heldout']} held out")
+        try:
+            check_tasks(self.prompts, tasks_of_recipe(self.recipe))
+        except ConfigError as error:
+            yield _failed("prompt-tasks", error)
+        else:
+            yield ok("prompt-tasks", f"scored: {', '.join(sorted({prompt.task for prompt in self.prompts}))}")
+        asked = {*self.recipe.eval.published.tasks, *(prompt.task for prompt in self.prompts)}
+        for task in self.recipe.reward.tasks:
+            if task not in asked:
+                yield warn(
+                    "reward-task",
+                    f"no prompt has the task {task!r}, so reward.tasks.{task} scores nothing",
+                    f"correct the name of reward.tasks.{task}, or the task of the prompts, or remove it",
+                )
+
+    def check_model(self, target: Target) -> Iterator[CheckResult]:
+        """Check the folders that the services read, and that the starting model is the one that the recipe asks for."""
+        yield from check_models(target)
+        if not target.is_local or self._is_fetched_at_start():
+            return
+        try:
+            check_model(self.recipe)
+        except ConfigError as error:
+            yield _failed("model", error)
+
+    def check_tokenizer(self, target: Target) -> Iterator[CheckResult]:
+        """Check that the model's config and tokenizer load, and that prompts and responses fit into its context."""
+        if not self.prompts:
+            yield skip("tokenizer", "there are no prompts to tokenize")
+            return
+        try:
+            if self._is_fetched_at_start() or check_model(self.recipe):
+                yield skip("tokenizer", f"{self.recipe.model.path} is not there yet; `tba run` fetches or makes it")
+                return
+        except ConfigError:
+            yield skip("tokenizer", f"there is no model at {self.recipe.model.path} to tokenize with")
+            return
+        if importlib.util.find_spec("transformers") is None:
+            yield skip("tokenizer", "transformers, which reads tokenizers, is not installed here")
+            return
+        measured = self.prompts[:MAX_MEASURED_PROMPTS]
+        try:
+            answer, lines = measure_model(self.recipe, measured)
+        except ConfigError as error:
+            yield _failed("tokenizer", error)
+            return
+        yield ok("tokenizer", f"{answer['architecture']}, vocabulary of {answer['vocab_size']:,}")
+        num_over = sum(tokens > self.recipe.searcher.max_prompt_tokens for tokens in answer["text_tokens"])
+        if num_over:
+            yield warn("prompt-length", lines, "raise searcher.max_prompt_tokens, or leave those prompts out")
+        else:
+            yield ok("prompt-length", lines)
+
+    def check_scorers(self, target: Target) -> Iterator[CheckResult]:
+        """Start a reward service that imports every scorer, and ask it for the reward of a prompt of each task."""
+        if not target.is_local:
+            yield skip("scorer", ELSEWHERE)
+            return
+        if self.try_scorers is None:
+            yield skip("scorer", "no image holds the launcher, which starts a reward service for this")
+            return
+        try:
+            trial = self.try_scorers(self.recipe, self.prompts, networks=self.full, http=not self.offline)
+        except TbaError as error:
+            yield _failed("scorer", error)
+            return
+        yield from _scorer_results(trial)
+
+    def check_devices(self, target: Target) -> Iterator[CheckResult]:
+        """Use each device of the recipe once."""
+        devices = devices_of(self.recipe)
+        named = ", ".join(f"{key} {device}" for key, device in devices.items())
+        if not target.is_local:
+            yield skip("device", ELSEWHERE)
+        elif importlib.util.find_spec("torch") is None:
+            yield skip("device", f"torch is not installed here, so nobody can try {named}")
+        else:
+            try:
+                check_devices(self.recipe)
+            except ConfigError as error:
+                yield _failed("device", error)
+            else:
+                yield ok("device", f"usable: {named}")
+
+    def check_here(self, target: Target) -> Iterator[CheckResult]:
+        """Check what a local run needs of this machine: ports, disks, redis-server."""
+        if not target.is_local:
+            yield skip("port", ELSEWHERE)
+            return
+        yield from (result for result in check_ports(target) if result.level != "skip")  # port 0: any that is free
+        yield from check_disk(target)
+        try:
+            yield ok("redis-server", find_redis_server(self.recipe.local.redis_server))
+        except ConfigError as error:
+            yield _failed("redis-server", error)
+
+    def check_store(self, target: Target) -> Iterator[CheckResult]:
+        """Check the object store."""
+        if self.offline and not self.recipe.store.url.startswith("file://"):
+            yield skip("store", f"{OFFLINE} for {self.recipe.store.url}")
+        else:
+            yield from check_store(target)
+
+    def _is_fetched_at_start(self) -> bool:
+        """Whether the starting model is not there yet, and `tba run` fetches it."""
+        path = self.recipe.model.path
+        return any(item.at_start and item.path == path and not is_there(item) for item in self.recipe.prepare)
+
+    def _hub_datasets(self) -> list[str]:
+        """Return the data sets that only a network, or the library's cache, has."""
+        data = self.recipe.data
+        sections: Mapping[str, DatasetSection | None] = {"data.train": data.train, "data.heldout": data.heldout}
+        return [
+            f"{key} {section.dataset}"
+            for key, section in sections.items()
+            if section is not None and section.dataset is not None and not Path(section.dataset).is_dir()
+        ]
+
+
+def _failed(code: str, error: TbaError) -> CheckResult:
+    """Split the sentence of an error, which ends with what to do, into `found` and `fix`."""
+    found, _, fix = str(error).rpartition("; ")
+    return CheckResult(code, "fail", found or fix, fix if found else FIX)
+
+
+def _scorer_results(trial: Trial) -> Iterator[CheckResult]:
+    for task, why in trial.left_out.items():
+        yield skip("scorer", f"task {task!r}: {why}; `tba config check --full` asks it, without --offline")
+    for task, results in trial.scored.items():
+        errors = [f"{result.error.reason}: {result.error.detail}" for result in results if result.error is not None]
+        if (problem := problem_of(results)) is not None:
+            yield fail(
+                "scorer",
+                f"task {task!r} scores nothing: {problem}",
+                f"correct reward.tasks.{task}, or the data of the prompts",
+            )
+        elif errors:
+            yield warn(
+                "scorer",
+                f"task {task!r}: {len(errors)} of {len(results)} made-up responses have no score ({errors[0]})",
+                "nothing, if such a response shall have none; else correct the scorer",
+            )
+        else:
+            rewards = ", ".join(f"{result.reward:g}" for result in results)
+            yield ok("scorer", f"task {task!r}: made-up responses score {rewards}")

@@ -1,0 +1,241 @@
+"""Check the services: readiness and the state of the run, releases, scored tasks and prompts, and clocks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Literal
+
+import tba
+from tba.api import RewardsReply, RunInfo, Stats
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba.tokens import load_tokens
+from tba_cli.doctor.checks.redis import RedisProblemError, ask_redis, clock_offset_s
+from tba_cli.doctor.target import Answer, CheckResult, Target, TlsProblem, fail, http_get, ok, skip, warn
+from tba_cli.tasks import builtin_names
+
+LIBRARIES = ("torch", "transformers", "vllm", "pydantic", "boto3", "redis", "datasets")
+HEALTHY = {"ok", "idle"}
+"""`idle`: a scorer that nobody has asked yet starts with its first item."""
+WARN_S = 2.0
+FAIL_S = 60.0
+"""S3 refuses requests that are 15 minutes off; leases and heartbeats suffer long before."""
+FIX_CLOCK = "let an NTP client (chrony, systemd-timesyncd) set the clock of both machines"
+
+
+def check_services(target: Target) -> Iterator[CheckResult]:
+    """Check that the services are ready, and that the run makes progress."""
+    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
+    for service in services:
+        answer = target.ask(service, "/readyz")
+        if isinstance(answer, Answer):
+            yield _health(service, answer)
+        elif isinstance(answer, TlsProblem):
+            yield fail(
+                "service",
+                f"the {service} service: {answer}",
+                "docs/operations.md, TLS, says more",
+            )
+        elif target.is_local and not target.is_going:
+            yield skip("service", f"the {service} service is not running; `tba run` starts it")
+        else:
+            yield warn(
+                "service",
+                f"the {service} service: {answer}",
+                f"start it, or correct {service}.url; in a cluster: does a NetworkPolicy let this pod through?",
+            )
+    yield from _run(target)
+
+
+def _health(service: str, answer: Answer) -> CheckResult:
+    if answer.status == 200:
+        return ok("service", f"the {service} service is ready ({answer.took_s * 1000:.0f} ms)")
+    return fail(
+        "service",
+        f"the {service} service answers {answer.status}: {answer.detail}",
+        "the sentence says what it waits for; its log says more",
+    )
+
+
+def _run(target: Target) -> Iterator[CheckResult]:
+    answer = target.ask("buffer", "/v1/run", token=some_token(target))
+    if not isinstance(answer, Answer) or answer.status != 200:
+        return  # the results above, or those of the tokens, say why
+    try:
+        run = RunInfo.model_validate_json(answer.body)
+    except ValueError:
+        yield skip("run", "the buffer's answer is not what this release expects; see release-services")
+        return
+    alive = [component for component in run.components if component.alive]
+    kinds = ", ".join(sorted({component.kind for component in alive})) or "none"
+    text = f"run {run.run!r} is {run.state} at step {run.step}; alive: {kinds}"
+    if run.state == "failed":
+        yield fail("run", f"{text}: {run.state_reason}", "fix what the reason names; a new trainer continues the run")
+    else:
+        yield ok("run", text)
+    for component in run.components:
+        if (
+            not component.alive
+            and component.kind == "trainer"
+            and run.state == "running"
+            and not _has(alive, "trainer")
+        ):
+            yield warn(
+                "run-trainer",
+                f"{component.component_id} has been silent for {component.heartbeat_age_s:.0f} s, and no other trainer "
+                "is there",
+                "look at its log; start it again, and it continues from its last checkpoint",
+            )
+            break
+    for wait in run.waits:
+        if wait.deadline_in_s < 0:
+            yield warn(
+                "run-waits",
+                f"{wait.owner} waits ({wait.name}) for {wait.for_s:.0f} s, {-wait.deadline_in_s:.0f} s too long",
+                "docs/operations.md, Flow, says who ends this wait; look at that one's log",
+            )
+
+
+def _has(components: list, kind: str) -> bool:
+    return any(component.kind == kind for component in components)
+
+
+def some_token(target: Target) -> str | None:
+    """Return a token that may read the run, or None without authentication or without a readable file."""
+    try:
+        tokens = load_tokens(target.recipe.auth.tokens_file) or {}
+    except ConfigError:
+        return None
+    return next((tokens[role] for role in ("viewer", "operator", "searcher", "trainer") if role in tokens), None)
+
+
+def check_releases(target: Target) -> Iterator[CheckResult]:
+    """Compare the release of tba here with those of the services, and show the libraries."""
+    versions = {name: _version(name) for name in LIBRARIES}
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    own = ", ".join(sorted(target.services))
+    yield ok("release", f"tba {tba.__version__} ({own}), Python {platform.python_version()}, {libraries}")
+    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
+    for service in services:
+        answer = target.ask(service, "/version")
+        found = answer.json() if isinstance(answer, Answer) and answer.status == 200 else None
+        if not isinstance(found, dict):
+            continue  # the check of the services says why
+        version, run = found.get("version"), found.get("run")
+        if version != tba.__version__:
+            yield fail(
+                "release-services",
+                f"the {service} service runs tba {version}, and here is {tba.__version__}",
+                "run one release everywhere: give all images one tag",
+            )
+        elif run != target.recipe.run.name:
+            yield fail(
+                "release-run",
+                f"the {service} service at {target.url(service)} belongs to run {run!r}, and this recipe is "
+                f"{target.recipe.run.name!r}",
+                f"correct {service}.url, or give the services one recipe",
+            )
+        else:
+            yield ok("release-services", f"the {service} service runs tba {version} for run {run!r}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_rewards(target: Target) -> Iterator[CheckResult]:
+    """Check that the reward service scores every task, and that the run has prompts."""
+    token = some_token(target)
+    answer = target.ask("reward", "/v1/rewards", token=token)
+    if not isinstance(answer, Answer) or answer.status != 200:
+        yield skip("reward-tasks", "the reward service does not say which tasks it scores")
+    else:
+        try:
+            rewards = RewardsReply.model_validate_json(answer.body).rewards
+        except ValueError:
+            yield skip("reward-tasks", "the reward service's answer is not what this release expects")
+            rewards = []
+        known = {reward.task: reward.health for reward in rewards}
+        for task in tasks_of(target.recipe) if rewards else ():
+            if task not in known:
+                yield fail(
+                    "reward-tasks",
+                    f"no reward scores the task {task!r}; the service knows {', '.join(sorted(known))}",
+                    f"give the recipe an entry reward.tasks.{task}, and restart the reward service with it",
+                )
+            elif not {part.rpartition(": ")[2] for part in known[task].split("; ")} <= HEALTHY:
+                yield warn("reward-tasks", f"task {task!r}: {known[task]}", "the log of the reward service says why")
+            else:
+                yield ok("reward-tasks", f"task {task!r} is scored")
+    yield from _prompts(target, token)
+
+
+def tasks_of(recipe: Recipe) -> list[str]:
+    """Return the tasks of the prompts, as far as the recipe alone names them; a file is not read."""
+    data = recipe.data
+    if data.generator is not None:
+        return [data.generator] if data.generator in builtin_names() else []
+    return sorted({section.task for section in (data.train, data.heldout) if section is not None})
+
+
+def _prompts(target: Target, token: str | None) -> Iterator[CheckResult]:
+    answer = target.ask("buffer", "/v1/stats", token=token)
+    if not isinstance(answer, Answer) or answer.status != 200:
+        return
+    try:
+        stats = Stats.model_validate_json(answer.body)
+    except ValueError:
+        return
+    num_train, num_heldout = stats.num_prompts_train, stats.num_prompts_heldout
+    text = f"the run has {num_train} prompts to train on and {num_heldout} held out"
+    if num_train and num_heldout:
+        yield ok("prompts", text)
+    else:
+        yield warn("prompts", text, "run `tba setup`, or `tba prompts upload`: nothing is generated without prompts")
+
+
+def check_clocks(target: Target) -> Iterator[CheckResult]:
+    """Compare every clock that can be read (services, Redis, object store) with the clock of this machine."""
+    services: tuple[Literal["buffer", "reward"], ...] = ("buffer", "reward")
+    for service in services:
+        answer = target.ask(service, "/livez")
+        if isinstance(answer, Answer):
+            yield from _of_date(f"the {service} service", answer)
+    if not target.is_local or target.is_going:
+        try:
+            ahead_s, unsure_s = ask_redis(target.recipe, clock_offset_s)
+            yield judge("Redis", ahead_s, unsure_s=unsure_s)
+        except RedisProblemError:
+            pass  # check_redis says why
+    store = target.recipe.store
+    if store.url.startswith("s3://"):
+        endpoint = store.endpoint_url or f"https://s3.{store.region}.amazonaws.com"
+        answer = http_get(f"{endpoint.rstrip('/')}/", ca_file=store.ca_file)
+        if isinstance(answer, Answer):
+            yield from _of_date("the object store", answer)
+
+
+def _of_date(who: str, answer: Answer) -> Iterator[CheckResult]:
+    """Judge the clock of a server by its Date header."""
+    try:
+        # the header counts whole seconds: half a second is its mean error
+        theirs_s = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5
+    except (KeyError, ValueError, TypeError):
+        return
+    yield judge(who, theirs_s - (answer.asked_at_s + answer.took_s / 2), unsure_s=0.5 + answer.took_s / 2)
+
+
+def judge(who: str, ahead_s: float, *, unsure_s: float) -> CheckResult:
+    """Return the result for a clock that is ahead of ours by so many seconds, give or take `unsure_s`."""
+    off_s = max(0.0, abs(ahead_s) - unsure_s)
+    way = "ahead of" if ahead_s > 0 else "behind"
+    if off_s < WARN_S:
+        return ok("clock", f"the clock of {who} agrees with ours, within {max(abs(ahead_s), unsure_s):.1f} s")
+    text = f"the clock of {who} is {abs(ahead_s):.0f} s {way} ours"
+    return fail("clock", text, FIX_CLOCK) if off_s >= FAIL_S else warn("clock", text, FIX_CLOCK)

@@ -1,0 +1,144 @@
+"""Check the object store: whether it answers, can be written, and can do what weight versions need."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba.config.sections import StoreSection
+from tba.errors import ConfigError, ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError
+from tba.store import ObjectStore, open_store
+from tba_cli.artifacts import required_folders
+from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
+
+TIMEOUT_S = 10.0
+"""Deadline of one operation."""
+SMALL_BYTES = 1024
+PART_BYTES = 5 * 2**20
+"""The smallest part that S3 allows."""
+LARGE_BYTES = 2 * PART_BYTES + 1024 * 1024
+"""Sent in parts."""
+SLOW_S = 2.0
+"""Per small object; a version has about ten."""
+FIX_STORE = "the sentence says what is wrong; docs/operations.md, Object stores"
+
+
+def check_store(target: Target) -> Iterator[CheckResult]:
+    """Write, read, list and remove a few objects under `check/`."""
+    section = target.recipe.store.model_copy(update={"timeout_s": min(TIMEOUT_S, target.recipe.store.timeout_s)})
+    if section.url.startswith("file://"):
+        yield from _folder(target, section)
+        if not section.url.startswith("file:///"):
+            return
+    try:
+        # small parts, so that a few MiB are an upload in parts
+        store = open_store(section, part_bytes=PART_BYTES)
+        begun_s = time.monotonic()
+        store.check()
+        took_s = time.monotonic() - begun_s
+    except (StoreError, ConfigError) as error:
+        # the reward service reads the store for its models alone
+        if target.services == {"reward"} and not required_folders(target.recipe, "reward"):
+            yield skip("store", f"not reached from here, where nobody needs it ({error})")
+        else:
+            yield fail("store", str(error), FIX_STORE)
+        return
+    yield ok("store", f"{store.url} answers after {took_s:.2f} s")
+    if target.services <= {"searcher", "reward"}:
+        yield skip("store-write", "the services here only read, and may have keys that cannot write")
+        return
+    prefix = f"check/doctor-{secrets.token_hex(6)}"
+    try:
+        yield from _small(store, f"{prefix}/small")
+        yield _create_only(store, f"{prefix}/once")
+        yield _large(store, f"{prefix}/large")
+        left = store.list(f"{prefix}/")
+        if left:
+            yield warn("store-delete", f"{left[0]} is still listed after it was deleted", "remove it by hand")
+    except StoreError as error:
+        yield fail("store-write", str(error), FIX_STORE)
+
+
+def _folder(target: Target, section: StoreSection) -> Iterator[CheckResult]:
+    if not target.is_local:
+        yield warn(
+            "store-shared",
+            f"store.url is {section.url}, a folder of one machine, and the services have addresses of their own",
+            "use s3://BUCKET/PREFIX, or mount one file system with hard links at that path in every container",
+        )
+    elif not section.url.startswith("file:///"):
+        yield ok("store", f"store.url {section.url} is a folder inside the run's folder, which `tba run` makes")
+
+
+def _small(store: ObjectStore, key: str) -> Iterator[CheckResult]:
+    """Try read after write, overwrite, size, list and delete."""
+    begun_s = time.monotonic()
+    first, second = os.urandom(SMALL_BYTES), os.urandom(SMALL_BYTES)
+    try:
+        store.put(key, first)
+        same = store.get(key) == first
+        store.put(key, second)
+        same = same and store.get(key) == second and store.size_bytes(key) == SMALL_BYTES and key in store.list(key)
+    finally:
+        store.delete(key)
+    # put, get, put, get, size, list, delete
+    took_s = (time.monotonic() - begun_s) / 7
+    try:
+        store.get(key)
+        is_gone = False
+    except ObjectNotFoundError:
+        is_gone = True
+    if not (same and is_gone):
+        yield fail(
+            "store-consistent",
+            "a read right after a write or a delete does not see it",
+            "use a server with read-after-write consistency, and no cache in between",
+        )
+    elif took_s > SLOW_S:
+        yield warn("store-latency", f"a small operation takes {took_s:.1f} s", "use a store that is nearer")
+    else:
+        yield ok("store-write", f"write, overwrite, read, list and delete work, {took_s * 1000:.0f} ms each")
+
+
+def _create_only(store: ObjectStore, key: str) -> CheckResult:
+    try:
+        store.put(key, b"first", create_only=True)
+        try:
+            store.put(key, b"second", create_only=True)
+        except ObjectExistsError:
+            return ok("store-create-only", "a second create-only write (If-None-Match: *) of a key is refused")
+        return fail(
+            "store-create-only",
+            "the server ignores `If-None-Match: *`: two trainers could overwrite each other's weight versions",
+            "use a server that honours it (docs/operations.md, Object stores, lists some)",
+        )
+    finally:
+        store.delete(key)
+
+
+def _large(store: ObjectStore, key: str) -> CheckResult:
+    """Try an upload in parts, and a download in ranges."""
+    with tempfile.TemporaryDirectory(prefix="tba-doctor-") as place:
+        source, copy = Path(place) / "source", Path(place) / "copy"
+        source.write_bytes(os.urandom(LARGE_BYTES))
+        try:
+            begun_s = time.monotonic()
+            store.put_file(key, source, create_only=True)
+            written_s = time.monotonic()
+            store.get_file(key, copy)
+            read_s = time.monotonic()
+            same = copy.read_bytes() == source.read_bytes()
+        except StoreUnavailableError as error:
+            return fail("store-parts", f"an upload in parts failed: {error}", FIX_STORE)
+        finally:
+            store.delete(key)
+    if not same:
+        return fail("store-parts", "an object sent in parts came back changed", "use another server, or repair it")
+    up, down = LARGE_BYTES / 2**20 / (written_s - begun_s), LARGE_BYTES / 2**20 / (read_s - written_s)
+    return ok(
+        "store-parts", f"upload in parts at {up:.0f} MiB/s, download at {down:.0f} MiB/s ({LARGE_BYTES >> 20} MiB)"
+    )

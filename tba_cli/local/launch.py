@@ -1,0 +1,167 @@
+"""Launch a local run: check everything that can be checked, then start the supervisor, and explain how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tba.config import Recipe
+from tba.errors import ChildError, TbaError
+from tba.store import ObjectStore, open_store
+from tba.store.file import explain_full_disk
+from tba.tokens import role_token
+from tba_cli.artifacts.prepared import check_prepared
+from tba_cli.console import Console
+from tba_cli.doctor.checks.machine import check_devices
+from tba_cli.local.resume import RecipeFile
+from tba_cli.local.reward_trial import try_scorers
+from tba_cli.local.services import Services
+from tba_cli.local.supervisor import StopRequestedError, Supervisor
+from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
+from tba_cli.redis_server import find_redis_server
+from tba_cli.reports.outputs import delete_run_objects, result_lines
+from tba_cli.resolve import check_model, with_absolute_paths, with_real_addresses
+from tba_cli.run_folder import RunFolder
+from tba_cli.setup.origin import check_offline, copy_origin, find_origin
+from tba_cli.setup.prepare import prepare_at_start
+
+EXIT_INTERRUPTED = 130
+LOCAL_ROLES = ("searcher", "trainer", "operator")
+"""Roles whose tokens a local run needs, if it has tokens."""
+
+
+def run_folder_of(recipe: Recipe) -> RunFolder:
+    """Return runs/<name>/, where `runs` is local.runs_dir."""
+    return RunFolder(Path(recipe.local.runs_dir) / recipe.run.name)
+
+
+def run_local(
+    recipe: Recipe,
+    *,
+    recipe_file: RecipeFile | None,
+    folder: RunFolder,
+    resume: bool,
+    fresh: bool,
+    console: Console,
+    resume_command: str,
+) -> int:
+    """Run a recipe on this machine and return the exit code: 0, or 130 after Ctrl-C.
+
+    Nothing of an older run is deleted before every check has passed.
+
+    Raises:
+        TbaError: something is missing, wrong or in use, or (ChildError) the run failed.
+    """
+    original = with_absolute_paths(recipe)
+    check_offline(original)
+    prepare_at_start(original, console)
+    check_prepared(original)
+    redis_binary = find_redis_server(recipe.local.redis_server)
+    needs_warm_start = check_model(original)
+    prompts = prompts_of(original)
+    for role in LOCAL_ROLES:
+        role_token(original.auth.tokens_file, role)
+    check_tasks(prompts, tasks_of_recipe(original))
+    check_devices(original)
+    if not resume and original.reward.tasks:  # the built-in tasks need no trial
+        try_scorers(original, prompts, networks=False, http=True).check()
+    with folder.acquire(resume=resume, fresh=fresh) as lock_fd:
+        supervisor = None
+        try:
+            config, redis_port, store = _prepare(original, folder, resume=resume, fresh=fresh, console=console)
+            supervisor = Supervisor(
+                config,
+                original=original,
+                recipe_file=recipe_file,
+                folder=folder,
+                services=Services(config, folder, environ=os.environ, redis_binary=redis_binary, redis_port=redis_port),
+                store=store,
+                prompts=prompts,
+                console=console,
+                redis_port=redis_port,
+                needs_warm_start=needs_warm_start,
+                lock_fd=lock_fd,
+            )
+            summary = asyncio.run(supervisor.run())
+        except StopRequestedError:
+            _discard_unbegun(folder, keep_logs=False)
+            _note_end(folder, "stopped by Ctrl-C or a signal")
+            console.result(_next_command(folder, resume_command))
+            return EXIT_INTERRUPTED
+        except TbaError as error:
+            made_nothing = supervisor is not None and supervisor.made_nothing and not resume
+            kept = _discard_unbegun(folder, keep_logs=True, also_begun=made_nothing)
+            # the logs were moved, so the error has to name their new place
+            text = str(error) if kept is None else str(error).replace(str(folder.logs_path), str(kept))
+            can_resume = isinstance(error, ChildError) or (supervisor is not None and folder.has_begun)
+            if supervisor is not None:  # else the folder still holds an older run as it was
+                _note_end(folder, text)
+            error.args = (f"{text}; {_next_command(folder, resume_command)}" if can_resume else text,)
+            raise
+        except OSError as error:
+            _discard_unbegun(folder, keep_logs=False)
+            what = explain_full_disk(error, folder.path.parent, tempfile.gettempdir())
+            if what is None:
+                raise
+            _note_end(folder, what)
+            raise ChildError(f"{what}; {_next_command(folder, resume_command)}") from None
+        except BaseException:
+            _discard_unbegun(folder, keep_logs=False)
+            raise
+        _note_end(folder, "it is done")
+    for line in result_lines(summary, folder):
+        console.result(line)
+    return 0
+
+
+def _prepare(
+    original: Recipe, folder: RunFolder, *, resume: bool, fresh: bool, console: Console
+) -> tuple[Recipe, int, ObjectStore]:
+    """Choose ports, check the store and make room for a run that begins.
+
+    Returns:
+        The recipe of the services, the port of Redis, and the store.
+
+    Raises:
+        TbaError: a port is in use, or the store or the origin cannot be used.
+    """
+    config, redis_port = with_real_addresses(original, folder)
+    store = open_store(config.store)
+    store.check(write=True)
+    origin = None if resume else find_origin(config, store, runs_dir=folder.path.parent)
+    if not resume:
+        # a store inside the folder is deleted with the folder
+        if not store.url.startswith(f"file://{folder.path}/"):
+            delete_run_objects(store, run=original.run.name, allowed=fresh)
+        # every check has passed: from here on an older run is deleted
+        folder.clear()
+    folder.make_folders()
+    folder.ended_path.unlink(missing_ok=True)
+    if origin is not None and (num_objects := copy_origin(origin, store)):
+        console.info(f"copied {num_objects} objects of {origin.source} from {origin.store.url}")
+    folder.write_json(folder.config_path, config.model_dump(mode="json"))
+    return config, redis_port, store
+
+
+def _note_end(folder: RunFolder, reason: str) -> None:
+    """Write when and why the run ended, unless its folder was deleted."""
+    if folder.path.is_dir():
+        with suppress(OSError):  # a full disk must not hide the reason of the end
+            folder.write_json(folder.ended_path, {"at_s": time.time(), "reason": reason})
+
+
+def _discard_unbegun(folder: RunFolder, *, keep_logs: bool, also_begun: bool = False) -> Path | None:
+    """Delete the folder of a start that failed, and return where its logs are kept; keep a run that can be resumed."""
+    if folder.has_begun and not also_begun:
+        return None
+    return folder.discard(keep_logs=keep_logs)
+
+
+def _next_command(folder: RunFolder, command: str) -> str:
+    if folder.has_begun:
+        return f"resume with: {command} --resume"
+    return f"training had not begun; start again with: {command}"

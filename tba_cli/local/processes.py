@@ -1,0 +1,378 @@
+"""The child processes of one run: start, log, watch and stop them.
+
+Every child has its own process group, and its output is copied to a log file line by line. The manager decides what
+the end of a child means, and in which order children are stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tba.errors import ChildError
+from tba.service_main import EXIT_STOPPED
+from tba.store.file import explain_no_space
+from tba_cli.console import Console
+from tba_cli.orphan_reaper import OrphanReaper
+from tba_cli.run_folder import RunFolder
+
+TAIL_LINES = 15
+READ_BYTES = 64 * 1024
+OUTPUT_END_TIMEOUT_S = 2.0
+RESTART_DELAY_S = 1.0
+STOP_ORDER = ("warm-start", "evaluator", "trainer", "searcher", "reward", "buffer", "redis")
+WORKERS = ("warm-start", "evaluator")
+"""Children that end by themselves when their work is done."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """How to start a child. A `niceness` above 0 lets others run first; the output of `is_chatty` stays in the log."""
+
+    name: str
+    command: Sequence[str]
+    environ: Mapping[str, str] = field(repr=False)
+    niceness: int = 0
+    is_chatty: bool = False
+
+
+class ChildProcess:
+    """A child that was started.
+
+    Waits: the copy of the log waits for output (unblocked by the child, or by its end); `exit_code` waits for the end
+    of the process, then at most 2 s for the end of its output.
+    """
+
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, reaper: OrphanReaper) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process = process
+        self._reaper = reaper
+        self._copy: asyncio.Task[None] | None = None
+        self.exit_code: asyncio.Task[int] | None = None
+
+    @classmethod
+    async def start(
+        cls, spec: ProcessSpec, *, log_path: Path, on_line: Callable[[str, str], None], reaper: OrphanReaper
+    ) -> ChildProcess:
+        """Start the process; `on_line(name, line)` is called with its output.
+
+        Raises:
+            ChildError: the program cannot be started.
+        """
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(spec.environ),
+                # Ctrl-C of the terminal must reach the supervisor alone: it stops the children in order
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ChildError(f"{spec.name} could not be started ({spec.command[0]}: {error.strerror})") from None
+        try:
+            # nothing else would end this child after a kill of the supervisor
+            reaper.add(process.pid)
+        except OSError:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise ChildError(
+                f"{spec.name} was not started: the process that kills children with `tba run` is gone"
+            ) from None
+        if spec.niceness:
+            os.setpriority(os.PRIO_PROCESS, process.pid, spec.niceness)
+        child = cls(spec, process, reaper)
+        child._copy = asyncio.create_task(child._copy_output(log_path, on_line), name=f"log of {spec.name}")
+        child.exit_code = asyncio.create_task(child._wait(), name=f"end of {spec.name}")
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of the process group."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended yet."""
+        return self._process.returncode is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, and SIGKILL to its whole group."""
+        if not self.is_running:
+            return
+        try:
+            if number == signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            return
+
+    async def stop(self, timeout_s: float) -> int:
+        """Send SIGTERM, wait up to `timeout_s`, then send SIGKILL; return the exit code."""
+        self.send(signal.SIGTERM)
+        return await self.wait_or_kill(timeout_s)
+
+    async def wait_or_kill(self, timeout_s: float) -> int:
+        """Wait up to `timeout_s` for the process to end, then send SIGKILL; return the exit code."""
+        assert self.exit_code is not None
+        await asyncio.wait({self.exit_code}, timeout=timeout_s)
+        self.send(signal.SIGKILL)
+        return await asyncio.shield(self.exit_code)  # a cancelled waiter must not cancel the wait of the others
+
+    async def _wait(self) -> int:
+        code = await self._process.wait()
+        assert self._copy is not None
+        # a grandchild may hold the pipe open
+        await asyncio.wait({self._copy}, timeout=OUTPUT_END_TIMEOUT_S)
+        self._copy.cancel()
+        # processes that the child started must not outlive it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # the reaper is gone: it has nothing to forget
+            self._reaper.discard(self.pid)
+        return code
+
+    async def _copy_output(self, log_path: Path, on_line: Callable[[str, str], None]) -> None:
+        output = self._process.stdout
+        assert output is not None
+        rest = b""
+        with log_path.open("ab", buffering=0) as log:
+            while data := await output.read(READ_BYTES):
+                with contextlib.suppress(OSError):  # a full disk must not block the child; Redis reports the disk
+                    log.write(data)
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._see(line, on_line)
+                if len(rest) > READ_BYTES:  # a line without end must not fill the memory
+                    self._see(rest, on_line)
+                    rest = b""
+        if rest:
+            self._see(rest, on_line)
+
+    def _see(self, line: bytes, on_line: Callable[[str, str], None]) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        self.tail.append(text)
+        if not self.spec.is_chatty:
+            on_line(self.name, text)
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words: `exit code 2`, or `killed by SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+class ProcessManager:
+    """Starts, watches and stops the children of a run.
+
+    Args:
+        is_over: asks the buffer service whether the run is over; only then may a trainer or searcher end with code 0.
+        max_searcher_restarts: limit for all searchers together.
+        stop_timeout_s: time from SIGTERM to SIGKILL, per stage of the stop order.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: RunFolder,
+        console: Console,
+        reaper: OrphanReaper,
+        is_over: Callable[[], Awaitable[bool]],
+        max_searcher_restarts: int,
+        stop_timeout_s: float,
+    ) -> None:
+        self._folder = folder
+        self._console = console
+        self._reaper = reaper
+        self._is_over = is_over
+        self._max_searcher_restarts = max_searcher_restarts
+        self._stop_timeout_s = stop_timeout_s
+        self._children: dict[str, ChildProcess] = {}
+        self._ended: asyncio.Queue[ChildProcess] = asyncio.Queue()
+        self._num_searcher_restarts = 0
+        self._run_is_over = False
+        self._retired: set[ChildProcess] = set()
+        """Searchers that are no longer desired: their end is no failure, and they are not restarted."""
+        self._given_up: set[ChildProcess] = set()
+        """Searchers that died after the last allowed restart."""
+
+    async def start(self, spec: ProcessSpec) -> ChildProcess:
+        """Start a child and watch it from now on.
+
+        Raises:
+            ChildError: it cannot be started.
+        """
+        child = await ChildProcess.start(
+            spec, log_path=self._folder.log_path(spec.name), on_line=self._console.child_line, reaper=self._reaper
+        )
+        self._children[spec.name] = child
+        assert child.exit_code is not None
+        child.exit_code.add_done_callback(lambda _: self._ended.put_nowait(child))
+        return child
+
+    async def watch(self) -> None:
+        """Wait for ends of children, for ever.
+
+        Raises:
+            ChildError: a child without which the run cannot continue has ended.
+        """
+        while True:
+            child = await self._ended.get()
+            assert child.exit_code is not None
+            await self._handle_end(child, child.exit_code.result())
+
+    def run_is_over(self) -> None:
+        """Expect that trainer and searchers end by themselves from now on."""
+        self._run_is_over = True
+
+    def searchers(self) -> list[str]:
+        """Return the names of all searchers that were ever started."""
+        return [child.name for child in self._of("searcher")]
+
+    def retire(self, name: str) -> bool:
+        """Mark a searcher as no longer desired; return whether it has to be stopped."""
+        child = self._children[name]
+        is_new = child not in self._retired
+        self._retired.add(child)
+        return is_new and child.is_running
+
+    async def stop_one(self, name: str, timeout_s: float) -> int:
+        """Stop one child with SIGTERM, and SIGKILL after the timeout; return its exit code."""
+        child = self._children[name]
+        code = await child.stop(timeout_s)
+        self._console.info(f"{name} was stopped ({describe_exit(code)})")
+        return code
+
+    def may_start(self, name: str, *, even_if_given_up: bool) -> bool:
+        """Return whether the name is free: it never started, or it was retired or given up and has ended."""
+        child = self._children.get(name)
+        if child is None:
+            return True
+        if child.is_running or self._run_is_over:
+            return False
+        return child in self._retired or (even_if_given_up and child in self._given_up)
+
+    async def wait_for(self, name: str) -> int:
+        """Wait for a child to end by itself, and kill it after the stop timeout; return its exit code."""
+        return await self._children[name].wait_or_kill(self._stop_timeout_s)
+
+    async def wait_for_searchers(self) -> None:
+        """Wait for the searchers to end by themselves, and kill them after the stop timeout."""
+        waits = [child.wait_or_kill(self._stop_timeout_s) for child in self._of("searcher")]
+        await asyncio.gather(*waits)
+
+    async def stop(self) -> None:
+        """Stop in order: the trainer writes a checkpoint, searchers drain, then the services end, Redis last."""
+        self.run_is_over()
+        # without buffer or Redis no other child can finish its work, so the others are killed at once
+        if any(child.name in ("redis", "buffer") and not child.is_running for child in self._children.values()):
+            self.kill(except_for=("redis",))
+        for kind in STOP_ORDER:
+            await asyncio.gather(*(child.stop(self._stop_timeout_s) for child in self._of(kind)))
+
+    def kill(self, *, except_for: tuple[str, ...] = ()) -> None:
+        """Kill every child that still runs."""
+        for child in self._children.values():
+            if child.name not in except_for:
+                child.send(signal.SIGKILL)
+
+    def _of(self, kind: str) -> list[ChildProcess]:
+        return [child for name, child in self._children.items() if name == kind or name.startswith(f"{kind}-")]
+
+    async def _handle_end(self, child: ChildProcess, code: int) -> None:
+        is_searcher = child.name.startswith("searcher-")
+        if child in self._retired or (self._run_is_over and (is_searcher or child.name == "trainer")):
+            return
+        if code == 0 and child.name in WORKERS:
+            return
+        if code == 0 and (is_searcher or child.name == "trainer") and await self._is_over():
+            return
+        if not is_searcher:
+            raise ChildError(self._describe_end(child, code))
+        if self._num_searcher_restarts < self._max_searcher_restarts:
+            self._num_searcher_restarts += 1
+            count = f"{self._num_searcher_restarts} of {self._max_searcher_restarts}"
+            self._console.result(f"warning: {self._describe_end(child, code)}; starting it again ({count} restarts)")
+            await asyncio.sleep(RESTART_DELAY_S)
+            # both may have changed during the delay
+            if child not in self._retired and not self._run_is_over:
+                await self.start(child.spec)
+            return
+        self._given_up.add(child)
+        num_left = sum(other.is_running and other not in self._retired for other in self._of("searcher"))
+        if not num_left:
+            raise ChildError(f"{self._describe_end(child, code)}, and no searcher is left")
+        self._console.result(f"warning: {self._describe_end(child, code)}; the run continues with {num_left}")
+
+    def _describe_end(self, child: ChildProcess, code: int) -> str:
+        """Return which child ended how: with its own error, else print its last log lines."""
+        log_path = self._folder.log_path(child.name)
+        if child.name == "trainer" and code == EXIT_STOPPED:
+            return f"trainer was stopped (SIGTERM) before the run was over [{log_path}]"
+        reason = next((line for line in reversed(child.tail) if line.startswith("error: ")), None)
+        if reason is not None:
+            sentence = reason.removeprefix("error: ").removeprefix(f"{child.name}: ")
+            return f"{child.name} ended ({describe_exit(code)}): {sentence} [{log_path}]"
+        full = explain_no_space(self._folder.path)
+        more = "" if full is None else f"; {full}"
+        if not child.tail:
+            return f"{child.name} died ({describe_exit(code)}) and wrote nothing to {log_path}{more}"
+        for line in child.tail:
+            self._console.result(f"{child.name} | {line}")
+        where = f"its last log lines are above, all of them in {log_path}"
+        return f"{child.name} died ({describe_exit(code)}); {where}{more}"
+
+
+async def run_with_processes(
+    work: Callable[[ProcessManager], Coroutine[Any, Any, T]],
+    folder: RunFolder,
+    console: Console,
+    lock_fd: int | None,
+    stop_timeout_s: float,
+) -> T:
+    """Do the work with a manager whose children are watched; whatever happens, no child is left.
+
+    Raises:
+        ChildError: a child died, which explains a failure of the work better than the error of the work.
+    """
+
+    async def never() -> bool:
+        return False
+
+    reaper = OrphanReaper(lock_fd)
+    processes = ProcessManager(
+        folder=folder,
+        console=console,
+        reaper=reaper,
+        is_over=never,
+        max_searcher_restarts=0,
+        stop_timeout_s=stop_timeout_s,
+    )
+    watch = asyncio.create_task(processes.watch(), name="watch the children")
+    task = asyncio.create_task(work(processes), name="work")
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            watch.result()
+        return task.result()
+    finally:
+        for running in (task, watch):
+            running.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+        await processes.stop()
+        reaper.close()

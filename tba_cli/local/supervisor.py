@@ -1,0 +1,372 @@
+"""The supervisor of a local run: starts the children in order, watches them, stops at the first failure.
+
+                     +------------------------------ supervisor (this process) -----------------------------+
+    Ctrl-C, SIGTERM ->  _stop_requested      _work: start ... poll ... collect      manager: ends of children |
+                     +----+------------------------------+-----------------------------------------+--------+
+                          | the first of the three that ends decides how the run ends              | exit codes
+                          v                              | HTTP, once a second; searcher pool      |
+       reaper (pipe; kills all                           v                                         |
+       if the supervisor dies)   redis <--- buffer <--- trainer, searchers ---> reward   ----------+
+
+    task                waits for                          unblocked by                deadline
+    _work (start)       redis answers PING                 the append-only file read   local.start_timeout_s
+    _work (start)       buffer, reward: /readyz is 200     the service; a scorer fails local.start_timeout_s
+    _work (start)       the snapshot is loaded             the buffer                  silence: start_timeout_s
+    _work (start)       the warm start's end               that child                  its own max_steps
+    _work (run)         state done or failed               trainer, `tba stop`         the run; silence: start_timeout_s
+    _work (end)         trainer and searchers end          state done                  stop_timeout_s, then SIGKILL
+    manager.watch       any child ends                     that child                  none: it only reacts
+    _stop_requested     a signal                           a person, the system        none: it only reacts
+    manager.stop        a stage of children ends           SIGTERM                     stop_timeout_s, then SIGKILL
+
+A second signal while stopping kills everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from tba.api import Prompt, RunCommand, RunInfo
+from tba.clients import BufferClient, RewardClient
+from tba.config import Recipe
+from tba.errors import ChildError, ServiceError, WaitTimeoutError
+from tba.store.base import ObjectStore
+from tba.tokens import operator_client_token
+from tba_cli.console import Console
+from tba_cli.local.processes import ProcessManager
+from tba_cli.local.progress import RunWatcher, progress_view
+from tba_cli.local.resume import RecipeFile, this_program
+from tba_cli.local.services import SearcherPool, Services, wait_for_reward, wait_until_ready
+from tba_cli.orphan_reaper import OrphanReaper
+from tba_cli.prompts.reader import check_healthy, check_tasks, upload_prompts
+from tba_cli.redis_server import wait_for_redis
+from tba_cli.reports.history import Start, load_timing, make_history
+from tba_cli.reports.ledger import ledger_lines
+from tba_cli.reports.outputs import download_export, write_outputs
+from tba_cli.run_folder import RunFolder
+from tba_cli.setup.origin import until_loaded
+
+CALL_RETRY_S = 5.0
+CALL_TIMEOUT_S = 10.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+T = TypeVar("T")
+
+
+class StopRequestedError(Exception):
+    """Ctrl-C, SIGTERM or SIGHUP: the run has to stop, to be resumed later."""
+
+
+class Supervisor:
+    """One start of a local run.
+
+    Args:
+        recipe: with real ports and addresses, as in config.json.
+        original: the recipe as resolved before ports were chosen; a resume starts from it.
+        recipe_file: the file, flags and variables that the recipe was read from.
+        needs_warm_start: whether the starting model has to be made first.
+        lock_fd: descriptor of the run folder's lock.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        original: Recipe,
+        recipe_file: RecipeFile | None,
+        folder: RunFolder,
+        services: Services,
+        store: ObjectStore,
+        prompts: Sequence[Prompt],
+        console: Console,
+        redis_port: int,
+        needs_warm_start: bool,
+        lock_fd: int,
+    ) -> None:
+        self._recipe = recipe
+        self._original = original
+        self._recipe_file = recipe_file
+        self._folder = folder
+        self._services = services
+        self._store = store
+        self._prompts = prompts
+        self._console = console
+        self._redis_port = redis_port
+        self._needs_warm_start = needs_warm_start
+        self._token = operator_client_token(recipe.auth.tokens_file)
+        self._client = BufferClient(
+            recipe.buffer_url,
+            token=self._token,
+            retry_s=CALL_RETRY_S,
+            timeout_s=CALL_TIMEOUT_S,
+            ca_file=recipe.tls.ca_file,
+        )
+        self._rewards = RewardClient(
+            recipe.reward_url,
+            token=self._token,
+            retry_s=CALL_RETRY_S,
+            timeout_s=CALL_TIMEOUT_S,
+            ca_file=recipe.tls.ca_file,
+        )
+        self._stop_requested = asyncio.Event()
+        self._reaper = OrphanReaper(lock_fd)
+        self._processes = ProcessManager(
+            folder=folder,
+            console=console,
+            reaper=self._reaper,
+            is_over=self._is_over,
+            max_searcher_restarts=recipe.local.max_searcher_restarts,
+            stop_timeout_s=recipe.local.stop_timeout_s,
+        )
+        self._pool = SearcherPool(recipe, processes=self._processes, services=services, console=console)
+        self._loss = ""
+        """The loss of Redis that nobody has accepted, as the buffer described it last during the wait for it."""
+        self.made_nothing = False
+        """Known after a failure: no rollout was generated and no step made, so there is nothing to resume."""
+
+    async def run(self) -> dict[str, Any]:
+        """Run to the end and return the summary; whatever happens, no child is left when this returns.
+
+        Raises:
+            StopRequestedError: a signal asked for a stop; everything was stopped in order.
+            ChildError: a child died, or the run failed.
+            TbaError: a service could not be used.
+        """
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            return await self._until_first_end()
+        finally:
+            self._folder.endpoints_path.unlink(missing_ok=True)
+            await self._processes.stop()
+            self._reaper.close()
+            self._client.close()
+            self._rewards.close()
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def _until_first_end(self) -> dict[str, Any]:
+        work = asyncio.create_task(self._work(), name="work")
+        others = [
+            asyncio.create_task(self._processes.watch(), name="watch the children"),
+            asyncio.create_task(self._wait_for_signal(), name="wait for a signal"),
+        ]
+        try:
+            await asyncio.wait({work, *others}, return_when=asyncio.FIRST_COMPLETED)
+            # a dead child explains a failed call of the work, so it comes first
+            for task in (*reversed(others), work):
+                if task.done():
+                    task.result()
+            return work.result()
+        except ServiceError:
+            await self._prefer_dead_child(others[0])
+            raise
+        except ChildError as error:
+            self._console.result(f"stopping: {error}")
+            # now, while the buffer still runs
+            self.made_nothing = await asyncio.to_thread(self._has_made_nothing)
+            raise
+        finally:
+            for task in (work, *others):
+                task.cancel()
+            await asyncio.gather(work, *others, return_exceptions=True)
+
+    def _has_made_nothing(self) -> bool:
+        found = self._ask_once(lambda client: (client.run(), client.stats()))
+        if found is None:
+            return False
+        info, stats = found
+        return info.state != "failed" and info.step == 0 and not stats.rollouts_generated
+
+    def _ask_once(self, ask: Callable[[BufferClient], T]) -> T | None:
+        """Return the answer of the buffer to one attempt, or None where it gives none."""
+        recipe = self._recipe
+        client = BufferClient(
+            recipe.buffer_url, token=self._token, retry_s=0, timeout_s=CALL_TIMEOUT_S, ca_file=recipe.tls.ca_file
+        )
+        try:
+            return ask(client)
+        except ServiceError:
+            return None
+        finally:
+            client.close()
+
+    async def _prefer_dead_child(self, watch: asyncio.Task[None]) -> None:
+        """Raise ChildError where a failed call has its cause in a child that is dying right now."""
+        await asyncio.wait({watch}, timeout=1.0)
+        if watch.done():
+            watch.result()
+
+    def _on_signal(self) -> None:
+        if self._stop_requested.is_set():
+            self._console.result("stopping at once: all children are killed")
+            self._processes.kill()
+            return
+        self._console.result("stopping: the trainer writes a checkpoint, searchers drain (again: stop at once)")
+        self._stop_requested.set()
+
+    async def _wait_for_signal(self) -> None:
+        await self._stop_requested.wait()
+        raise StopRequestedError
+
+    async def _work(self) -> dict[str, Any]:
+        if self._needs_warm_start:
+            await self._warm_start()
+        await self._start_services()
+        info = await self._prepare_run()
+        # a supervisor that died between the run's end and its summary leaves a run that only lacks the summary
+        is_done = info.state == "done"
+        if not is_done:
+            await self._processes.start(self._services.trainer())
+            await self._pool.keep(info.searchers)
+            await self._watch_run(failed_lineage=info.lineage if info.state == "failed" else None)
+        return await self._finish(trainer_ran=not is_done)
+
+    async def _warm_start(self) -> None:
+        """Make the starting model; its time is not part of the run's."""
+        self._console.info(f"making the starting model {self._recipe.model.path} (once; later runs reuse it)")
+        begun_s = time.monotonic()
+        child = await self._processes.start(self._services.warm_start())
+        assert child.exit_code is not None
+        if await asyncio.shield(child.exit_code) != 0:
+            await asyncio.Event().wait()  # the watch of the manager explains the end, and cancels this
+        warm_start_s = time.monotonic() - begun_s
+        self._write_timing(warm_start_s=warm_start_s)
+        self._console.info(f"starting model ready after {warm_start_s:.0f} s")
+
+    async def _start_services(self) -> None:
+        self._console.info(f"run {self._recipe.run.name!r} in {self._folder.path}")
+        timing = load_timing(self._folder)
+        start = Start(started_at_s=time.time(), resumed=self._folder.has_begun)
+        self._write_timing(starts=(*timing.starts, start))
+        await self._processes.start(self._services.redis())
+        await self._within("redis", wait_for_redis(self._redis_port, self._folder.redis_password_path))
+        await self._processes.start(self._services.buffer())
+        ca_file = self._recipe.tls.ca_file
+        ready = wait_until_ready(
+            self._recipe.buffer_url, ca_file, on_progress=self._not_ready("buffer"), check=self._explain_loss
+        )
+        await self._within("buffer", ready)
+        self._loss = ""
+        await self._processes.start(self._services.reward())
+        await self._within("reward", wait_for_reward(self._rewards, ca_file, on_progress=self._not_ready("reward")))
+
+    def _not_ready(self, name: str) -> Callable[[str], None]:
+        return lambda reason: self._console.info(f"{name} is not ready yet: {reason}")
+
+    def _explain_loss(self) -> None:
+        """Print the command that accepts a loss: a buffer over a Redis that has lost data waits for a person."""
+        loss = self._ask_once(lambda client: client.run().loss)
+        if loss is None or loss == self._loss:
+            return
+        self._loss = loss
+        self._write_endpoints()  # the command finds the buffer by them
+        command = [*this_program(), "buffer", "accept-loss", "--run-dir", os.path.relpath(self._folder.path)]
+        self._console.result(f"buffer refuses to continue: {loss}")
+        self._console.result(
+            f"to continue without what is lost, type within {self._recipe.local.start_timeout_s:.0f} s in another "
+            f"terminal: {shlex.join(command)}"
+        )
+
+    async def _prepare_run(self) -> RunInfo:
+        """Wait for the origin, check and upload the prompts, write the addresses, resume a paused run; return the run.
+
+        From here on the folder holds a run that can be resumed: recipe.json is written.
+        """
+        if self._recipe.run.snapshot is not None:
+            origin = await until_loaded(self._client, self._console, silence_s=self._recipe.local.start_timeout_s)
+            self._console.info(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
+        await asyncio.to_thread(self._check_tasks)
+        max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
+        # idempotent: a resume uploads the same prompts again
+        await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)
+        self._write_endpoints()
+        self._folder.write_json(self._folder.recipe_path, self._original.model_dump(mode="json"))
+        if self._recipe_file is not None:
+            self._folder.write_json(self._folder.recipe_file_path, self._recipe_file.model_dump(mode="json"))
+        self._console.info(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
+        info = await asyncio.to_thread(self._client.run)
+        if info.state == "paused":
+            return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))
+        return info  # a run that is stopping or failed continues when the trainer takes a new lineage
+
+    def _write_endpoints(self) -> None:
+        """Write the addresses of the services, for other commands."""
+        endpoints = {
+            "run": self._recipe.run.name,
+            "buffer_url": self._recipe.buffer_url,
+            "reward_url": self._recipe.reward_url,
+            "redis_url": self._recipe.buffer.redis_url,
+            "store_url": self._recipe.store.url,
+            "tokens_file": self._recipe.auth.tokens_file,
+            "ca_file": self._recipe.tls.ca_file,
+        }
+        self._folder.write_json(self._folder.endpoints_path, endpoints)
+
+    def _check_tasks(self) -> None:
+        """Raise ConfigError where nothing scores a prompt: it would be generated for and never trained on."""
+        rewards = self._rewards.rewards()
+        check_tasks(self._prompts, [reward.task for reward in rewards])
+        asked = {prompt.task for prompt in self._prompts}
+        check_healthy(reward for reward in rewards if reward.task in asked)
+
+    async def _watch_run(self, *, failed_lineage: int | None) -> None:
+        num_steps = self._recipe.trainer.num_steps
+        with progress_view(self._console, num_steps) as view:
+            watcher = RunWatcher(
+                self._client,
+                self._folder,
+                view,
+                num_steps=num_steps,
+                silence_s=self._recipe.local.start_timeout_s,
+                on_run=lambda info: self._pool.keep(info.searchers),
+            )
+            await watcher.until_over(failed_lineage=failed_lineage)
+
+    async def _finish(self, *, trainer_ran: bool) -> dict[str, Any]:
+        """Collect history, ledger and model from the services, and write the outputs; return the summary."""
+        self._processes.run_is_over()
+        if trainer_ran:
+            code = await self._processes.wait_for("trainer")
+            if code != 0:
+                self._console.result(f"warning: the trainer ended with exit code {code} after the run was done")
+        info, stats = await asyncio.to_thread(lambda: (self._client.run(), self._client.stats()))
+        settings = await asyncio.to_thread(self._client.all_settings)
+        ledger = await asyncio.to_thread(lambda: list(ledger_lines(self._client)))
+        num_files = await asyncio.to_thread(
+            download_export, self._store, run=self._recipe.run.name, folder=self._folder
+        )
+        if self._recipe.trainer.export and not num_files:
+            self._console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
+        await self._processes.wait_for_searchers()
+        history = make_history(
+            recipe=self._recipe, info=info, stats=stats, settings=settings, ledger=ledger, folder=self._folder
+        )
+        return await asyncio.to_thread(write_outputs, self._folder, history)
+
+    async def _is_over(self) -> bool:
+        try:
+            return (await asyncio.to_thread(self._client.run)).state in ("done", "failed")
+        except ServiceError:
+            return False
+
+    async def _within(self, name: str, ready: Awaitable[None]) -> None:
+        timeout_s = self._recipe.local.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ready
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"{name} was not ready within {timeout_s:.0f} s (local.start_timeout_s); "
+                f"{self._loss or f'see {self._folder.log_path(name)}'}"
+            ) from None
+
+    def _write_timing(self, **changes: Any) -> None:
+        timing = load_timing(self._folder).model_copy(update=changes)
+        self._folder.write_json(self._folder.timing_path, timing.model_dump(mode="json"))

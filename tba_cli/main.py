@@ -1,0 +1,109 @@
+"""Entry point of `tba`: parse the flags, import the chosen command, explain every error in a sentence.
+
+Exit codes: 0 done, 1 the run failed or a check found a violation, 2 an explained error, 130 Ctrl-C.
+
+Only the standard library is imported before Ctrl-C is handled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+EXIT_FAILED = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+LAUNCHER = "tba_cli.local"
+"""The package that starts whole runs on one machine; images are made without it (.dockerignore)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the words after `tba`; default: those of this process.
+    """
+    with _quit_on_interrupt():
+        from tba_cli.parser import build_parser
+
+        args = build_parser().parse_args(argv)
+        from tba.logs import silence_retries  # only now, so that --help stays quick
+
+        silence_retries()
+        module_name, _, function_name = args.command.partition(":")
+        try:
+            command = getattr(importlib.import_module(module_name), function_name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(LAUNCHER):
+                raise
+            print("error: this image holds no launcher; run this command where tba is installed", file=sys.stderr)
+            return EXIT_ERROR
+    return _run(command, args)
+
+
+def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    from tba.errors import ChildError, TbaError
+
+    try:
+        return command(args)
+    except TbaError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED if isinstance(error, ChildError) else EXIT_ERROR
+    except BrokenPipeError:
+        # the reader of a pipe (`tba table ... | head`) is gone: without this, the flush at exit would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        if args.debug:
+            raise
+        print(f"error: {_sentence(error, args.command)}", file=sys.stderr, flush=True)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+
+
+def _sentence(error: OSError, command: str) -> str:
+    import tempfile
+
+    from tba.store.file import explain_full_disk
+
+    what = explain_full_disk(error, os.getcwd(), tempfile.gettempdir())
+    return what or f"{error.strerror or error}: {error.filename or command}"
+
+
+@contextmanager
+def _quit_on_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end the process with one line within the block, unless the caller has a handler of its own."""
+    # during an import, KeyboardInterrupt would become a traceback or be swallowed
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _quit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    # in the middle of an import nothing else is safe
+    os.write(2, b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

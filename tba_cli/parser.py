@@ -1,0 +1,419 @@
+"""Every flag of `tba`, in one place that imports nothing heavy: `tba --help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import tba
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = "Post-train language models with Trajectory Balance with Asynchrony."
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; `args.command` is `module:function`, which takes the arguments and returns an exit code."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser = argparse.ArgumentParser(prog="tba", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"tba {tba.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands, common)
+    _add_fork(commands, common)
+    _add_control(commands, common)
+    _add_set(commands, common)
+    _add_scale(commands, common)
+    _add_config(commands, common)
+    _add_data(commands, common)
+    _add_setup(commands, common)
+    _add_model(commands, common)
+    _add_doctor(commands, common)
+    _add_prompts(commands, common)
+    _add_ledger(commands, common)
+    _add_rollouts(commands, common)
+    _add_rescore(commands, common)
+    _add_buffer(commands, common)
+    _add_export(commands, common)
+    _add_evaluate(commands, common)
+    _add_reports(commands, common)
+    _add_sizing(commands, common)
+    return parser
+
+
+def _add_run(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    run = commands.add_parser("run", parents=[common], help="run a recipe on this machine: Redis and every service")
+    _add_recipe(run)
+    run.add_argument("--run-name", metavar="NAME", help="name of the run, instead of run.name of the recipe")
+    run.add_argument("--seed", type=int, metavar="N", help="seed of the run, instead of run.seed of the recipe")
+    run.add_argument("--buffer", metavar="RUN/NAME", help="begin with this snapshot of another run's buffer")
+    _add_start_flags(run)
+    run.set_defaults(command="tba_cli.commands.run:run_command")
+
+
+def _add_fork(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    fork = commands.add_parser(
+        "fork", parents=[common], help="begin a run with a weight version and the rollouts of another one"
+    )
+    fork.add_argument("fork", metavar="RUN@VERSION", help="for example quickstart@1-40")
+    fork.add_argument("new_name", metavar="NEW_NAME", help="name of the new run")
+    _add_recipe(fork, nargs="?", default_is="the recipe that RUN began with")
+    fork.add_argument("--buffer", metavar="NAME", help="use this snapshot of RUN instead of saving its buffer now")
+    _add_start_flags(fork)
+    fork.set_defaults(command="tba_cli.commands.fork:fork_command", seed=None)
+
+
+def _add_start_flags(run: argparse.ArgumentParser) -> None:
+    again = run.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue the run in its folder, from its checkpoint")
+    again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
+    run.add_argument("--take-changes", action="store_true", help="with --resume: take the recipe file as it is now")
+    loud = run.add_mutually_exclusive_group()
+    loud.add_argument("--quiet", action="store_true", help="only the result and errors")
+    loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
+
+
+def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    helps = {
+        "status": "show state, components, waits and evaluations of a run",
+        "pause": "pause a run: no new leases, no new batches",
+        "resume": "let a paused run continue",
+        "stop": "end a run after the step in progress, with its last checkpoint and evaluation",
+        "retry-versions": "have searchers try the weight versions again that they have refused, at once",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, parents=[common], help=text)
+        _add_target(command)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        if name == "status":
+            command.add_argument(
+                "--follow", action="store_true", help="show what happens, line by line, until the run is over or Ctrl-C"
+            )
+        else:
+            command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
+        command.set_defaults(command=f"tba_cli.commands.status:{name.replace('-', '_')}_command")
+
+
+def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "set", parents=[common], help="change settings of a run in progress, or show what was changed and when"
+    )
+    command.add_argument(
+        "items",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps; the value is a number, "
+        "a schedule such as '{kind=\"linear\", value=0.1, final=0.01, steps=400}', or the word recipe: as it says. "
+        "A word without = is the name of a run under runs/ (default: the newest). None: show them",
+    )
+    _add_target(command, with_run=False)
+    command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(command="tba_cli.commands.control:set_command")
+
+
+def _add_scale(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "scale", parents=[common], help="start or stop searchers of a run in progress, or show how many there are"
+    )
+    command.add_argument(
+        "number",
+        metavar="N|recipe",
+        nargs="?",
+        help="how many; recipe: as recipe or chart say. None: show them",
+    )
+    _add_target(command)
+    command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
+    command.add_argument("--wait", action="store_true", help="stay until as many searchers are alive")
+    command.add_argument(
+        "--timeout-s", type=float, default=600.0, metavar="S", help="--wait gives up after so many seconds (600)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(command="tba_cli.commands.control:scale_command")
+
+
+def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    config = commands.add_parser("config", help="check, show or describe recipes")
+    kinds = config.add_subparsers(metavar="WHAT", required=True)
+    check = kinds.add_parser(
+        "check", parents=[common], help="find what of a recipe would fail: prompts, model, scorers, devices, ports"
+    )
+    _add_recipe(check)
+    check.add_argument("--offline", action="store_true", help="leave out what needs a network")
+    check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
+    check.set_defaults(command="tba_cli.commands.config:check_command")
+    show = kinds.add_parser("show", parents=[common], help="print the resolved recipe as JSON")
+    _add_recipe(show)
+    show.set_defaults(command="tba_cli.commands.config:show_command")
+    schema = kinds.add_parser("schema", parents=[common], help="print the JSON schema of recipes")
+    schema.set_defaults(command="tba_cli.commands.config:schema_command")
+
+
+def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    sizing = commands.add_parser(
+        "sizing", parents=[common], help="estimate the memory, disk and network that a recipe needs"
+    )
+    _add_recipe(sizing)
+    sizing.add_argument("--model", metavar="SIZE", help="such as 7b or qwen2.5-1.5b, instead of the recipe's model")
+    sizing.add_argument("--step-s", type=float, default=10.0, metavar="S", help="seconds of an optimizer step (10)")
+    sizing.add_argument("--prompt-tokens", type=int, metavar="N", help="default: half of searcher.max_prompt_tokens")
+    sizing.add_argument("--response-tokens", type=int, metavar="N", help="default: half of max_response_tokens")
+    sizing.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    sizing.set_defaults(command="tba_cli.commands.config:sizing_command")
+
+
+def _add_data(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    data = commands.add_parser("data", help="fetch or make the models and data sets that a recipe needs")
+    kinds = data.add_subparsers(metavar="WHAT", required=True)
+    prepare = kinds.add_parser(
+        "prepare", parents=[common], help="fetch or make what is missing, then check models, columns and prompts"
+    )
+    _add_recipe(prepare)
+    prepare.set_defaults(command="tba_cli.commands.setup:prepare_command")
+
+
+def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    setup = commands.add_parser(
+        "setup",
+        parents=[common],
+        help="once before a deployed run: bucket, starting model, model folders, prompts; again: no change",
+    )
+    _add_config_file(setup)
+    setup.add_argument("--create-bucket", action="store_true", help="make the bucket where there is none")
+    setup.add_argument(
+        "--prepare", action="store_true", help="fetch or make what [[prepare]] names and neither disk nor store has"
+    )
+    setup.add_argument("--pull", action="store_true", help="also fetch what the store has and the disk has not")
+    setup.add_argument("--only", choices=["models", "prompts"], help="one part alone (models asks no service)")
+    setup.add_argument(
+        "--check-run", action="store_true", help="only say whether the run in progress could continue with this recipe"
+    )
+    setup.add_argument(
+        "--wait-s", type=float, default=900.0, metavar="S", help="deadline of each wait: store, services (default: 900)"
+    )
+    setup.set_defaults(command="tba_cli.commands.setup:setup_command")
+
+
+def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    model = commands.add_parser("model", help="keep folders of models and data sets in the object store")
+    kinds = model.add_subparsers(metavar="WHAT", required=True)
+    push = kinds.add_parser("push", parents=[common], help="store one folder, or all of the recipe that are here")
+    push.add_argument("folder", metavar="FOLDER", nargs="?", help="default: every folder that the recipe names")
+    _add_config_file(push)
+    push.add_argument("--name", metavar="NAME", help="name in the store; default: what follows models/ in the path")
+    push.add_argument(
+        "--kind", choices=["model", "dataset"], default="model", help="of a folder that the recipe does not name"
+    )
+    push.add_argument("--replace", action="store_true", help="write it again in the place of what is stored")
+    push.set_defaults(command="tba_cli.commands.setup:push_command")
+    pull = kinds.add_parser("pull", parents=[common], help="fetch what a service needs to where the recipe wants it")
+    _add_config_file(pull)
+    pull.add_argument(
+        "--for",
+        dest="service",
+        required=True,
+        choices=["buffer", "reward", "searcher", "setup", "trainer"],
+        help="whose folders; setup reads the data sets",
+    )
+    pull.add_argument(
+        "--wait-s", type=float, default=900.0, metavar="S", help="how long they may take to come (default: 900)"
+    )
+    pull.set_defaults(command="tba_cli.commands.setup:pull_command")
+    show = kinds.add_parser("list", parents=[common], help="what the store has")
+    _add_config_file(show)
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.set_defaults(command="tba_cli.commands.setup:list_command")
+
+
+def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    doctor = commands.add_parser(
+        "doctor", parents=[common], help="check everything that a run stands on, and say how to fix what is wrong"
+    )
+    _add_config_file(doctor)
+    doctor.add_argument(
+        "--for",
+        dest="service",
+        choices=["buffer", "reward", "searcher", "trainer"],
+        help="what this machine is for (default: every service that is installed here)",
+    )
+    doctor.add_argument("--check", action="append", default=[], metavar="NAME", help="only this one: gpu, disk, ...")
+    doctor.add_argument("--gpus", type=int, metavar="N", help="how many GPUs should be seen here, no more and no fewer")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(command="tba_cli.commands.doctor:doctor_command")
+
+
+def _add_config_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe, as the services read it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as store.url=s3://bucket/prefix"
+    )
+
+
+def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    prompts = commands.add_parser("prompts", help="upload prompts to a run")
+    kinds = prompts.add_subparsers(metavar="WHAT", required=True)
+    upload = kinds.add_parser(
+        "upload", parents=[common], help="upload a file or a data set; the same one again is accepted"
+    )
+    upload.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="FILE.jsonl, FILE.parquet, hf:NAME[:CONFIG], or a folder saved by the datasets library; rows of "
+        '{"prompt_id", "task", "text", "data", "split"} need no flags, other rows need --task and --text',
+    )
+    upload.add_argument("--hf-split", default="train", metavar="SPLIT", help="split of the data set (default: train)")
+    upload.add_argument("--dry-run", action="store_true", help="check every row, show three prompts, upload nothing")
+    columns = upload.add_argument_group("rows of another shape")
+    columns.add_argument("--task", metavar="NAME", help="task of every prompt: names its reward")
+    text = columns.add_mutually_exclusive_group()
+    text.add_argument("--text", metavar="COLUMN", help="column with the text of the prompt")
+    text.add_argument("--text-template", metavar="TEMPLATE", help='text with columns in it, such as "Q: {question}"')
+    columns.add_argument("--id", metavar="COLUMN", help="column with a unique id (default: a digest of the content)")
+    columns.add_argument(
+        "--data", action="append", default=[], metavar="KEY=COLUMN", help="what the reward needs; give it once per key"
+    )
+    splits = columns.add_mutually_exclusive_group()
+    splits.add_argument("--split", choices=["train", "heldout"], help="split of every prompt (default: train)")
+    splits.add_argument("--heldout-every", type=int, metavar="N", help="hold one of N out, by the digest of its id")
+    splits.add_argument("--num-heldout", type=int, metavar="N", help="hold N out, by the digest of their ids")
+    _add_target(upload)
+    upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
+
+
+def _add_ledger(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    ledger = commands.add_parser("ledger", help="check what each optimizer step consumed")
+    kinds = ledger.add_subparsers(metavar="WHAT", required=True)
+    check = kinds.add_parser("check", parents=[common], help="along the active lineage every step exactly once")
+    _add_target(check)
+    check.set_defaults(command="tba_cli.commands.report:check_command")
+
+
+def _add_rollouts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    rollouts = commands.add_parser(
+        "rollouts", parents=[common], help="show stored rollouts: prompt, completion, reward, version, age"
+    )
+    _add_target(rollouts)
+    orders = ["newest", "oldest", "best", "worst"]
+    rollouts.add_argument("--order", choices=orders, default="newest", help="which come first (default: newest)")
+    rollouts.add_argument("--prompt-id", metavar="ID", help="only of this prompt")
+    rollouts.add_argument("--version", metavar="VERSION", help="only of this policy version, for example 1-40")
+    rollouts.add_argument("--status", choices=["scored", "pending", "failed"], help="only with this reward status")
+    rollouts.add_argument("--limit", type=int, default=5, metavar="N", help="how many, at most 100 (default: 5)")
+    rollouts.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
+    rollouts.add_argument("--text-chars", type=int, default=400, metavar="N", help="of each text (default: 400)")
+    rollouts.add_argument("--json", action="store_true", help="print JSON")
+    rollouts.set_defaults(command="tba_cli.commands.rollouts:rollouts_command")
+
+
+def _add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    rescore = commands.add_parser(
+        "rescore", parents=[common], help="score the stored rollouts again, with the reward as it is now"
+    )
+    _add_target(rescore)
+    rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
+    rescore.add_argument(
+        "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
+    )
+    what = rescore.add_mutually_exclusive_group()
+    what.add_argument("--wait", action="store_true", help="stay until it is done, and show the progress")
+    what.add_argument("--show", action="store_true", help="start nothing: show how far it is, or what the last one did")
+    what.add_argument("--cancel", action="store_true", help="end the one that runs; what is scored again stays so")
+    rescore.add_argument("--json", action="store_true", help="print JSON")
+    rescore.set_defaults(command="tba_cli.commands.rollouts:rescore_command")
+
+
+def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    buffer = commands.add_parser("buffer", help="save the rollouts of a run, and begin another one with them")
+    kinds = buffer.add_subparsers(metavar="WHAT", required=True)
+    save = kinds.add_parser("save", parents=[common], help="save what is stored; the run may be in progress or over")
+    save.add_argument("name", metavar="NAME", help="name of the snapshot; no other of this run may have it")
+    _add_target(save)
+    save.set_defaults(command="tba_cli.commands.buffer:save_command")
+    load = kinds.add_parser("load", parents=[common], help="begin a run that stores nothing yet with a snapshot")
+    load.add_argument("source", metavar="RUN/NAME", help="the snapshot, in the store of the run")
+    load.add_argument("--version", metavar="VERSION", help="fork: rollouts up to the publication of this version")
+    _add_target(load)
+    load.set_defaults(command="tba_cli.commands.buffer:load_command")
+    seed = kinds.add_parser("seed", parents=[common], help="push responses that others wrote into a run in progress")
+    seed.add_argument(
+        "rows", metavar="FILE", help='JSON Lines: {"response": TEXT} with "prompt_id" and "reward" where they are known'
+    )
+    where = seed.add_mutually_exclusive_group()
+    where.add_argument("--config", metavar="FILE", help="recipe, as the services read it (a run elsewhere)")
+    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+    seed.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, with --config")
+    seed.set_defaults(command="tba_cli.commands.buffer:seed_command")
+    accept = kinds.add_parser(
+        "accept-loss", parents=[common], help="continue without the acknowledged changes that Redis has lost"
+    )
+    _add_target(accept)
+    accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
+    accept.set_defaults(command="tba_cli.commands.buffer:accept_loss_command")
+    snapshots = kinds.add_parser("snapshots", parents=[common], help="list the snapshots of a run in progress")
+    _add_target(snapshots)
+    snapshots.set_defaults(command="tba_cli.commands.buffer:snapshots_command")
+
+
+def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    export = commands.add_parser(
+        "export", parents=[common], help="write a version of a run as a Hugging Face folder with a model card"
+    )
+    _add_target(export)
+    export.add_argument(
+        "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, best, or last (default): which version"
+    )
+    export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
+    export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist, or be empty")
+    export.set_defaults(command="tba_cli.commands.export:export_command")
+
+
+def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    evaluate = commands.add_parser(
+        "evaluate", parents=[common], help="the published evaluation of a task: generate, score, measure, compare"
+    )
+    evaluate.add_argument(
+        "source",
+        metavar="RECIPE|RUN",
+        help="a recipe (.toml): its starting model, or --model; a run under runs/: one of its versions",
+    )
+    evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this Hugging Face folder, for example an export")
+    evaluate.add_argument("--version", metavar="VERSION", help="of the run: LINEAGE-STEP, best, or last (default)")
+    evaluate.add_argument("--reward-url", metavar="URL", help="score there (default: reward.url, or an own service)")
+    evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")
+    evaluate.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"
+    )
+    evaluate.add_argument("--token-file", metavar="FILE", help="file with the operator token of a run in progress")
+    loud = evaluate.add_mutually_exclusive_group()
+    loud.add_argument("--quiet", action="store_true", help="only the result and errors")
+    loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
+    evaluate.set_defaults(command="tba_cli.commands.evaluate:evaluate_command")
+
+
+def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    report = commands.add_parser("report", parents=[common], help="make summary.json and report.html of a run again")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a finished run")
+    report.set_defaults(command="tba_cli.commands.report:report_command")
+    table = commands.add_parser("table", parents=[common], help="compare finished runs in a Markdown table")
+    table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
+    table.set_defaults(command="tba_cli.commands.report:table_command")
+
+
+def _add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, default_is: str = "") -> None:
+    help = "TOML file, for example recipes/quickstart.toml" + (f"; default: {default_is}" if default_is else "")
+    parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=help)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example trainer.num_steps=50"
+    )
+
+
+def _add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", metavar="URL", help="address of the buffer service")
+    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    if with_run:
+        where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+    parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or tokens file; -: stdin")
+    parser.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")

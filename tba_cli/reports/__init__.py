@@ -1,0 +1,1 @@
+"""Reports of a run: history, summary, check of the ledger, tables, HTML."""

@@ -1,0 +1,175 @@
+"""The history of a run: one file from which summary.json and report.html are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tba.api import (
+    BestVersion,
+    EvalInfo,
+    LedgerEntry,
+    LedgerLine,
+    OriginInfo,
+    RunInfo,
+    SettingsInfo,
+    Stats,
+    VersionText,
+)
+from tba.config import Recipe, StrictModel
+from tba.errors import ConfigError
+from tba_cli.reports.ledger import batch_entries
+from tba_cli.run_folder import RunFolder
+
+SCHEMA = 1
+
+
+class Start(StrictModel):
+    """One start of the services by a supervisor. Times are Unix seconds."""
+
+    started_at_s: float
+    resumed: bool
+
+
+class Timing(StrictModel):
+    """timing.json: times that only the supervisor knows. `warm_start_s` is None when the model was there already."""
+
+    starts: tuple[Start, ...] = ()
+    warm_start_s: float | None = None
+
+
+class Ended(StrictModel):
+    """When and why the last start of a run ended."""
+
+    at_s: float
+    reason: str
+
+
+class Poll(StrictModel):
+    """Counters of the run at one moment, about every second; rates are computed from them."""
+
+    at_s: float
+    step: int
+    generated: int
+    trained: int
+    stored: int
+
+
+class History(StrictModel):
+    """history.json. Its ledger entries have no rollout ids: those stay in Redis."""
+
+    schema_version: int = SCHEMA
+    run: str
+    seed: int
+    num_steps: int
+    sync_interval_steps: int
+    num_prompts_final: int
+    state: str
+    state_reason: str | None
+    lineage: int
+    step: int
+    parents: dict[int, VersionText]
+    ledger: list[LedgerLine]
+    evals: list[EvalInfo]
+    best: BestVersion | None = None
+    settings: SettingsInfo | None = None
+    """The live settings at the end, and every change of them."""
+    origin: OriginInfo | None = None
+    is_offline: bool = False
+    stats: Stats
+    timing: Timing
+    polls: list[Poll]
+
+    @property
+    def batches(self) -> list[LedgerEntry]:
+        """The acknowledged batches of the ledger."""
+        return batch_entries(self.ledger)
+
+
+def make_history(
+    *,
+    recipe: Recipe,
+    info: RunInfo,
+    stats: Stats,
+    settings: SettingsInfo,
+    ledger: Iterable[LedgerLine],
+    folder: RunFolder,
+) -> History:
+    """Combine the answers of the buffer service with the files of the run folder."""
+    return History(
+        run=info.run,
+        seed=recipe.run.seed,
+        num_steps=recipe.trainer.num_steps,
+        sync_interval_steps=recipe.trainer.sync_interval,
+        num_prompts_final=recipe.eval.num_prompts_final,
+        state=info.state,
+        state_reason=info.state_reason,
+        lineage=info.lineage,
+        step=info.step,
+        parents=info.parents,
+        ledger=[_without_rollout_ids(line) for line in ledger],
+        evals=info.evals,
+        best=info.best,
+        settings=settings,
+        origin=info.origin,
+        is_offline=recipe.is_offline,
+        stats=stats,
+        timing=load_timing(folder),
+        polls=load_polls(folder.polls_path),
+    )
+
+
+def _without_rollout_ids(line: LedgerLine) -> LedgerLine:
+    return line.model_copy(update={"rollout_ids": []}) if isinstance(line, LedgerEntry) else line
+
+
+def load_history(path: Path) -> History:
+    """Read history.json.
+
+    Raises:
+        ConfigError: it is missing (the run is not finished) or damaged.
+    """
+    try:
+        return History.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); it is written when a run ends") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not a history of this release of tba: {error.errors()[0]['msg']}") from None
+
+
+def load_timing(folder: RunFolder) -> Timing:
+    """Read timing.json; empty when the run never started its services."""
+    try:
+        return Timing.model_validate_json(folder.timing_path.read_bytes())
+    except FileNotFoundError:
+        return Timing()
+    except (OSError, ValidationError):
+        raise ConfigError(f"{folder.timing_path} is damaged; delete it (only timings are lost)") from None
+
+
+def load_end(folder: RunFolder) -> Ended:
+    """Return when and why the last start of a run ended: from ended.json, else from traces of a killed supervisor."""
+    try:
+        return Ended.model_validate_json(folder.ended_path.read_bytes())
+    except (OSError, ValidationError):
+        pass
+    signs = [folder.recipe_path, folder.polls_path, *folder.logs_path.glob("*.log")]
+    at_s = max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
+    return Ended(at_s=at_s, reason="killed, or the machine went down: its last sign of life")
+
+
+def load_polls(path: Path) -> list[Poll]:
+    """Read polls.jsonl; a last line that a kill cut short is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    polls: list[Poll] = []
+    for line in lines:
+        try:
+            polls.append(Poll.model_validate_json(line))
+        except ValidationError:
+            continue
+    return polls

@@ -1,0 +1,180 @@
+"""Read the ledger, and check that along the active lineage every step happened exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from tba.api import LedgerEntry, LedgerLine, OriginInfo, ResumeEntry
+from tba.clients import BufferClient
+from tba.versions import START, LineageTree, PolicyVersion
+
+PAGE_LINES = 500
+
+
+def lineage_tree(parents: Mapping[int, str]) -> LineageTree:
+    """Parse the tree of GET /v1/run: lineage -> `lineage-step` of its parent."""
+    return LineageTree({lineage: PolicyVersion.parse(text) for lineage, text in parents.items()})
+
+
+def ledger_lines(client: BufferClient, *, after: int = 0) -> Iterator[LedgerLine]:
+    """Yield all lines from position `after`; one page is in memory at a time.
+
+    Raises:
+        ServiceError: the buffer service does not answer.
+    """
+    position: int | None = after
+    while position is not None:
+        reply = client.ledger(after=position, limit=PAGE_LINES)
+        yield from reply.entries
+        # a page that does not advance would loop for ever
+        position = reply.next if reply.next is not None and reply.next > position else None
+
+
+def batch_entries(lines: Sequence[LedgerLine]) -> list[LedgerEntry]:
+    """Return the acknowledged batches among the lines."""
+    return [line for line in lines if isinstance(line, LedgerEntry)]
+
+
+def active_steps(tree: LineageTree, *, lineage: int, step: int) -> dict[int, range]:
+    """Return the steps that each lineage contributes to the way from the starting model to (lineage, step)."""
+    path = tree.ancestry(PolicyVersion(lineage, step))
+    starts = [parent.step for parent in path[1:]] + [0]
+    return {version.lineage: range(start + 1, version.step + 1) for version, start in zip(path, starts, strict=True)}
+
+
+def active_entries(lines: Sequence[LedgerLine], tree: LineageTree, *, lineage: int, step: int) -> list[LedgerEntry]:
+    """Return the entries on the way to (lineage, step), by step."""
+    steps = active_steps(tree, lineage=lineage, step=step)
+    active = [entry for entry in batch_entries(lines) if entry.step in steps.get(entry.lineage, ())]
+    return sorted((entry for entry in active if not entry.abandoned), key=lambda entry: entry.step)
+
+
+class LedgerCheck:
+    """Takes the lines of a ledger in order, and finds violations.
+
+    The main invariant: along the active lineage every step up to `step` has exactly one batch. The others: each lineage
+    acks its steps in order and without a gap, between its own start and the next one. The starts agree with the lineage
+    table. No batch was acked twice. `abandoned` agrees with the parents of the lineages. A line names as many rollouts
+    as it counts, and used some of them unless it was skipped.
+
+    Lines of the active lineage after `step`, and of later lineages, are newer than the run that was read. Lineages
+    of the snapshot that the run began with have their lines in the ledger of another run; all later ones must be in
+    this one. Ledgers of older releases have no starts at all. Memory: the batch id and the step of every line.
+
+    Args:
+        tree: the lineage table.
+        lineage: the active lineage.
+        step: its last acked step.
+        origin: the snapshot that the run began with, as in RunInfo.
+        has_rollout_ids: False for saved histories, which leave the ids out.
+    """
+
+    def __init__(
+        self,
+        tree: LineageTree,
+        *,
+        lineage: int,
+        step: int,
+        origin: OriginInfo | None = None,
+        has_rollout_ids: bool = True,
+    ) -> None:
+        self._parents, self._lineage, self._step = tree.parents, lineage, step
+        self._first_lineage = _num_adopted(origin, lineage) + 1
+        self._active = active_steps(tree, lineage=lineage, step=step)
+        self._has_rollout_ids = has_rollout_ids
+        self._started: list[int] = []
+        self._last_steps = {number: parent.step for number, parent in self._parents.items()}
+        self._seen: Counter[int] = Counter()
+        self._batches: Counter[str] = Counter()
+        self._wrong: list[str] = []
+        self.num_batches = self.num_abandoned = self.num_skipped = 0
+        """Batches so far; those of them that are abandoned; those that are skipped (and may be abandoned too)."""
+
+    @property
+    def num_starts(self) -> int:
+        """Trainer starts taken so far."""
+        return len(self._started)
+
+    @property
+    def forked_from(self) -> PolicyVersion | None:
+        """The version of another run that this one began with, if that is not the starting model."""
+        parent = self._parents.get(self._first_lineage, START)
+        return None if self._first_lineage == 1 or parent == START else parent
+
+    def take(self, line: LedgerLine) -> None:
+        """Take the next line."""
+        if isinstance(line, ResumeEntry):
+            self._take_start(line)
+        else:
+            self._take_batch(line)
+
+    def violations(self) -> list[str]:
+        """Return the violations, one sentence each."""
+        wrong = list(self._wrong)
+        if self._started:
+            known = {number for number in self._parents if self._first_lineage <= number <= self._lineage}
+            wrong.extend(
+                f"lineage {number} has no start in the ledger" for number in sorted(known - set(self._started))
+            )
+        for lineage, steps in sorted(self._active.items()):
+            if lineage >= self._first_lineage:
+                wrong.extend(f"step {number} is missing" for number in steps if not self._seen[number])
+        wrong.extend(f"step {number} appears {num} times" for number, num in sorted(self._seen.items()) if num > 1)
+        wrong.extend(f"batch {batch} was acked {num} times" for batch, num in self._batches.items() if num > 1)
+        return wrong
+
+    def _take_start(self, line: ResumeEntry) -> None:
+        name, parent = f"the start of lineage {line.lineage}", PolicyVersion.parse(line.parent)
+        if self._started and line.lineage != self._started[-1] + 1:
+            self._wrong.append(f"{name} comes after that of lineage {self._started[-1]}")
+        if line.lineage <= self._lineage and self._parents.get(line.lineage) != parent:
+            self._wrong.append(f"{name} is from {parent}, but from {self._parents.get(line.lineage)} in the table")
+        reached = self._last_steps.get(parent.lineage, 0)
+        if parent.lineage in self._started and parent.step > reached:
+            self._wrong.append(f"{name} is from {parent}, but lineage {parent.lineage} had only reached step {reached}")
+        self._started.append(line.lineage)
+        self._last_steps[line.lineage] = parent.step
+
+    def _take_batch(self, entry: LedgerEntry) -> None:
+        name, before = f"entry {entry.lineage}-{entry.step} (batch {entry.batch_id})", self._last_steps
+        if self._started and entry.lineage != self._started[-1]:
+            self._wrong.append(f"{name} was acked while lineage {self._started[-1]} owned the run")
+        if entry.step != before.get(entry.lineage, 0) + 1:
+            self._wrong.append(f"{name} follows step {before.get(entry.lineage, 0)}")
+        before[entry.lineage] = entry.step
+        if self._has_rollout_ids and len(entry.rollout_ids) != entry.num_rollouts:
+            self._wrong.append(f"{name} names {len(entry.rollout_ids)} of {entry.num_rollouts} rollouts")
+        if entry.skipped is None and sum(entry.refused.values()) >= entry.num_rollouts:
+            self._wrong.append(f"{name} was made with none of its {entry.num_rollouts} rollouts but not skipped")
+        # entries that were acked after the run was read prove nothing
+        is_newer = entry.lineage > self._lineage or (entry.lineage == self._lineage and entry.step > self._step)
+        is_active = entry.step in self._active.get(entry.lineage, ())
+        if is_active and entry.abandoned:
+            self._wrong.append(f"{name} is on the active lineage but marked as abandoned")
+        elif is_active:
+            self._seen[entry.step] += 1
+        elif not entry.abandoned and not is_newer:
+            self._wrong.append(f"{name} is not on the active lineage but not marked as abandoned")
+        self._batches[entry.batch_id] += 1
+        self.num_batches += 1
+        self.num_abandoned += entry.abandoned
+        self.num_skipped += entry.skipped is not None
+
+
+def _num_adopted(origin: OriginInfo | None, lineage: int) -> int:
+    """Return the number of the last lineage that was adopted with the origin."""
+    if origin is None:
+        return 0
+    # no trainer starts before the origin is loaded: until then every lineage is adopted
+    return origin.lineage if origin.state == "complete" else lineage
+
+
+def ledger_violations(
+    lines: Iterable[LedgerLine], tree: LineageTree, *, lineage: int, step: int, origin: OriginInfo | None = None
+) -> list[str]:
+    """Return the violations in the ledger of a saved history (see LedgerCheck), one sentence each."""
+    check = LedgerCheck(tree, lineage=lineage, step=step, origin=origin, has_rollout_ids=False)
+    for line in lines:
+        check.take(line)
+    return check.violations()

@@ -1,0 +1,96 @@
+"""The outputs of a finished run: history.json, summary.json, the report, the exported model, and the last lines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from tba.errors import ConfigError
+from tba.store.base import ObjectStore
+from tba_cli.reports.history import History
+from tba_cli.reports.html import render_report
+from tba_cli.reports.summary import summarise
+from tba_cli.run_folder import RunFolder
+
+
+def write_outputs(folder: RunFolder, history: History) -> dict[str, Any]:
+    """Write history.json, the report and, last, summary.json (its presence means: finished); return the summary."""
+    summary = summarise(history)
+    folder.write_json(folder.history_path, history.model_dump(mode="json"))
+    page, overview = render_report(history, summary)
+    folder.report_path.write_text(page)
+    folder.report_png_path.write_bytes(overview)
+    folder.write_json(folder.summary_path, summary)
+    return summary
+
+
+def download_export(store: ObjectStore, *, run: str, folder: RunFolder) -> int:
+    """Copy the exported Hugging Face folder from the store to model/; return the number of files.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    prefix = f"runs/{run}/export/"
+    keys = store.list(prefix)
+    if not keys:
+        return 0
+    # model/ appears only when it is whole
+    half = folder.path / "model.part"
+    shutil.rmtree(half, ignore_errors=True)
+    for key in keys:
+        target = half / key.removeprefix(prefix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store.get_file(key, target)
+    shutil.rmtree(folder.model_path, ignore_errors=True)
+    half.rename(folder.model_path)
+    return len(keys)
+
+
+def delete_run_objects(store: ObjectStore, *, run: str, allowed: bool) -> int:
+    """Delete the objects of an older run of this name, which would disturb a run that begins.
+
+    Raises:
+        ConfigError: there are some, and `allowed` is False.
+    """
+    keys = store.list(f"runs/{run}/")
+    if keys and not allowed:
+        raise ConfigError(
+            f"object store {store.url} already holds {len(keys)} objects of a run named {run!r}; "
+            "give another name with --run-name, or delete them with --fresh"
+        )
+    for key in keys:
+        store.delete(key)
+    return len(keys)
+
+
+def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
+    """Return the last lines of `tba run`: its results, and where the files are."""
+    num_prompts = summary.get("num_heldout_prompts")
+    on = "" if num_prompts is None else f" on {num_prompts} held-out prompts"
+    if reason := summary.get("not_evaluated"):
+        lines = [f"not evaluated: {reason}; `tba fork` or a run of the exported model with searchers does it"]
+    else:
+        lines = [
+            f"pass@1 sampled: {_number(summary['start_accuracy'])} -> {_number(summary['final_accuracy'])}{on}",
+            f"pass@1 greedy:  {_number(summary['start_greedy'])} -> {_number(summary['final_greedy'])}{on}",
+        ]
+    if summary.get("best_version") is not None:
+        lines.append(f"best version:  {summary['best_version']} ({summary['best_metric']} {summary['best_value']:.3f})")
+    train_s, wait_share = summary["train_s"], summary["trainer_wait_share"]
+    if train_s is not None:
+        waited = "" if wait_share is None else f", of which the trainer waited {100 * wait_share:.1f} %"
+        lines.append(f"{summary['steps']} steps in {train_s:.0f} s of training{waited}")
+    if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
+        lines.append(f"ended early:   {summary['state_reason']}")
+    lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])
+    lines.append(f"summary: {folder.summary_path}")
+    lines.append(f"report:  {folder.report_path}")
+    if folder.model_path.exists():
+        lines.append(f"model:   {folder.model_path}")
+    lines.append(f"logs:    {folder.logs_path}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"

@@ -1,0 +1,195 @@
+"""summary.json: the run in numbers, a pure function of its history.
+
+How the numbers are measured:
+    train_s             per lineage from the first batch request to the last ack, added up; evaluations after the last
+                        step are outside
+    first_step_s        from the first start of the services to the first ack
+    trainer_wait_share  seconds that the trainer spent in named waits / seconds of training, after the first two sync
+                        intervals of each lineage; both are differences of counters in the ledger (`waited_s_total`,
+                        `train_s`), so that waits before refused acks and for the store are in it
+    start, final        the evaluations of exactly the starting model (a fork: the version it was forked from) and
+                        exactly the last version, under the name that the last lineage gave it or, if it made no step,
+                        its parent's; None if unfinished
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from tba.api import EvalInfo, LedgerEntry
+from tba.versions import START, PolicyVersion
+from tba_cli.reports.history import History, Poll
+from tba_cli.reports.ledger import active_entries, ledger_violations, lineage_tree
+
+WARM_UP_SYNC_INTERVALS = 2
+MAX_POLL_GAP_S = 10.0
+
+
+def summarise(history: History) -> dict[str, Any]:
+    """Return the content of summary.json; None stands for unknown."""
+    tree = lineage_tree(history.parents)
+    active = active_entries(history.ledger, tree, lineage=history.lineage, step=history.step)
+    starts = _start_eval(history)
+    final = _final_eval(history, active)
+    stats = history.stats
+    return {
+        "run": history.run,
+        "seed": history.seed,
+        "state": history.state,
+        "state_reason": history.state_reason,
+        "start_accuracy": starts and starts.accuracy,
+        "final_accuracy": final and final.accuracy,
+        "gain": _difference(starts and starts.accuracy, final and final.accuracy),
+        "start_greedy": starts and starts.greedy_accuracy,
+        "final_greedy": final and final.greedy_accuracy,
+        "num_heldout_prompts": final and final.num_prompts,
+        "num_unknown_scores": final and final.num_unknown,
+        "final_pass_at": {str(k): value for k, value in final.pass_at.items()} if final else None,
+        "final_mean_response_tokens": final and final.mean_response_tokens,
+        "final_kl_to_reference": final and final.kl_to_reference,
+        "final_distinct_2": final and final.distinct_2,
+        "final_embedding_distance": final and final.embedding_distance,
+        "best_version": history.best and history.best.version,
+        "best_metric": history.best and history.best.metric,
+        "best_value": history.best and history.best.value,
+        "not_evaluated": "the run had no searchers (searcher.num_searchers = 0)" if history.is_offline else None,
+        "began_with": history.origin and history.origin.source,
+        "forked_from": history.origin and history.origin.version,
+        "steps": history.step,
+        "num_steps": history.num_steps,
+        "settings_changed": len(history.settings.changes) if history.settings else 0,
+        "steps_skipped": sum(entry.skipped is not None for entry in active),
+        "rollouts_refused_by_trainer": sum(stats.rollouts_refused_by_trainer.values()),
+        "train_s": train_s(history.batches),
+        "first_step_s": _first_step_s(history),
+        "warm_start_s": history.timing.warm_start_s,
+        "trainer_wait_share": trainer_wait_share(history.batches, history.sync_interval_steps),
+        "rollouts_generated": stats.rollouts_generated,
+        "rollouts_trained": stats.rollouts_trained,
+        "generated_per_s": rate_per_s(history, "generated"),
+        "trained_per_s": rate_per_s(history, "trained"),
+        "samples_per_insert": stats.samples_per_insert,
+        "realised_most_on_policy": stats.realised_most_on_policy,
+        "fallback_share": _fallback_share(stats.slots),
+        "policy_age_histogram": {str(age): count for age, count in sorted(stats.policy_age_histogram.items())},
+        "mean_policy_age": _mean_policy_age(stats.policy_age_histogram),
+        "lineages": history.lineage,
+        "ledger_violations": ledger_violations(
+            history.ledger, tree, lineage=history.lineage, step=history.step, origin=history.origin
+        ),
+        "num_starts": len(history.timing.starts),
+    }
+
+
+def eval_of(history: History, version: PolicyVersion) -> EvalInfo | None:
+    """Return the finished evaluation of a version, the one on most prompts if there are several."""
+    found = [item for item in history.evals if item.state == "done" and item.version == str(version)]
+    return max(found, key=lambda item: item.num_prompts, default=None)
+
+
+def train_s(entries: Sequence[LedgerEntry]) -> float | None:
+    """Return the seconds of training, per lineage from the first batch request to the last ack, abandoned steps too."""
+    if not entries:
+        return None
+    total = 0.0
+    for mine in _by_lineage(entries):
+        total += mine[-1].acked_at_s - _requested_at_s(mine[0])
+    return total
+
+
+def trainer_wait_share(entries: Sequence[LedgerEntry], sync_interval_steps: int) -> float | None:
+    """Return the share of time that the trainer spent in waits after its warm-up, or None where it never got so far."""
+    waited_s = passed_s = 0.0
+    for mine in _by_lineage(entries):
+        warm = mine[WARM_UP_SYNC_INTERVALS * sync_interval_steps - 1 :]
+        if warm:
+            waited_s += _grown(warm, "waited_s_total")
+            passed_s += _grown(warm, "train_s")
+    return waited_s / passed_s if passed_s > 0 else None
+
+
+def _grown(entries: Sequence[LedgerEntry], counter: str) -> float:
+    """Return the growth of a counter among the metrics from the first entry to the last; 0 where it is unknown."""
+    first, last = entries[0].metrics.get(counter), entries[-1].metrics.get(counter)
+    return 0.0 if first is None or last is None else last - first
+
+
+def rate_per_s(history: History, counter: str) -> float | None:
+    """Return the growth of a counter of the polls (`generated`, `trained`) per second of training.
+
+    Pauses between two supervisors are left out.
+    """
+    if not history.batches:
+        return None
+    begin_s = min(_requested_at_s(entry) for entry in history.batches)
+    end_s = max(entry.acked_at_s for entry in history.batches)
+    grown, passed_s = 0, 0.0
+    for before, after in gapless_pairs(history.polls):
+        if before.at_s >= begin_s and after.at_s <= end_s:
+            grown += getattr(after, counter) - getattr(before, counter)
+            passed_s += after.at_s - before.at_s
+    return grown / passed_s if passed_s > 0 else None
+
+
+def gapless_pairs(polls: Sequence[Poll]) -> list[tuple[Poll, Poll]]:
+    """Return the neighbouring polls of the same supervisor."""
+    return [(a, b) for a, b in pairwise(polls) if 0 < b.at_s - a.at_s <= MAX_POLL_GAP_S]
+
+
+def _by_lineage(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
+    """Return the entries of each lineage, by step."""
+    lineages: dict[int, list[LedgerEntry]] = {}
+    for entry in sorted(entries, key=lambda entry: (entry.lineage, entry.step)):
+        lineages.setdefault(entry.lineage, []).append(entry)
+    return list(lineages.values())
+
+
+def _requested_at_s(entry: LedgerEntry) -> float:
+    """Return when the trainer asked for the batch of this step."""
+    return entry.acked_at_s - (entry.metrics.get("step_s") or 0.0) - (entry.metrics.get("wait_s") or 0.0)
+
+
+def _first_step_s(history: History) -> float | None:
+    if not history.batches or not history.timing.starts:
+        return None
+    return min(entry.acked_at_s for entry in history.batches) - history.timing.starts[0].started_at_s
+
+
+def _final_eval(history: History, active: Sequence[LedgerEntry]) -> EvalInfo | None:
+    """Return the evaluation of the last version."""
+    # a lineage that resumed at the last step publishes and evaluates its parent's weights under its own name
+    own = eval_of(history, PolicyVersion(history.lineage, history.step))
+    if own is not None:
+        return own
+    if not active:
+        return eval_of(history, START) if history.step == 0 else None
+    return eval_of(history, PolicyVersion(active[-1].lineage, active[-1].step))
+
+
+def _start_eval(history: History) -> EvalInfo | None:
+    """Return the evaluation of the starting model, or of the version that a fork began with."""
+    origin = history.origin
+    if origin is None or origin.version is None:
+        return eval_of(history, START)
+    # a fork publishes its version under the name of its own lineage: the first, or the next that got so far
+    step = PolicyVersion.parse(origin.version).step
+    own = sorted(n for n, parent in history.parents.items() if n > origin.lineage and parent == origin.version)
+    found = (eval_of(history, PolicyVersion(number, step)) for number in own)
+    return next((item for item in found if item is not None), None)
+
+
+def _difference(start: float | None, final: float | None) -> float | None:
+    return None if start is None or final is None else final - start
+
+
+def _fallback_share(slots: dict[str, int]) -> float | None:
+    """Return the share of the slots that were to be recent data and fell back to replay."""
+    num_slots = slots.get("recent", 0) + slots.get("replay", 0)
+    return slots.get("fallback", 0) / num_slots if num_slots else None
+
+
+def _mean_policy_age(histogram: dict[int, int]) -> float | None:
+    num_rollouts = sum(histogram.values())
+    return sum(age * count for age, count in histogram.items()) / num_rollouts if num_rollouts else None

@@ -1,0 +1,191 @@
+"""Turn the recipe as written into the one that the children read: real ports, absolute paths, this run's Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.config import Recipe, parse_recipe
+from tba.config.data import with_replaced
+from tba.config.renamed_keys import with_new_names
+from tba.config.sections import check_embedding_model, check_tokenizer
+from tba.errors import ConfigError
+from tba_cli.ports import PortRequest, choose_ports
+from tba_cli.redis_server import HOST, redis_url
+from tba_cli.run_folder import RunFolder
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with absolute paths: a resume may happen in another current folder."""
+    prepared = {item.path: os.path.abspath(os.path.expanduser(item.path)) for item in recipe.prepare}
+    document = with_replaced(recipe.model_dump(mode="json"), prepared)
+    for name in ("train", "heldout"):
+        if document["data"][name] is not None:
+            _make_absolute_folder(document["data"][name], "dataset")
+    _make_absolute(document, "model", "path")
+    _make_absolute(document, "data", "path")
+    _make_absolute(document, "auth", "tokens_file")
+    for name in ("cert_file", "key_file", "ca_file"):
+        _make_absolute(document, "tls", name)
+    _make_absolute(document, "store", "ca_file")
+    _make_absolute(document, "eval", "embedding_model")
+    return parse_recipe(document, where="recipe")
+
+
+def with_real_addresses(recipe: Recipe, folder: RunFolder) -> tuple[Recipe, int]:
+    """Return the recipe that the children read, and the port of Redis.
+
+    Relative paths of the embedded store and of output for people become paths in the run folder. Tokens and passwords
+    that the recipe does not name are those of the folder.
+
+    Raises:
+        ConfigError: a port is in use.
+    """
+    buffer_port, reward_port, redis_port = choose_ports(
+        [
+            PortRequest("buffer.port", recipe.buffer.host, recipe.buffer.port),
+            PortRequest("reward.port", recipe.reward.host, recipe.reward.port),
+            PortRequest("the run's Redis", HOST, 0),
+        ]
+    )
+    document = recipe.model_dump(mode="json")
+    for name, port in (("buffer", buffer_port), ("reward", reward_port)):
+        section = document[name]
+        section["port"] = port
+        section["url"] = f"{recipe.tls.scheme}://{_reachable(section['host'])}:{port}"
+    password_file = str(folder.redis_password_path)
+    document["buffer"].update(redis_url=redis_url(redis_port), redis_password_file=password_file)
+    if recipe.auth.tokens_file is None:
+        document["auth"]["tokens_file"] = str(folder.tokens_path("all"))
+    document["store"]["url"] = absolute_store_url(recipe.store.url, folder)
+    document["scaling"]["backend"] = "local"
+    # nothing starts searchers again here, and the end of the run waits for theirs
+    document["searcher"]["on_run_end"] = "exit"
+    tracking = document["tracking"]
+    for section, key in ((tracking, "metrics_path"), (tracking, "tensorboard_dir"), (tracking["wandb"], "folder")):
+        if section is not None and section[key] is not None:
+            section[key] = str(folder.path / os.path.expanduser(section[key]))
+    if document["log_format"] == "auto":
+        # children write to a pipe, where `auto` would mean JSON, but people read their lines
+        document["log_format"] = "console"
+    return parse_recipe(document, where=str(folder.config_path)), redis_port
+
+
+def absolute_store_url(url: str, folder: RunFolder) -> str:
+    """Return the URL of a store; a relative `file://` store lies in the run folder."""
+    scheme, _, path = url.partition("://")
+    if scheme != "file" or path.startswith("/"):
+        return url
+    return f"file://{folder.path / path}"
+
+
+def check_model(recipe: Recipe) -> bool:
+    """Return whether the starting model still has to be made by a warm start.
+
+    Raises:
+        ConfigError: the model folder is missing and the recipe does not say how to make one, it has no tokenizer, or a
+            warm start with other settings made it (nothing that exists is overwritten); or the embedding model of
+            evaluations cannot be used.
+    """
+    check_embedding_model(recipe.eval.embedding_model)
+    folder = Path(recipe.model.path)
+    if (folder / "config.json").is_file():
+        check_tokenizer(folder)
+        _check_warm_start_report(folder / "warmstart.json", recipe)
+        return False
+    if recipe.model.warm_start is None:
+        raise ConfigError(
+            f"model.path {recipe.model.path} holds no config.json; give a folder in Hugging Face format, "
+            "or add a [model.warm_start] section that says how to make one"
+        )
+    return True
+
+
+def _check_warm_start_report(report_path: Path, recipe: Recipe) -> None:
+    """Raise ConfigError where a model that a warm start made has other settings than the recipe."""
+    # a folder without a report is a model that a person put there
+    if not report_path.is_file() or recipe.model.warm_start is None:
+        return
+    differs = made_with_other(report_path.read_bytes(), recipe, where=str(report_path))
+    if differs is not None:
+        raise ConfigError(
+            f"model.path {recipe.model.path} was made by a warm start with {differs}; remove that folder to make it "
+            "again, or give another model.path"
+        )
+
+
+def made_with_other(data: bytes, recipe: Recipe, *, where: str) -> str | None:
+    """Return the first setting of [model.warm_start] that differs from the report of a model, or None.
+
+    Args:
+        data: the report, warmstart.json.
+        where: its place, for the error.
+
+    Returns:
+        "NAME = FOUND, not WANTED".
+
+    Raises:
+        ConfigError: the report is damaged.
+    """
+    assert recipe.model.warm_start is not None, "only a recipe with a warm start is compared"
+    wanted = {"seed": recipe.warm_start_seed, **recipe.model.warm_start.model_dump(mode="json", exclude={"seed"})}
+    try:
+        report = json.loads(data)
+        found = {**with_new_names(report["settings"], "model.warm_start"), "seed": report["seed"]}
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{where} is damaged; remove the folder that holds it, and its model is made again") from None
+    differs = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    return f"{differs[0]} = {found.get(differs[0])}, not {wanted.get(differs[0])}" if differs else None
+
+
+def child_environ(
+    environ: Mapping[str, str],
+    *,
+    num_threads: int,
+    searcher_id: str | None = None,
+    gpus: Sequence[int] | None = None,
+    tokens_file: Path | None = None,
+) -> dict[str, str]:
+    """Return the environment of a child.
+
+    Args:
+        tokens_file: the child's own, in place of the one in config.json.
+    """
+    # TBA_SECTION__KEY variables are in config.json already, and would override the real ports there
+    child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
+    child.update({name: str(num_threads) for name in _THREAD_VARIABLES})
+    # lines must come at once through a pipe, and everything was fetched before the children start
+    child.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
+    if searcher_id is not None:
+        child["TBA_SEARCHER_ID"] = searcher_id
+    if tokens_file is not None:
+        child["TBA_AUTH__TOKENS_FILE"] = str(tokens_file)
+    if gpus is not None:
+        child["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return child
+
+
+def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:
+    value = document[section][key]
+    if value is not None:
+        document[section][key] = os.path.abspath(os.path.expanduser(value))
+
+
+def _make_absolute_folder(section: dict[str, Any], key: str) -> None:
+    value = section[key]
+    # a value that is not a folder here is a name on the hub
+    if value is not None and os.path.isdir(os.path.expanduser(value)):
+        section[key] = os.path.abspath(os.path.expanduser(value))
+
+
+def _reachable(host: str) -> str:
+    """Return an address that clients on this machine can connect to."""
+    if host in _WILDCARDS:
+        return _WILDCARDS[host]
+    return f"[{host}]" if ":" in host else host

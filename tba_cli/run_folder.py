@@ -1,0 +1,214 @@
+"""The folder of one run: every path in it, its lock, and the rules for begin, resume and start over.
+
+runs/<name>/.tba-run       marks a run folder and is its lock (process id of the supervisor)
+            recipe.json    the recipe as it was first resolved; written when the trainer is launched, so its
+                           presence means that there is something to resume
+            recipe_file.json    the content of the recipe file then: a resume compares it (local/resume.py)
+            config.json    the same with real ports and addresses, for the services
+            endpoints.json addresses, while the run is in progress
+            ended.json     when and why the last start ended; a start that was killed leaves none
+            metrics.jsonl  every step and evaluation, from the trainer
+            secrets/       the password of Redis and a tokens file for each child, new at every start;
+                           tokens/all.json has every token, for the commands of the owner of the run
+            logs/ store/ redis/ polls.jsonl timing.json
+            history.json summary.json report.html report.png model/     at the end
+
+Only its owner may read it (0700): it holds prompts, completions, weights and tokens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tba.errors import ConfigError
+from tba.tokens import new_tokens_files
+
+MARKER = ".tba-run"
+FAILED_STARTS = ".failed-starts"
+"""Folder beside the run folders: the logs of the last start of each run that failed before anything was made."""
+
+MAX_LOG_LINES, MAX_LOG_CHARS = 5, 2000
+"""Limits of the end of a log that is quoted."""
+
+
+class RunFolder:
+    """Paths under one run folder; nothing is created before `acquire`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.marker_path = self.path / MARKER
+        self.recipe_path = self.path / "recipe.json"
+        self.recipe_file_path = self.path / "recipe_file.json"
+        self.config_path = self.path / "config.json"
+        self.endpoints_path = self.path / "endpoints.json"
+        self.ended_path = self.path / "ended.json"
+        self.polls_path = self.path / "polls.jsonl"
+        self.timing_path = self.path / "timing.json"
+        self.history_path = self.path / "history.json"
+        self.summary_path = self.path / "summary.json"
+        self.report_path = self.path / "report.html"
+        self.report_png_path = self.path / "report.png"
+        self.model_path = self.path / "model"
+        self.logs_path = self.path / "logs"
+        self.store_path = self.path / "store"
+        self.redis_path = self.path / "redis"
+        self.secrets_path = self.path / "secrets"
+        self.redis_password_path = self.secrets_path / "redis_password"
+        self.redis_conf_path = self.secrets_path / "redis.conf"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a trainer was ever launched here."""
+        return self.recipe_path.exists()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a supervisor, or a child that one left behind, holds the lock."""
+        try:
+            lock_fd = os.open(self.marker_path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            # a shared lock fails only while a supervisor or its reaper holds the exclusive one
+            fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock_fd)
+        return False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run reached its end and was written up."""
+        return self.summary_path.exists()
+
+    def log_path(self, child: str) -> Path:
+        """Return the log file of one child."""
+        return self.logs_path / f"{child}.log"
+
+    def end_of_log(self, child: str) -> str:
+        """Return the last lines of a child's log in one line, for an error after which the folder is deleted."""
+        try:
+            lines = self.log_path(child).read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            lines = []
+        return " | ".join(line.strip() for line in lines[-MAX_LOG_LINES:])[-MAX_LOG_CHARS:] or "nothing"
+
+    def tokens_path(self, who: str) -> Path:
+        """Return the tokens file of a service, or of `all`."""
+        return self.secrets_path / "tokens" / f"{who}.json"
+
+    def check(self, *, resume: bool, fresh: bool) -> None:
+        """Check that the content of the folder fits the flags.
+
+        Raises:
+            ConfigError: it is not a run folder, holds a run (without resume and fresh), or holds none (with resume).
+        """
+        if resume and not self.has_begun:
+            raise ConfigError(f"there is no run to resume in {self.path}; leave out --resume to begin it")
+        if self.path.exists() and not self.marker_path.exists() and any(self.path.iterdir()):
+            raise ConfigError(
+                f"{self.path} exists and is not a run folder (no {MARKER} in it), so tba leaves it alone; "
+                "move it away, or give another name with --run-name"
+            )
+        if self.has_begun and not (resume or fresh):
+            raise ConfigError(
+                f"run folder {self.path} exists already; continue with --resume, delete it and begin again with "
+                "--fresh, or give another name with --run-name"
+            )
+
+    @contextmanager
+    def acquire(self, *, resume: bool, fresh: bool) -> Iterator[int]:
+        """Lock the folder after `check`; yield the descriptor of the lock.
+
+        Raises:
+            ConfigError: as `check`, or the folder is in use.
+        """
+        self.check(resume=resume, fresh=fresh)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)
+        lock_fd = self._lock()
+        try:
+            yield lock_fd
+        finally:
+            os.close(lock_fd)
+
+    def clear(self) -> None:
+        """Delete everything but the lock, so that nothing of an older run disturbs the one that begins."""
+        for entry in self.path.iterdir():
+            if entry.name == MARKER:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def discard(self, *, keep_logs: bool) -> Path | None:
+        """Delete the folder of a start that failed, with its lock; return where its logs are kept, if they are.
+
+        Args:
+            keep_logs: move them to `FAILED_STARTS` beside the run folders, in place of those of an earlier start.
+        """
+        kept = self.path.parent / FAILED_STARTS / self.path.name
+        keep_logs = keep_logs and self.logs_path.is_dir() and any(self.logs_path.iterdir())
+        if keep_logs:
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.parent.mkdir(mode=0o700, exist_ok=True)
+            shutil.move(self.logs_path, kept)
+        shutil.rmtree(self.path)
+        return kept if keep_logs else None
+
+    def make_folders(self) -> None:
+        """Create the folders that children write to, and new secrets for this start."""
+        for folder in (self.logs_path, self.redis_path):
+            folder.mkdir(exist_ok=True)
+        self.make_secrets()
+
+    def make_secrets(self) -> None:
+        """Make new tokens and a new password, in files that only their owner can read."""
+        password = secrets.token_hex(24)
+        texts = {self.redis_password_path: f"{password}\n", self.redis_conf_path: f"requirepass {password}\n"}
+        texts |= {self.tokens_path(who): json.dumps(tokens) + "\n" for who, tokens in new_tokens_files().items()}
+        for folder in (self.secrets_path, self.secrets_path / "tokens"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        for path, text in texts.items():
+            path.unlink(missing_ok=True)
+            # made with this mode, so that nobody else can read it even for a moment
+            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(text)
+
+    def write_json(self, path: Path, document: Any) -> None:
+        """Write a JSON file atomically: a reader sees the old or the new one."""
+        half = path.with_name(path.name + ".part")
+        half.write_text(json.dumps(document, indent=2) + "\n")
+        os.replace(half, path)
+
+    def _lock(self) -> int:
+        """Take an exclusive lock, which the kernel drops when its last holder (supervisor, reaper) is gone."""
+        lock_fd = os.open(self.marker_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # another `tba run` may have deleted the folder since the file was opened
+            if os.stat(self.marker_path).st_ino != os.fstat(lock_fd).st_ino:
+                raise FileNotFoundError
+        except FileNotFoundError:
+            os.close(lock_fd)
+            raise ConfigError(f"run folder {self.path} was just deleted by another `tba run`; start again") from None
+        except BlockingIOError:
+            holder = os.read(lock_fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(lock_fd)
+            raise ConfigError(
+                f"run folder {self.path} is in use by another `tba run` (process {holder}); "
+                "wait for its end, stop it, or give another name with --run-name"
+            ) from None
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+        return lock_fd

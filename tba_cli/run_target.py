@@ -1,0 +1,136 @@
+"""The run that a command talks to (a URL, a run folder, or the newest run under runs/), and the token for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tba.errors import ConfigError, ServiceError, WaitTimeoutError
+from tba.tokens import operator_client_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tba.api import SnapshotInfo
+    from tba.clients import BufferClient
+    from tba_cli.run_folder import RunFolder
+
+RUNS_DIR = Path("runs")
+RETRY_S = 3.0
+POLL_S = 0.3
+SILENCE_S = 300.0
+MAX_NAMED = 10
+"""An error about a run that does not exist names at most this many others, the newest first."""
+
+
+def open_client(args: argparse.Namespace) -> BufferClient:
+    """Return a client for the buffer service that the target flags name.
+
+    Raises:
+        ConfigError: there is no such run, or it is not in progress.
+    """
+    from tba.clients import BufferClient
+
+    url, tokens_file, ca_file = (args.url, None, None) if args.url else endpoints_of(run_folder(args))
+    token = operator_client_token(args.token_file or tokens_file)
+    return BufferClient(url, token=token, retry_s=RETRY_S, ca_file=args.ca_file or ca_file)
+
+
+def ended_run(args: argparse.Namespace) -> RunFolder | None:
+    """Return the folder of the chosen run if it is a local run that is over or was killed, else None.
+
+    Raises:
+        ConfigError: no run is named, and there is none.
+    """
+    if args.url:
+        return None
+    folder = run_folder(args)
+    return folder if folder.has_begun and not folder.is_in_use else None
+
+
+def run_folder(args: argparse.Namespace) -> RunFolder:
+    """Return the folder of the local run that the target flags name.
+
+    Raises:
+        ConfigError: no run is named, and there is none.
+    """
+    from tba_cli.run_folder import RunFolder
+
+    return RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
+
+
+def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
+    """Return (buffer URL, tokens file, file of trusted authorities) of a run in progress.
+
+    Raises:
+        ConfigError: the run never began, is over, was killed, or is starting or ending right now.
+    """
+    path = folder.endpoints_path
+    if not folder.path.is_dir():
+        raise ConfigError(_no_such_run(folder.path))
+    if not folder.is_in_use:
+        raise ConfigError(f"run {folder.path.name!r} is not going; start it, or give --url")
+    try:
+        endpoints = json.loads(path.read_text())
+        return endpoints["buffer_url"], endpoints["tokens_file"], endpoints.get("ca_file")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"run {folder.path.name!r} is starting or ending: {path} does not exist; try again, or give --url"
+        ) from None
+    except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}); give --url") from None
+
+
+def _no_such_run(folder: Path) -> str:
+    """Return a sentence about a run that does not exist: which runs there are, and what to do."""
+    from tba_cli.run_folder import MARKER
+
+    markers = sorted(folder.parent.glob(f"*/{MARKER}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parent.name for path in markers[:MAX_NAMED]]
+    there = ", ".join(names) + (", ..." if len(markers) > MAX_NAMED else "") if names else "none"
+    return (
+        f"there is no run {folder.name!r}: {folder} does not exist, and the runs beside it are: {there}; name one of "
+        "them, give --run-dir DIR or --url URL, or start one with `tba run RECIPE`"
+    )
+
+
+def _folder_of(run: str | None) -> Path:
+    if run is not None:
+        return Path(run) if "/" in run else RUNS_DIR / run
+    from tba_cli.run_folder import RunFolder
+
+    going = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/endpoints.json")]
+    if going:  # the file of a run that was killed is still there, so the lock counts first
+        return max(going, key=lambda folder: (folder.is_in_use, folder.endpoints_path.stat().st_mtime)).path
+    ended = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/recipe.json")]
+    if not ended:
+        raise ConfigError(f"no run is going under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
+    return max(ended, key=lambda folder: folder.recipe_path.stat().st_mtime).path
+
+
+def save_snapshot(client: BufferClient, name: str, *, show: Callable[[SnapshotInfo], None]) -> SnapshotInfo:
+    """Save the buffer of a run in progress, and wait for it.
+
+    Args:
+        show: called with the state of the save whenever it changes.
+
+    Raises:
+        ConflictError: a snapshot of this name exists, or the buffer saves or loads another one.
+        ServiceError: the save failed; says why.
+        WaitTimeoutError: nothing was written for SILENCE_S.
+    """
+    info, moved_s = client.save_snapshot(name), time.monotonic()
+    while info.state == "saving":
+        time.sleep(POLL_S)
+        before, info = info, client.get_snapshot(name)
+        if info != before:
+            moved_s = time.monotonic()
+            show(info)
+        elif time.monotonic() - moved_s > SILENCE_S:
+            raise WaitTimeoutError(f"wait 'snapshot-save': nothing was written for {SILENCE_S:.0f} s, see `tba status`")
+    if info.state == "failed":
+        raise ServiceError(f"snapshot {info.source} was not saved: {info.reason}")
+    return info

@@ -1,0 +1,130 @@
+"""Bring the folders of a recipe into the object store.
+
+at its path   in the store    step
+yes           no              push
+yes           yes             compare; different content is an error
+no            yes             nothing (data sets, and everything with `pull`: fetch)
+no            no              make (warm start, `prepare`), then push; else an error
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tba.config import Recipe
+from tba.config.sections import check_tokenizer
+from tba.errors import ConfigError
+from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
+from tba_cli.console import Console
+from tba_cli.programs import run_program
+from tba_cli.resolve import made_with_other
+from tba_cli.setup.prepare import prepare_recipe
+
+OnProgress = Callable[[str], None]
+
+
+def set_up_folders(
+    recipe: Recipe, artifacts: ArtifactStore, *, prepare: bool, pull: bool, on_progress: OnProgress
+) -> None:
+    """Take the steps of the table above for every folder.
+
+    Args:
+        prepare: do what `tba data prepare` does where something of `[[prepare]]` is nowhere.
+        pull: also fetch the folders that are in the store and not at their path here.
+
+    Raises:
+        ConfigError: a folder is nowhere and nothing says how to make it, differs from the one in the store, or cannot
+            be written.
+        StoreError: the store cannot be used.
+    """
+    folders = required_folders(recipe)
+    _fetch_stored(folders, artifacts, everything=pull, on_progress=on_progress)
+    _make_starting_model(recipe, artifacts, on_progress)
+    prepared = {item.path for item in recipe.prepare}
+    nowhere = [folder for folder in folders if not _is_somewhere(folder, artifacts)]
+    if nowhere and prepare and any(folder.path in prepared for folder in nowhere):
+        _fetch_stored(
+            [folder for folder in folders if folder.path in prepared],
+            artifacts,
+            everything=True,
+            on_progress=on_progress,
+        )
+        prepare_recipe(recipe, Console("normal"))
+        nowhere = [folder for folder in folders if not _is_somewhere(folder, artifacts)]
+    if nowhere:
+        folder = nowhere[0]
+        can_be_prepared = folder.path in prepared and not prepare
+        hint = "`tba setup --prepare` fetches or makes it where there is a network, or " if can_be_prepared else ""
+        raise ConfigError(
+            f"{folder.key}: {folder.kind} {folder.path} is neither here nor in {artifacts.url}; {hint}push it from a "
+            f"machine that has it: tba model push {folder.path} --config RECIPE"
+        )
+    for folder in folders:
+        if folder.is_here:
+            # a folder without a tokenizer would fail later, in every pod that pulls it
+            if folder.path == recipe.model.path:
+                check_tokenizer(folder.path)
+            artifacts.push(folder.kind, folder.name, Path(folder.path).expanduser())
+        else:
+            on_progress(f"{folder.path}: {folder.kind} {folder.name} is in {artifacts.url}")
+
+
+def _is_somewhere(folder: RequiredFolder, artifacts: ArtifactStore) -> bool:
+    return folder.is_here or artifacts.find(folder.kind, folder.name) is not None
+
+
+def _fetch_stored(
+    folders: list[RequiredFolder], artifacts: ArtifactStore, *, everything: bool, on_progress: OnProgress
+) -> None:
+    """Fetch folders that are stored and not here: data sets always, since the prompts are made of them."""
+    for folder in folders:
+        # a folder that was pulled may be half a pull, which continues now
+        if folder.is_here and not artifacts.was_pulled(Path(folder.path).expanduser()):
+            continue
+        manifest = artifacts.find(folder.kind, folder.name) if everything or "setup" in folder.services else None
+        if manifest is not None:
+            num = artifacts.pull(manifest, Path(folder.path).expanduser())
+            on_progress(f"{folder.path}: {num} files fetched from {artifacts.url}")
+
+
+def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore, on_progress: OnProgress) -> None:
+    """Make the model of `[model.warm_start]` where it is nowhere; where it exists, check that its settings agree."""
+    if recipe.model.warm_start is None:
+        return
+    folder = next(folder for folder in required_folders(recipe) if folder.path == recipe.model.path)
+    report_path = Path(recipe.model.path) / "warmstart.json"
+    stored = artifacts.find(folder.kind, folder.name)
+    if (Path(recipe.model.path) / "config.json").is_file():
+        report, where = report_path.read_bytes() if report_path.is_file() else None, folder.path
+    elif stored is not None:
+        report, where = artifacts.read(stored, "warmstart.json"), f"models/{folder.name} in {artifacts.url}"
+    else:
+        _warm_start(recipe, on_progress)
+        return
+    differs = None if report is None else made_with_other(report, recipe, where=f"warmstart.json of {where}")
+    if differs is not None:
+        raise ConfigError(
+            f"{where} was made by a warm start with {differs}; give the recipe another model.path, or remove it there"
+        )
+
+
+def _warm_start(recipe: Recipe, on_progress: OnProgress) -> None:
+    parent = Path(recipe.model.path).absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(parent, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(
+            f"model.path {recipe.model.path}: {parent} cannot be written by user {os.getuid()}; mount a writable "
+            "volume there"
+        )
+    on_progress(f"making the starting model {recipe.model.path} (once)")
+    with tempfile.TemporaryDirectory(prefix="tba-setup-") as place:
+        config = Path(place) / "recipe.json"
+        config.write_text(recipe.model_dump_json())
+        run_program("tba_cli.starter_models.warm_start", ["--config", str(config)])

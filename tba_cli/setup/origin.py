@@ -1,0 +1,200 @@
+"""The origin of a run: a snapshot of another run's buffer and, for a fork, one of its weight versions.
+
+    looked for in    the store of the new run, then the store of the local run of that name (runs/RUN/config.json)
+    copied           to the store of the new run, under the same keys, unless it is there already: the manifest last
+
+So the new run holds all that it needs, and the other one may be deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.api import OriginInfo
+from tba.clients import BufferClient
+from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError, WaitTimeoutError
+from tba.store import ObjectStore, open_store
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
+from tba_cli.console import Console
+from tba_cli.run_folder import RunFolder
+
+POLL_S = 0.5
+PROGRESS_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A snapshot in `store`, and the version to fork from, if any."""
+
+    source: SnapshotSource
+    version: PolicyVersion | None
+    store: ObjectStore
+    manifest: SnapshotManifest
+
+    def object_keys(self) -> Iterator[str]:
+        """Yield the key of every object that the new run needs; each manifest comes after the objects that it names."""
+        yield from (stored.key for stored in self.manifest.objects)
+        if self.version is not None:
+            prefix = f"runs/{self.source.run}"
+            weights = WeightVersions(self.store, self.source.run).manifest(self.version)
+            yield from (stored.key for stored in (*weights.tensors, *weights.files))
+            yield f"{prefix}/weights/{self.version}/manifest.json"
+            checkpoint = self.store.list(f"{prefix}/checkpoints/{self.version}/")
+            if any(key.endswith("/manifest.json") for key in checkpoint):
+                yield from sorted(checkpoint, key=lambda key: key.endswith("/manifest.json"))
+        yield self.source.manifest_key
+
+
+def check_offline(recipe: Recipe) -> None:
+    """Raise ConfigError where a run without searchers has nothing to train on."""
+    if recipe.is_offline and recipe.run.snapshot is None:
+        raise ConfigError(
+            "searcher.num_searchers is 0, so nothing would ever be generated: begin with the rollouts of another run "
+            "(`tba buffer save NAME RUN`, then --buffer RUN/NAME), or set searcher.num_searchers"
+        )
+
+
+def check_origin(recipe: Recipe) -> None:
+    """Check the origin by the recipe alone, before anything is saved or looked for.
+
+    Raises:
+        ConfigError: a run cannot begin with it.
+    """
+    if recipe.run.snapshot is None:
+        return
+    if SnapshotSource.parse(recipe.run.snapshot).run == recipe.run.name:
+        raise ConfigError(f"run {recipe.run.name!r} cannot begin with a snapshot of itself: give it another name")
+    version = None if recipe.run.fork_version is None else PolicyVersion.parse(recipe.run.fork_version)
+    if version is not None and recipe.trainer.num_steps <= version.step:
+        raise ConfigError(
+            f"trainer.num_steps is {recipe.trainer.num_steps}, and the fork begins at step {version.step}: its steps "
+            "count from there, so set trainer.num_steps above it"
+        )
+
+
+def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin | None:
+    """Return the origin that the recipe names, or None where it names none.
+
+    Args:
+        store: of the new run.
+        runs_dir: folder of the local runs.
+
+    Raises:
+        ConfigError: the origin is nowhere, or does not fit the recipe.
+        StoreError: the store cannot be read.
+    """
+    if recipe.run.snapshot is None:
+        return None
+    check_origin(recipe)
+    source = SnapshotSource.parse(recipe.run.snapshot)
+    found = _store_of(source, store, runs_dir)
+    version = None if recipe.run.fork_version is None else PolicyVersion.parse(recipe.run.fork_version)
+    key = source.manifest_key
+    origin = Origin(source, version, found, decode_snapshot_manifest(found.get(key), key=key))
+    _check(origin, recipe)
+    return origin
+
+
+def copy_origin(origin: Origin, store: ObjectStore) -> int:
+    """Copy the origin to the store of the run; return the number of objects, 0 when it is there already.
+
+    Raises:
+        StoreError: one of the stores failed.
+    """
+    # the run's own store has it: nothing to copy
+    if origin.store.url == store.url:
+        return 0
+    num_objects = 0
+    with tempfile.TemporaryDirectory(prefix="tba-origin-") as folder:
+        path = Path(folder) / "object"
+        for key in origin.object_keys():
+            origin.store.get_file(key, path)
+            store.put_file(key, path)
+            num_objects += 1
+    return num_objects
+
+
+async def until_loaded(client: BufferClient, console: Console, *, silence_s: float) -> OriginInfo:
+    """Wait (wait `snapshot-load`) until the buffer has loaded what the run begins with.
+
+    Args:
+        silence_s: deadline of the next rollout, not of the whole load.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+        WaitTimeoutError: there was no progress for `silence_s`.
+    """
+    moved_s = shown_s = time.monotonic()
+    before: tuple[int, int] | None = None
+    while True:
+        origin = (await asyncio.to_thread(client.run)).origin
+        if origin is None or origin.state == "failed":
+            reason = "it does not know of it" if origin is None else origin.reason
+            raise ConfigError(f"the buffer could not load the snapshot: {reason}")
+        if origin.state == "complete":
+            return origin
+        now, progress = time.monotonic(), (origin.num_checked, origin.num_loaded)
+        if progress != before:
+            moved_s, before = now, progress
+        elif now - moved_s > silence_s:
+            raise WaitTimeoutError(
+                f"wait 'snapshot-load': nothing moved for {silence_s:.0f} s ({origin.reason or 'for no known reason'})"
+            )
+        if now - shown_s > PROGRESS_INTERVAL_S:
+            shown_s = now
+            console.info(
+                f"loading {origin.source}: {origin.num_checked} rollouts checked, {origin.num_loaded} loaded, of "
+                f"{'?' if origin.num_rollouts is None else origin.num_rollouts}"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def store_of_run(folder: RunFolder) -> ObjectStore | None:
+    """Return the store of a local run, or None where no run began."""
+    # config.json has the address that its services were given: a relative one lies in the run folder
+    if not folder.config_path.exists():
+        return None
+    return open_store(load_recipe(folder.config_path, environ={}).store)
+
+
+def _store_of(source: SnapshotSource, store: ObjectStore, runs_dir: Path) -> ObjectStore:
+    if store.size_bytes(source.manifest_key) is not None:
+        return store
+    local = store_of_run(RunFolder(runs_dir / source.run))
+    if local is not None and local.size_bytes(source.manifest_key) is not None:
+        return local
+    places = [store.url, *([] if local is None else [local.url])]
+    raise ConfigError(
+        f"there is no snapshot {source} in {' or '.join(places)}; make it with "
+        f"`tba buffer save {source.name} {source.run}`"
+    )
+
+
+def _check(origin: Origin, recipe: Recipe) -> None:
+    manifest, version, needed = origin.manifest, origin.version, recipe.sampling.min_size_to_sample
+    if recipe.is_offline and manifest.num_scored + manifest.num_pending < needed:
+        raise ConfigError(
+            f"snapshot {origin.source} holds {manifest.num_scored} scored rollouts, and sampling.min_size_to_sample is "
+            f"{needed}: without searchers no batch could ever be drawn"
+        )
+    if version is None:
+        return
+    versions = WeightVersions(origin.store, origin.source.run)
+    if not versions.exists(version):
+        known = ", ".join(map(str, versions.versions()[-8:])) or "none"
+        raise ConfigError(
+            f"run {origin.source.run!r} has no weight version {version} in {origin.store.url} (any more: "
+            f"trainer.keep_versions); the newest are {known}"
+        )
+    if manifest.mark_of(version) is None:
+        raise ConfigError(
+            f"snapshot {origin.source} was saved before version {version} was announced; save another one"
+        )

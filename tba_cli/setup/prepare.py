@@ -1,0 +1,186 @@
+"""`tba data prepare`: fetch or make the models and data sets of a recipe, then check that a run can begin with them.
+
+Idempotent: a folder that is there is only checked. Programs of their own do the work that needs torch or transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.api import Prompt
+from tba.config import Recipe
+from tba.config.data import PrepareItem
+from tba.errors import ConfigError
+from tba_cli.artifacts.huggingface import download
+from tba_cli.artifacts.prepared import HALF_DONE, begin_record, is_there, read_record, write_record
+from tba_cli.console import Console
+from tba_cli.programs import run_program
+from tba_cli.prompts.reader import prompts_of
+
+MAX_MEASURED_PROMPTS = 20_000
+"""At most this many prompts are measured in tokens; data sets of the recipes have up to about 100,000."""
+MAX_SHOWN_CHARS = 1000
+
+
+def prepare_recipe(recipe: Recipe, console: Console) -> None:
+    """Fetch or make every `[[prepare]]` item that is missing, then check models, columns, sizes and lengths.
+
+    Raises:
+        ConfigError: something cannot be fetched, made or read, or does not fit the recipe.
+    """
+    missing = [item for item in recipe.prepare if not is_there(item)]
+    _get(missing, console)
+    for item in recipe.prepare:
+        record = read_record(Path(item.path))
+        state = "here already" if item not in missing else "made" if item.maker else "fetched"
+        commit = f", commit {record['commit'][:12]}" if record and record["commit"] else ""
+        console.result(f"{item.path}: {item.kind} {item.hub or item.maker or 'of your own'}, {state}{commit}")
+    prompts = prompts_of(recipe)
+    _check_models(recipe, prompts, console)
+    _show_prompts(prompts, console)
+
+
+def prepare_at_start(recipe: Recipe, console: Console) -> None:
+    """Fetch or make the missing items that `tba run` takes care of (`at_start`).
+
+    Raises:
+        ConfigError: something cannot be fetched or made.
+    """
+    missing = [item for item in recipe.prepare if item.at_start and not is_there(item)]
+    _get(missing, console)
+    for item in missing:
+        record = read_record(Path(item.path))
+        if record is not None and record["commit"] and record["commit"] != item.revision:
+            console.info(f"fetched {item.hub} at commit {record['commit']}; model.revision pins it")
+
+
+def _get(missing: Sequence[PrepareItem], console: Console) -> None:
+    # before anything large is fetched: such an item ends the command in any case
+    for item in missing:
+        if item.manual is not None:
+            raise ConfigError(f"{item.path} ({item.kind}) cannot be fetched: {item.manual}")
+    # one program for all items, since it imports torch
+    _make([item for item in missing if item.maker is not None])
+    for item in missing:
+        if item.hub is not None:
+            console.info(f"fetching {item.kind} {item.hub} to {item.path}")
+            _fetch(item)
+
+
+def _make(items: Sequence[PrepareItem]) -> None:
+    if not items:
+        return
+    words = [word for item in items for word in ("--make", item.maker or "", str(item.seed), item.path)]
+    for item in items:
+        Path(item.path).parent.mkdir(parents=True, exist_ok=True)
+        if Path(item.path).is_dir():
+            _remove_empty(Path(item.path))
+    run_program("tba_cli.starter_models.tiny", words)
+    for item in items:
+        write_record(item, commit=None)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove an empty folder, since the makers make folders themselves; raise ConfigError where it is not empty."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        raise ConfigError(f"{folder} holds a part of something else ({error.strerror}); remove that folder") from None
+
+
+def _fetch(item: PrepareItem) -> None:
+    folder = Path(item.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    begin_record(item)
+    try:
+        commit = download(item)
+    except ConfigError:
+        # nothing was fetched: leave no folder that looks like half a download
+        if {file.name for file in folder.iterdir()} == {HALF_DONE}:
+            (folder / HALF_DONE).unlink()
+            folder.rmdir()
+        raise
+    if item.kind == "model" and any(folder.glob("pytorch_model*.bin")):
+        run_program("tba_cli.starter_models.convert", ["convert", item.path])
+    write_record(item, commit=commit)
+
+
+def _check_models(recipe: Recipe, prompts: Sequence[Prompt], console: Console) -> None:
+    """Load config and tokenizer of every model folder, and measure the prompts with those of the starting model."""
+    others = [item.path for item in recipe.prepare if item.kind == "model" and item.path != recipe.model.path]
+    has_own = not any(item.path == recipe.model.path for item in recipe.prepare)
+    if recipe.model.warm_start is not None or (has_own and not Path(recipe.model.path).is_dir()):
+        console.result(
+            f"{recipe.model.path}: the starting model is not an item of [[prepare]], and is not checked here"
+        )
+        measured, folders = [], others
+    else:
+        measured, folders = list(prompts[:MAX_MEASURED_PROMPTS]), [recipe.model.path, *others]
+    if not folders:
+        return
+    answers = _measured(folders, measured)
+    for folder, answer in zip(folders, answers, strict=True):
+        console.result(
+            f"{folder}: {answer['architecture']}, {answer['num_parameters']:,} parameters, vocabulary of "
+            f"{answer['vocab_size']:,}"
+        )
+    if measured:
+        console.result(_lengths(recipe, answers[0], len(measured)))
+
+
+def _lengths(recipe: Recipe, answer: dict[str, Any], num_prompts: int) -> str:
+    """Return a sentence about how long the prompts are in tokens.
+
+    Raises:
+        ConfigError: none of them would be used, or prompts and responses do not fit into the model's context.
+    """
+    limit, room = recipe.searcher.max_prompt_tokens, answer["max_length_tokens"]
+    total = limit + recipe.searcher.max_response_tokens
+    if room is not None and total > room:
+        raise ConfigError(
+            f"searcher.max_prompt_tokens + max_response_tokens is {total}, and {recipe.model.path} takes at most {room}"
+        )
+    num_over = sum(tokens > limit for tokens in answer["text_tokens"])
+    if num_over == num_prompts:
+        raise ConfigError(f"every prompt is longer than searcher.max_prompt_tokens ({limit}); raise it")
+    return (
+        f"prompts have up to {max(answer['text_tokens'])} tokens; {num_over} of {num_prompts} are longer than "
+        f"searcher.max_prompt_tokens ({limit}) and will be refused"
+    )
+
+
+def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], str]:
+    """Load config and tokenizer of the starting model and measure prompts with them.
+
+    Returns:
+        The answer of `convert check` about the model folder, and a sentence about the lengths of the prompts.
+
+    Raises:
+        ConfigError: they cannot be loaded, or do not fit the recipe.
+    """
+    (answer,) = _measured([recipe.model.path], prompts)
+    return answer, _lengths(recipe, answer, len(prompts))
+
+
+def _measured(folders: Sequence[str], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Return the answer of `convert check` for each folder; the first one has the lengths of the prompts in tokens."""
+    with tempfile.TemporaryDirectory(prefix="tba-prepare-") as place:
+        texts = Path(place) / "texts.json"
+        texts.write_text(json.dumps([prompt.text for prompt in prompts]))
+        return json.loads(run_program("tba_cli.starter_models.convert", ["check", *folders, "--texts", str(texts)]))
+
+
+def _show_prompts(prompts: Sequence[Prompt], console: Console) -> None:
+    for split in ("train", "heldout"):
+        chosen = [prompt for prompt in prompts if prompt.split == split]
+        console.result(f"{len(chosen):,} prompts of split {split}; the first:")
+        shown = chosen[0].model_dump_json(indent=2)
+        console.result(shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]} ...")
+    texts = {prompt.text for prompt in prompts if prompt.split == "train"}
+    both = sum(prompt.text in texts for prompt in prompts if prompt.split == "heldout")
+    if both:
+        console.result(f"{both} held-out prompts have the text of a prompt that is trained on")

@@ -1,0 +1,248 @@
+"""The sizes of a decoder that decide how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tba.errors import ConfigError
+
+MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer."""
+
+    num_params: int
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    tied: bool = False
+    """Whether the output head is the embedding."""
+
+    @property
+    def num_layer_params(self) -> int:
+        """Parameters of one layer."""
+        return (self.num_params - self.num_root_params) // self.num_layers
+
+    @property
+    def num_root_params(self) -> int:
+        """Parameters that are in no layer: embedding and output head."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the key-value cache holds for one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+
+def shape_of_config(config: Mapping[str, Any], *, num_params: int | None = None) -> ModelShape | None:
+    """Return the shape by a model's `config.json`, or None where it does not name its sizes.
+
+    Args:
+        num_params: as counted; None: computed from the config (Llama's family, GPT-NeoX, GPT-2).
+    """
+
+    def size(*names: str) -> int | None:
+        return next((int(config[name]) for name in names if config.get(name)), None)
+
+    hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
+    heads, vocab = size("num_attention_heads", "n_head"), size("vocab_size")
+    if hidden is None or layers is None or heads is None or vocab is None:
+        return None
+    shape = ModelShape(
+        num_params=num_params or 0,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_kv_heads=size("num_key_value_heads") or heads,
+        head_size=size("head_dim") or hidden // heads,
+        vocab_size=vocab,
+        tied=config.get("tie_word_embeddings", True),
+    )
+    if num_params is not None:
+        return shape
+    counted = _layer_and_rest(config, shape, heads)
+    return counted and replace(shape, num_params=layers * counted[0] + counted[1] + shape.num_root_params)
+
+
+def _layer_and_rest(config: Mapping[str, Any], shape: ModelShape, heads: int) -> tuple[int, int] | None:
+    """Return the parameters of one layer, and those outside of layers, token embedding and head."""
+    family, hidden = config.get("model_type"), shape.hidden_size
+    if family == "gpt2":
+        # attention 4h^2 + 4h, MLP 8h^2 + 5h, two norms 4h; then positions and the last norm
+        return 12 * hidden**2 + 13 * hidden, int(config["n_positions"]) * hidden + 2 * hidden
+    if "intermediate_size" not in config:
+        return None
+    inner = int(config["intermediate_size"])
+    if family == "gpt_neox":
+        return 4 * hidden * (hidden + 1) + 2 * hidden * inner + inner + hidden + 4 * hidden, 2 * hidden
+    if family not in LLAMA_FAMILY:
+        return None
+    head, kv_heads = shape.head_size, shape.num_kv_heads
+    # queries and output have all heads, keys and values only kv_heads
+    attention = 2 * hidden * head * (heads + kv_heads)
+    if family == "qwen2":  # biases of queries, keys and values
+        attention += head * (heads + 2 * kv_heads)
+    if family == "qwen3":  # norms of queries and keys
+        attention += 2 * head
+    return attention + 3 * hidden * inner + 2 * hidden, hidden
+
+
+LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def _llama(
+    family: str,
+    hidden: int,
+    layers: int,
+    heads: tuple[int, int],
+    inner: int,
+    vocab: int,
+    *,
+    tied: bool = False,
+    head: int = 0,
+) -> ModelShape:
+    """Return the shape of a model of Llama's family; `heads` are those of queries and of keys."""
+    config = {
+        "model_type": family,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "head_dim": head,
+    }
+    return _counted(config)
+
+
+def _neox(hidden: int, layers: int, heads: int, *, inner: int | None = None, vocab: int = 50_304) -> ModelShape:
+    """Return the shape of a GPT-NeoX model, by default one of the Pythia suite."""
+    config = {
+        "model_type": "gpt_neox",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": inner or 4 * hidden,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+    }
+    return _counted(config)
+
+
+def _gpt2(hidden: int, layers: int, heads: int, *, positions: int = 1024, vocab: int = 50_257) -> ModelShape:
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions, "vocab_size": vocab}
+    return _counted({"model_type": "gpt2", **sizes})
+
+
+def _counted(config: Mapping[str, Any]) -> ModelShape:
+    shape = shape_of_config(config)
+    assert shape is not None, "the families of the table can be counted"
+    return shape
+
+
+_TINY_LLAMA = _llama("llama", 2048, 22, (32, 4), 5632, 32_000)
+SHAPES: Mapping[str, ModelShape] = {
+    "1b": _TINY_LLAMA,
+    "7b": _llama("qwen2", 3584, 28, (28, 4), 18_944, 152_064),
+    "32b": _llama("qwen2", 5120, 64, (40, 8), 27_648, 152_064),
+    "quickstart": _llama("llama", 64, 2, (4, 4), 256, 16, tied=True),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "pythia-410m": _neox(1024, 24, 16),
+    "pythia-1b": _neox(2048, 16, 8),
+    "pythia-2.8b": _neox(2560, 32, 32),
+    "rho-1b": _TINY_LLAMA,
+    "tinyllama-1.1b": _TINY_LLAMA,
+    "llama-3.2-1b": _llama("llama", 2048, 16, (32, 8), 8192, 128_256, tied=True, head=64),
+    "llama-3.2-3b": _llama("llama", 3072, 28, (24, 8), 8192, 128_256, tied=True),
+    "llama-3.1-8b": _llama("llama", 4096, 32, (32, 8), 14_336, 128_256),
+    "qwen2.5-0.5b": _llama("qwen2", 896, 24, (14, 2), 4864, 151_936, tied=True),
+    "qwen2.5-1.5b": _llama("qwen2", 1536, 28, (12, 2), 8960, 151_936, tied=True),
+    "qwen2.5-3b": _llama("qwen2", 2048, 36, (16, 2), 11_008, 151_936, tied=True),
+    "qwen2.5-7b": _llama("qwen2", 3584, 28, (28, 4), 18_944, 152_064),
+    "qwen2.5-14b": _llama("qwen2", 5120, 48, (40, 8), 13_824, 152_064),
+    "qwen2.5-32b": _llama("qwen2", 5120, 64, (40, 8), 27_648, 152_064),
+    "qwen3-0.6b": _llama("qwen3", 1024, 28, (16, 8), 3072, 151_936, tied=True, head=128),
+    "qwen3-1.7b": _llama("qwen3", 2048, 28, (16, 8), 6144, 151_936, tied=True, head=128),
+    "qwen3-4b": _llama("qwen3", 2560, 36, (32, 8), 9728, 151_936, tied=True, head=128),
+    "qwen3-8b": _llama("qwen3", 4096, 36, (32, 8), 12_288, 151_936, head=128),
+}
+"""Models that need not be at hand. `1b`, `7b` and `32b` are the sizes of RhoMath-1B (TinyLlama's), Qwen2.5-7B and
+Qwen2.5-32B; `quickstart` is the model of a warm start."""
+MAKER_SHAPES: Mapping[str, ModelShape] = {
+    "llama": _llama("llama", 64, 2, (2, 1), 128, 384),
+    "llama_chat": _llama("llama", 64, 2, (2, 1), 128, 384),
+    "qwen2": _llama("qwen2", 64, 2, (2, 1), 128, 384),
+    "gpt_neox": _neox(64, 2, 2, inner=128, vocab=384),
+    "gpt2": _gpt2(64, 2, 2, positions=256, vocab=384),
+}
+"""The models of the makers of policies (tba_cli/starter_models/models.py); a test compares them."""
+_PYTHIA = re.compile(r"pythia-?([0-9.]+[mb])")
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """Return the shape of a model by its name on the hub or a size such as `7b`, or None where no table has it.
+
+    A suffix after the size (`-Instruct`, `-sft-gsm8k`) does not change the shape.
+    """
+    text = _PYTHIA.sub(r"pythia-\1", name.lower().rpartition("/")[2])
+    names = [known for known in SHAPES if text == known or text.startswith(f"{known}-")]
+    return SHAPES[max(names, key=len)] if names else None
+
+
+def shape_of_folder(folder: Path) -> ModelShape:
+    """Return the shape of a model folder: sizes from its config, parameters counted in the headers of its safetensors.
+
+    Raises:
+        ConfigError: there is no such model, or its config does not name its sizes.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} holds no model whose config.json can be read ({error}); name a known size instead, for example "
+            "--model 7b"
+        ) from None
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no *.safetensors to count the parameters of; name a size, such as --model 7b"
+        )
+    shape = shape_of_config(config, num_params=sum(map(_num_params, files)))
+    if shape is None:
+        raise ConfigError(
+            f"{folder / 'config.json'} does not name hidden size, layers, attention heads and vocabulary; name a size, "
+            "such as --model 7b"
+        )
+    return shape
+
+
+def _num_params(path: Path) -> int:
+    """Return the number of parameters in a safetensors file, read from its header alone."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        if num_bytes > MAX_HEADER_BYTES:
+            raise ConfigError(f"{path} is not a safetensors file: its header would have {num_bytes} bytes")
+        try:
+            header = json.loads(file.read(num_bytes))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            count = 1
+            for size in tensor["shape"]:
+                count *= size
+            total += count
+    return total

@@ -1,0 +1,161 @@
+"""`python -m tba_cli.starter_models.convert`: check a model folder, render chats, or convert weights to safetensors.
+
+check     load config and tokenizer, verify every safetensors file; answer sizes, and lengths of texts in tokens
+chat      render conversations by the tokenizer's chat template, up to the place where the model answers
+convert   replace pickled weights (pytorch_model.bin, read with `weights_only`) by safetensors
+
+The answer is JSON on stdout; an error is one sentence on stderr, exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tba.config.sections import TOKENIZER_FILES
+from tba.errors import ConfigError
+
+PICKLED = "pytorch_model*.bin*"
+
+
+def check(folder: Path, texts: list[str]) -> dict[str, Any]:
+    """Check a model folder.
+
+    Args:
+        texts: prompts whose lengths in tokens are returned.
+
+    Returns:
+        Architecture, number of parameters, vocabulary size, longest sequence in tokens (or none), tokens of each text.
+
+    Raises:
+        ConfigError: something is missing, unreadable or cut short.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # transformers would invent one
+        raise ConfigError(
+            f"{folder}: there is no tokenizer; name a repository that has it as `tokenizer` in [[prepare]]"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{folder}: config or tokenizer cannot be loaded: {error}") from None
+    rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {
+        "architecture": (config.architectures or ["unknown"])[0],
+        "num_parameters": _num_parameters(folder),
+        "vocab_size": config.get_text_config().vocab_size,
+        "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
+        "text_tokens": [len(row) for row in rows],
+    }
+
+
+def chat_texts(folder: Path, chats: list[Any]) -> list[str]:
+    """Return the texts of conversations.
+
+    Raises:
+        ConfigError: there is no chat template, or it refuses a conversation.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    except Exception as error:  # a template can raise anything
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"{folder}: its chat template cannot make text of the messages: {type(error).__name__}: {first}; give "
+            "prompts as text, or a model with a chat template"
+        ) from None
+    # a bos in the text would be doubled where the tokenizer itself puts one before every text
+    bos = tokenizer.bos_token
+    has_own = bos is not None and tokenizer("1")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return [text.removeprefix(bos) for text in texts] if has_own else texts
+
+
+def convert(folder: Path) -> dict[str, Any]:
+    """Write safetensors in place of pickled weights.
+
+    Returns:
+        How many files were replaced.
+
+    Raises:
+        ConfigError: the weights cannot be loaded by the class that config.json names.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    pickled = sorted(folder.glob(PICKLED))
+    try:
+        name = json.loads((folder / "config.json").read_text())["architectures"][0]
+        model_class: Any = getattr(transformers, name)
+        model, found = model_class.from_pretrained(
+            folder, local_files_only=True, weights_only=True, output_loading_info=True
+        )
+        if found["missing_keys"]:  # transformers would fill them with random numbers
+            raise ValueError(f"{len(found['missing_keys'])} tensors are missing, such as {min(found['missing_keys'])}")
+        model.save_pretrained(folder)
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ConfigError(f"{folder}: its weights cannot be converted: {type(error).__name__}: {error}") from None
+    for path in pickled:
+        path.unlink()
+    return {"num_replaced": len(pickled)}
+
+
+def _num_parameters(folder: Path) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: there is no .safetensors file")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is damaged: {type(error).__name__}: {error}") from None
+        if missing := sorted(named - {file.name for file in files}):
+            raise ConfigError(f"{folder}: {missing[0]} of {index.name} is missing")
+    count = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                    size = 1
+                    for length in tensors.get_slice(name).get_shape():
+                        size *= length
+                    count += size
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file} is cut short or not a safetensors file: {error}") from None
+    return count
+
+
+def main() -> int:
+    """Run one command; return 0, or 2 with a sentence on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m tba_cli.starter_models.convert", description=__doc__)
+    parser.add_argument("command", choices=["chat", "check", "convert"])
+    parser.add_argument("folder", type=Path, nargs="+", help="model folders")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations, first folder")
+    args = parser.parse_args()
+    texts = [] if args.texts is None else json.loads(args.texts.read_text())
+    try:
+        if args.command == "chat":
+            answers: list[Any] = chat_texts(args.folder[0], texts)
+        else:
+            answers = [
+                check(folder, texts if index == 0 else []) if args.command == "check" else convert(folder)
+                for index, folder in enumerate(args.folder)
+            ]
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(answers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

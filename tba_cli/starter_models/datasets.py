@@ -1,0 +1,145 @@
+"""Make small data sets as the hub stores them: Parquet files by split, and a README with configurations and files.
+
+The rows are made up and have the columns of the recipes' data sets; every row is a function of seed and number.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+NAMES = ("Tom", "Ana", "Lee", "Mia", "Sam", "Eva")
+THINGS = ("apples", "books", "cats", "eggs", "pens", "cups")
+NUM_TRAIN, NUM_HELDOUT = 48, 16
+
+
+def gsm8k_row(rng: random.Random) -> Row:
+    """Return a row of openai/gsm8k; the answer is one digit, which a random policy sometimes finds."""
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    left = rng.randint(1, 8)
+    right = rng.randint(1, 9 - left)
+    question = f"{name} has {left} {thing} and buys {right} more. How many {thing} does {name} have?"
+    return {"question": question, "answer": f"{left} + {right} = {left + right}\n#### {left + right}"}
+
+
+def tldr_row(rng: random.Random) -> Row:
+    """Return a row of the TL;DR data set that recipes and its published evaluation read."""
+    name, other, thing = rng.choice(NAMES), rng.choice(NAMES), rng.choice(THINGS)
+    title = f"{name} took my {thing}"
+    post = f"I had {rng.randint(2, 9)} {thing}. Then {name} took {rng.randint(1, 9)} and gave them to {other}."
+    query = f"SUBREDDIT: r/{thing}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+    reference = f" {name} took my {thing}.<|endoftext|>"
+    return {
+        "id": f"t3_{rng.getrandbits(32):08x}",
+        "subreddit": thing,
+        "title": title,
+        "post": post,
+        "query": query,
+        "reference_response": reference,
+        "query_reference_response": query + reference,
+    }
+
+
+def math_row(rng: random.Random) -> Row:
+    """Return a row of hendrycks MATH: the gold answer is boxed in the solution."""
+    top, bottom = rng.randint(1, 4), rng.randint(2, 5)
+    if rng.random() < 0.5:
+        problem, answer = f"What is ${top} + {bottom}$?", str(top + bottom)
+    else:
+        problem, answer = f"What is ${top}$ divided by ${bottom}$?", f"\\frac{{{top}}}{{{bottom}}}"
+    solution = f"The answer is $\\boxed{{{answer}}}$."
+    return {"problem": problem, "level": "Level 1", "solution": solution, "type": "Prealgebra"}
+
+
+def math_500_row(rng: random.Random) -> Row:
+    """Return a row of PrimeIntellect/MATH-500: the gold answer is in a JSON object."""
+    row = math_row(rng)
+    answer = row["solution"].removeprefix("The answer is $\\boxed{").removesuffix("}$.")
+    return {
+        "problem_id": f"math_500_{rng.getrandbits(24)}",
+        "task_type": "verifiable_math",
+        "prompt": row["problem"],
+        "verification_info": json.dumps({"ground_truth": answer}),
+    }
+
+
+def rows(make: Callable[[random.Random], Row], count: int, *, seed: int, split: str) -> list[Row]:
+    """Return `count` rows of one split."""
+    rng = random.Random(f"{make.__name__}:{split}:{seed}")
+    return [make(rng) for _ in range(count)]
+
+
+def corpus() -> list[str]:
+    """Return texts with every character and the usual words of the tiny data sets, to train tokenizers on."""
+    made = [
+        str(value)
+        for make in (gsm8k_row, tldr_row, math_row, math_500_row)
+        for row in rows(make, NUM_TRAIN, seed=0, split="train")
+        for value in row.values()
+    ]
+    templates = [
+        "[MATH TASK] Problem:\n\n\nSolution:\n",
+        "Write a list of instructions:\n1. Describe the process of the water cycle in one sentence.\n2. Explain how "
+        "air pressure affects the weather\n3. Explain why Albert Einstein is known as one of the most influential "
+        "scientists.\n4.",
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\n\n\n### Response:\n",
+        "Place your answer at end exactly inside latex box for example \\boxed{12} or \\boxed{51}.",
+        "system\nYou are a helpful assistant.\nuser\nassistant\nsafe\nunsafe\nS1",
+        " ".join(chr(code) for code in range(33, 127)),
+    ]
+    return made + templates * 8
+
+
+def lessons() -> list[str]:
+    """Return prompts in the formats of the recipes, each with a response, to train the tiny policies on."""
+    rng = random.Random("lessons")
+    texts: list[str] = []
+    for _ in range(NUM_TRAIN):
+        row = gsm8k_row(rng)
+        texts.append(f"[MATH TASK] Problem:\n{row['question']}\n\nSolution:\n{row['answer'].splitlines()[-1]}")
+        texts.append(tldr_row(rng)["query_reference_response"].removesuffix("<|endoftext|>"))
+        row = math_row(rng)
+        texts.append(f"{row['problem']}\nassistant\n{row['solution']}")
+        texts.append(f"Write a list of instructions:\n4. Describe {rng.choice(THINGS)} in one sentence.")
+    return texts
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One data set: the function that makes a row, its configuration, and the number of rows of each split."""
+
+    make: Callable
+    config: str
+    splits: Mapping[str, int]
+
+
+SHAPES = {
+    "gsm8k_data": Shape(gsm8k_row, "main", {"train": NUM_TRAIN, "test": NUM_HELDOUT}),
+    "tldr_data": Shape(tldr_row, "default", {"train": NUM_TRAIN, "validation": NUM_HELDOUT}),
+    "math_data": Shape(math_row, "default", {"train": NUM_TRAIN, "test": NUM_HELDOUT}),
+    "math_500_data": Shape(math_500_row, "default", {"train": NUM_HELDOUT}),
+}
+
+
+def write_dataset(folder: Path, shape: Shape, *, seed: int) -> None:
+    """Write the files of a data set into `folder`, which is made."""
+    place = folder / ("data" if shape.config == "default" else shape.config)
+    place.mkdir(parents=True)
+    for split, count in shape.splits.items():
+        write_parquet(place / f"{split}-00000-of-00001.parquet", rows(shape.make, count, seed=seed, split=split))
+    files = "".join(f"  - split: {split}\n    path: {place.name}/{split}-*\n" for split in shape.splits)
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {shape.config}\n  data_files:\n{files}---\n")
+
+
+def write_parquet(path: Path, table: list[Row]) -> None:
+    """Write one Parquet file."""
+    import pyarrow  # only the makers of data sets need it
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(table), path)

@@ -1,0 +1,34 @@
+"""`python -m tba_cli.starter_models.warm_start --config FILE`: make the starting model of a recipe."""
+
+from __future__ import annotations
+
+import sys
+
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba.service_main import service_main
+
+
+def run(recipe: Recipe) -> None:
+    """Make the model of the recipe.
+
+    Raises:
+        ConfigError: the recipe has no [model.warm_start] section.
+    """
+    section = recipe.model.warm_start
+    if section is None:
+        raise ConfigError("the recipe has no [model.warm_start] section, so there is no starting model to make")
+    from tba_cli.starter_models.addition_model import make_starting_model
+
+    report = make_starting_model(
+        recipe.model.path, section, seed=recipe.run.seed, num_threads=recipe.trainer.torch_num_threads
+    )
+    print(
+        f"starting model: {report['num_parameters']} parameters, {report['wall_s']:.0f} s, "
+        f"validation accuracy {report['validation_accuracy']:.2f}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(service_main("warmstart", run))

@@ -1,0 +1,232 @@
+"""Folders in both stores: pushed, listed, pulled; killed halves, damage, and what is never overwritten."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, WaitTimeoutError
+from tba.store import ObjectStore
+from tba_cli.artifacts import ArtifactStore, RequiredFolder
+from tba_cli.artifacts.manifest import RECORD
+from tba_cli.artifacts.store import pull_folders
+from tests.support.model_folder import make_model_folder
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def artifacts(store: ObjectStore, said: list[str]) -> ArtifactStore:
+    return ArtifactStore(store, said.append)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "models" / "tiny")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but the record of a pull."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_what_is_pulled_is_what_was_pushed(artifacts: ArtifactStore, model: Path, tmp_path: Path) -> None:
+    pushed = artifacts.push("model", "group/tiny", model)
+    found = artifacts.find("model", "group/tiny")
+    assert found == pushed
+    assert artifacts.names() == [("model", "group/tiny")]
+    assert artifacts.find("model", "group") is None
+    copy = tmp_path / "copy"
+    assert artifacts.pull(pushed, copy) == len(pushed.files) == 4
+    assert contents(copy) == contents(model)
+    assert artifacts.pull(pushed, copy) == 0
+
+
+def test_the_same_folder_again_changes_nothing(
+    artifacts: ArtifactStore, store: ObjectStore, model: Path, said: list[str]
+) -> None:
+    first = artifacts.push("model", "tiny", model)
+    keys = store.list("models/")
+    assert artifacts.push("model", "tiny", model) == first
+    assert store.list("models/") == keys
+    assert "is there already" in said[-1]
+
+
+def test_another_content_under_the_same_name_is_refused_or_replaces(
+    artifacts: ArtifactStore, store: ObjectStore, model: Path, tmp_path: Path
+) -> None:
+    old = artifacts.push("model", "tiny", model)
+    copy = tmp_path / "copy"
+    artifacts.pull(old, copy)
+    make_model_folder(model, seed=1)
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.model").write_text("new")
+    with pytest.raises(ConfigError, match=r"differ in model\.safetensors; give --replace"):
+        artifacts.push("model", "tiny", model)
+    new = artifacts.push("model", "tiny", model, replace=True)
+    assert new.digest != old.digest
+    assert len(store.list("models/tiny/files/")) == len({file.sha256 for file in new.files})
+    artifacts.pull(new, copy)  # a pulled folder follows, and loses what the new one has not
+    assert contents(copy) == contents(model)
+    with pytest.raises(ObjectNotFoundError):
+        artifacts.pull(old, tmp_path / "late")
+
+
+def test_a_push_that_was_killed_is_invisible_and_goes_on(
+    artifacts: ArtifactStore, store: ObjectStore, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "_publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            artifacts.push("model", "tiny", model)
+    assert artifacts.find("model", "tiny") is None
+    assert artifacts.names() == []
+    before = set(store.list("models/"))
+    artifacts.push("model", "tiny", model)
+    assert set(store.list("models/")) - before == {"models/tiny/manifest.json"}
+
+
+def test_a_damaged_object_is_not_believed_and_pushed_again(
+    artifacts: ArtifactStore, store: ObjectStore, model: Path, tmp_path: Path
+) -> None:
+    manifest = artifacts.push("model", "tiny", model)
+    weights = next(file for file in manifest.files if file.path == "model.safetensors")
+    store.put(f"models/tiny/files/{weights.sha256}", b"x" * weights.size_bytes)
+    copy = tmp_path / "copy"
+    with pytest.raises(DigestError, match=r"is not the model\.safetensors that was pushed"):
+        artifacts.pull(manifest, copy)
+    assert not (copy / "model.safetensors").exists()
+    artifacts.push("model", "tiny", model, replace=True)
+    artifacts.pull(manifest, copy)
+    assert contents(copy) == contents(model)
+
+
+def test_a_damaged_manifest_is_replaced_by_a_push_that_may(
+    artifacts: ArtifactStore, store: ObjectStore, model: Path
+) -> None:
+    pushed = artifacts.push("model", "tiny", model)
+    store.put("models/tiny/manifest.json", b'{"schema_version": 1, "ki')
+    with pytest.raises(MalformedError, match="push it again with --replace"):
+        artifacts.push("model", "tiny", model)
+    assert artifacts.push("model", "tiny", model, replace=True).digest == pushed.digest
+    found = artifacts.find("model", "tiny")
+    assert found is not None
+    assert found.digest == pushed.digest
+
+
+def test_a_damaged_record_of_a_pull_says_what_to_remove(artifacts: ArtifactStore, model: Path, tmp_path: Path) -> None:
+    pushed, copy = artifacts.push("model", "tiny", model), tmp_path / "copy"
+    artifacts.pull(pushed, copy)
+    (copy / RECORD).write_bytes(b"{")
+    with pytest.raises(ConfigError, match=f"remove the folder {copy} and pull it again"):
+        artifacts.pull(pushed, copy)
+
+
+def test_a_pipe_in_a_folder_is_refused_and_not_read(artifacts: ArtifactStore, model: Path) -> None:
+    os.mkfifo(model / "pipe")
+    with pytest.raises(ConfigError, match="pipe is not a file that can be pushed"):
+        artifacts.push("model", "tiny", model)
+
+
+def test_a_pull_mends_what_it_fetched_and_touches_nothing_else(
+    artifacts: ArtifactStore, model: Path, tmp_path: Path
+) -> None:
+    manifest = artifacts.push("model", "tiny", model)
+    copy = tmp_path / "copy"
+    artifacts.pull(manifest, copy)
+    (copy / "model.safetensors").write_bytes(b"half")
+    (copy / "config.json").unlink()
+    (copy / "notes.txt").write_text("mine")
+    assert artifacts.pull(manifest, copy) == 2
+    assert contents(copy) == contents(model) | {"notes.txt": b"mine"}
+
+
+def test_a_persons_folder_is_never_overwritten(artifacts: ArtifactStore, model: Path, tmp_path: Path) -> None:
+    manifest = artifacts.push("model", "tiny", model)
+    own = make_model_folder(tmp_path / "own", seed=7)
+    before = contents(own)
+    with pytest.raises(ConfigError, match=r"own/model\.safetensors is not the file of models/tiny .* was not pulled"):
+        artifacts.pull(manifest, own)
+    assert contents(own) == before
+    (own / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    assert artifacts.pull(manifest, own) == 0  # the same content is no trouble, and is left as it is
+
+
+def test_a_folder_that_may_only_be_read_is_fine_as_long_as_it_is_whole(
+    artifacts: ArtifactStore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = artifacts.push("model", "tiny", model)
+    copy = tmp_path / "copy"
+    artifacts.pull(manifest, copy)
+
+    def read_only(path: Path) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("tba_cli.artifacts.store.new_file", read_only)
+    assert artifacts.pull(manifest, copy) == 0
+    (copy / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"copy cannot be written \(Read-only file system\); mount a volume there"):
+        artifacts.pull(manifest, copy)
+
+
+def test_pickles_and_caches_are_left_out_and_said(
+    artifacts: ArtifactStore, model: Path, tmp_path: Path, said: list[str]
+) -> None:
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    (model / ".cache").mkdir()
+    (model / ".cache" / "x").write_text("x")
+    manifest = artifacts.push("model", "tiny", model)
+    assert {"pytorch_model.bin", ".cache/x"}.isdisjoint(file.path for file in manifest.files)
+    assert "left out .cache/x, pytorch_model.bin" in said[0]
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "half"])
+def test_what_is_no_whole_folder_is_not_pushed(artifacts: ArtifactStore, tmp_path: Path, what: str) -> None:
+    folder = tmp_path / what
+    if what != "nothing":
+        folder.mkdir()
+    if what == "half":
+        (folder / ".tba-prepare.partial").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is not a folder|no file that can be pushed|only a part of a download"):
+        artifacts.push("model", "tiny", folder)
+
+
+def test_a_pull_waits_for_the_push(
+    artifacts: ArtifactStore, model: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_cli.artifacts.store.POLL_S", 0.05)
+    wanted = RequiredFolder("model", str(tmp_path / "pod" / "models" / "tiny"), "model.path", frozenset({"trainer"}))
+    with pytest.raises(
+        WaitTimeoutError, match=r"wait 'model-push': .*models/tiny \(model\.path\) was not in the store"
+    ):
+        pull_folders(artifacts, [wanted], wait_s=0.05, on_progress=said.append)
+    errors: list[BaseException] = []
+
+    def pull() -> None:
+        try:
+            pull_folders(artifacts, [wanted], wait_s=60, on_progress=said.append)
+        except BaseException as error:
+            errors.append(error)
+
+    said.clear()
+    thread = threading.Thread(target=pull, daemon=True)
+    thread.start()
+    until("the pull waits", lambda: any("wait 'model-push'" in line for line in said))
+    artifacts.push("model", "tiny", model)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert errors == []
+    assert contents(Path(wanted.path)) == contents(model)
+    assert said[-1].endswith("fetched")

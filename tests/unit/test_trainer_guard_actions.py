@@ -1,0 +1,258 @@
+"""The guards as a pure function: conditions, patience, actions, limits, what is remembered."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_trainer.learner.guards import NAMES, GuardState, StepAction, check_step, holds_checkpoints, suspects_weights
+
+from tba.config.trainer import GuardsSection
+
+FINE: dict[str, float | None] = {"loss": 0.1, "grad_norm": 1.0, "ess": 0.9, "log_ratio_token_mean": -0.01}
+BAD: dict[str, dict[str, float | None]] = {
+    "non_finite": {"loss": math.nan},
+    "grad_spike": {"grad_norm": 100.0},
+    "ess_collapse": {"ess": 0.01},
+    "log_ratio_drift": {"log_ratio_token_mean": -3.0},
+}
+
+
+def section(**alarms: Any) -> GuardsSection:
+    return GuardsSection.model_validate(alarms)
+
+
+def after(guards: GuardsSection, *steps: dict[str, float | None] | None, state: GuardState | None = None) -> StepAction:
+    """Return the action of the last of these steps."""
+    result = None
+    for metrics in steps:
+        result = check_step(guards, state or GuardState(), metrics)
+        state = result.state
+    assert result is not None
+    return result
+
+
+def names(result: StepAction) -> list[str]:
+    return [alarm.name for alarm in result.alarms]
+
+
+def test_a_step_that_is_fine_is_applied_and_says_nothing() -> None:
+    result = after(section(), *[FINE] * 20)
+    assert (result.skip, result.alarms, result.actions, result.reason) == (None, (), frozenset(), "")
+    assert result.state.gauges() == {f"{kind}_{n}": 0.0 for kind in ("alarms", "alarm_on") for n in NAMES} | {
+        "rollbacks": 0.0
+    }
+
+
+@pytest.mark.parametrize(
+    "bad", [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.inf}, {"grad_norm": math.nan}]
+)
+@pytest.mark.parametrize("action", ["none", "lower_learning_rate", "skip", "fail"])
+def test_what_is_not_finite_is_never_applied_whatever_the_action(bad: dict[str, float], action: str) -> None:
+    for patience in (1, 3):
+        guards = section(non_finite={"action": action, "patience_steps": patience})
+        result = after(guards, FINE, FINE | bad)
+        assert result.skip == "non_finite"
+        assert names(result) == (["non_finite"] if patience == 1 else [])
+
+
+def test_a_norm_is_a_spike_beside_the_median_of_the_applied_ones() -> None:
+    guards = section(grad_spike={"factor": 10, "window_steps": 8, "action": "skip"})
+    usual = [FINE | {"grad_norm": norm} for norm in (1.0, 2.0, 3.0)]
+    assert names(after(guards, FINE, FINE | {"grad_norm": 1e6})) == []  # one norm says nothing about the usual
+    assert names(after(guards, *usual, FINE | {"grad_norm": 19.9})) == []
+    result = after(guards, *usual, FINE | {"grad_norm": 20.1})
+    assert names(result) == ["grad_spike"]
+    assert result.skip == "grad_spike"
+    assert result.reason == "grad_spike: the gradient norm is 20.1, more than 10 times the usual 2"
+    assert result.state.grad_norms == (1.0, 2.0, 3.0, 20.0)  # no higher than what was still usual
+    assert after(guards, *[FINE] * 50).state.grad_norms == (1.0,) * 8
+
+
+@pytest.mark.parametrize("action", ["none", "skip"])
+def test_spikes_are_capped_in_the_median_which_follows_where_the_norms_have_risen_for_good(action: str) -> None:
+    guards = section(grad_spike={"factor": 10, "window_steps": 8, "action": action})
+    state, fired = after(guards, *[FINE] * 8).state, []
+    for step in range(20):
+        result = check_step(guards, state, FINE | {"grad_norm": 1e9 if step == 0 else 50.0})
+        state = result.state
+        assert (result.skip is not None) is (bool(result.alarms) and action == "skip")
+        if result.alarms:
+            fired.append(step)
+    assert fired == [0, 1, 2, 3]  # then half of the window is 10, and the median 5.5
+    assert state.grad_norms == (50.0,) * 8
+
+
+def test_a_norm_that_is_skipped_for_another_reason_is_no_part_of_what_is_usual() -> None:
+    guards = section(ess_collapse={"patience_steps": 1, "action": "skip"}, grad_spike={"window_steps": 4})
+    assert after(guards, FINE, FINE | BAD["ess_collapse"] | {"grad_norm": 3.0}).state.grad_norms == (1.0,)
+
+
+def test_norms_of_0_do_not_make_everything_a_spike() -> None:
+    guards = section(grad_spike={"window_steps": 4, "action": "skip"})
+    result = after(guards, *[FINE | {"grad_norm": 0.0}] * 4, FINE)
+    assert (names(result), result.state.grad_norms) == ([], (0.0, 0.0, 0.0, 1.0))
+
+
+def test_an_alarm_alone_changes_nothing_about_the_step() -> None:
+    for name in ("grad_spike", "ess_collapse", "log_ratio_drift"):
+        result = after(section(**{name: {"patience_steps": 1}}), *[FINE] * 10, FINE | BAD[name])
+        assert names(result) == [name]
+        assert (result.skip, result.actions, result.reason) == (None, frozenset(), "")
+        assert result.state.num_alarms == {name: 1}
+
+
+def test_the_defaults_skip_what_is_not_finite_and_only_tell_the_rest() -> None:
+    guards = GuardsSection()
+    assert {name: getattr(guards, name).action for name in NAMES} == {
+        "non_finite": "skip",
+        "grad_spike": "none",
+        "ess_collapse": "none",
+        "log_ratio_drift": "none",
+    }
+
+
+@pytest.mark.parametrize("name", ["ess_collapse", "log_ratio_drift"])
+def test_patience_counts_steps_in_a_row_and_begins_again_after_the_alarm(name: str) -> None:
+    guards, bad = section(**{name: {"patience_steps": 3, "action": "lower_learning_rate"}}), FINE | BAD[name]
+    state, fired = GuardState(), []
+    for step, metrics in enumerate([bad, bad, FINE, bad, bad, bad, bad, bad, bad, FINE], start=1):
+        result = check_step(guards, state, metrics)
+        state = result.state
+        if result.alarms:
+            fired.append(step)
+            assert result.actions == {"lower_learning_rate"}
+            assert result.skip is None
+    assert fired == [6, 9]
+    assert state.num_alarms == {name: 2}
+
+
+def test_what_is_unknown_in_a_step_neither_counts_nor_ends_a_row() -> None:
+    guards, bad = section(ess_collapse={"patience_steps": 2}), FINE | BAD["ess_collapse"]
+    assert names(after(guards, bad, FINE | {"ess": None}, bad)) == ["ess_collapse"]
+    assert names(after(guards, bad, None, bad)) == ["ess_collapse"]
+    assert names(after(guards, bad, FINE | {"ess": math.nan}, bad)) == ["ess_collapse"]
+
+
+@pytest.mark.parametrize(
+    ("action", "skipped"),
+    [
+        ("lower_learning_rate", False),
+        ("raise_most_on_policy_prob", False),
+        ("skip", True),
+        ("pause", True),
+        ("rollback", True),
+        ("fail", True),
+    ],
+)
+def test_only_mild_actions_apply_the_batch(action: str, skipped: bool) -> None:
+    result = after(section(ess_collapse={"patience_steps": 1, "action": action}), FINE | BAD["ess_collapse"])
+    assert result.skip == ("ess_collapse" if skipped else None)
+    assert result.actions == {action}
+    assert result.reason.startswith("ess_collapse: the effective sample size is 0.010 of the batch, below 0.1")
+
+
+def test_the_actions_of_several_alarms_add_up() -> None:
+    alarms = {
+        "ess_collapse": {"patience_steps": 1, "action": "raise_most_on_policy_prob"},
+        "non_finite": {"action": "rollback"},
+    }
+    result = after(section(**alarms), FINE | BAD["ess_collapse"] | BAD["non_finite"])
+    assert result.actions == {"raise_most_on_policy_prob", "rollback"}
+    assert result.skip == "non_finite"
+
+
+def test_too_many_skipped_batches_in_a_row_fail_the_run() -> None:
+    guards, bad = section(max_skipped_in_row=3), FINE | BAD["non_finite"]
+    assert "fail" not in after(guards, *[bad] * 3, FINE, *[bad] * 3).actions
+    result = after(guards, bad, None, bad, bad)
+    assert result.actions == {"skip", "fail"}
+    assert "4 batches in a row were skipped" in result.reason
+    assert "trainer.guards.max_skipped_in_row is 3" in result.reason
+
+
+def test_nothing_to_train_on_is_a_skipped_step_without_an_alarm() -> None:
+    result = after(section(), FINE, None)
+    assert (result.skip, result.alarms, result.actions) == ("refused", (), frozenset())
+    assert result.state.num_skipped_in_row == 1
+    assert after(section(), None, None, FINE).state.num_skipped_in_row == 0
+
+
+def test_rollbacks_are_bounded_and_counted_across_the_rollback() -> None:
+    guards, bad = section(non_finite={"action": "rollback"}, max_rollbacks=2), FINE | BAD["non_finite"]
+    saved = after(guards, FINE).state
+    for num_rollbacks, expected in enumerate([{"rollback"}, {"rollback"}, {"fail"}], start=1):
+        result = check_step(guards, saved, bad)
+        assert result.actions == expected
+        # the checkpoint's windows, the counts of now
+        saved = saved.after_resume(num_rollbacks=num_rollbacks, rolled_back=result.state)
+    assert "rollbacks so far: 2, and trainer.guards.max_rollbacks allows no more" in result.reason
+    resumed = GuardState().after_resume(num_rollbacks=2, rolled_back=None)
+    assert check_step(guards, resumed, bad).actions == {"fail"}
+    assert saved.num_alarms == {"non_finite": 3}
+    assert saved.grad_norms == (1.0,)
+
+
+def test_no_checkpoint_is_written_while_a_rollback_may_be_near_or_nothing_finite_comes_of_the_weights() -> None:
+    bad = FINE | BAD["ess_collapse"]
+    for action in ("rollback", "skip"):
+        guards = section(ess_collapse={"patience_steps": 3, "action": action})
+        assert holds_checkpoints(guards, after(guards, bad).state) is (action == "rollback")
+        assert not holds_checkpoints(guards, after(guards, bad, FINE).state)
+        assert holds_checkpoints(guards, after(guards, FINE | BAD["non_finite"]).state)
+
+
+def test_a_good_step_is_applied_with_nothing_on_that_rolls_back_or_fails() -> None:
+    bad, unknown = FINE | BAD["ess_collapse"], FINE | {"ess": None}
+    for action in ("rollback", "fail"):
+        guards = section(ess_collapse={"patience_steps": 3, "action": action})
+        assert after(guards, FINE).state.num_since_good == 0
+        assert after(guards, FINE, bad, bad, bad).state.num_since_good == 3
+        assert after(guards, bad, bad, FINE).state.num_since_good == 0
+        assert after(guards, FINE, bad, None, bad, unknown).state.num_since_good == 4
+        assert after(guards, FINE, None, bad).state.num_since_good == 2  # no step without data says anything good
+    guards = section(ess_collapse={"patience_steps": 2, "action": "skip"})
+    assert after(guards, FINE, bad).state.num_since_good == 0  # applied: training continues from it
+    assert after(guards, FINE, bad, bad).state.num_since_good == 1
+    assert after(section(), FINE, FINE | BAD["non_finite"]).state.num_since_good == 1
+
+
+def test_weights_are_suspected_while_a_condition_skips_batches_and_not_for_want_of_data() -> None:
+    bad = FINE | BAD["ess_collapse"]
+    for action, suspected in (("none", False), ("raise_most_on_policy_prob", False), ("skip", True), ("fail", True)):
+        guards = section(ess_collapse={"patience_steps": 1, "action": action})
+        assert suspects_weights(guards, after(guards, bad, None).state) is suspected
+        assert not suspects_weights(guards, after(guards, FINE, None).state)
+    assert suspects_weights(section(), after(section(), FINE | BAD["non_finite"]).state)
+
+
+METRICS = st.none() | st.fixed_dictionaries(
+    {
+        "loss": st.floats(),
+        "grad_norm": st.floats(min_value=0) | st.just(math.nan),
+        "ess": st.none() | st.floats(0, 1),
+        "log_ratio_token_mean": st.none() | st.floats(-5, 5),
+    }
+)
+
+
+@given(st.lists(METRICS, min_size=1, max_size=40), st.integers(0, 39))
+def test_a_state_that_went_through_a_checkpoint_decides_the_same(
+    steps: list[dict[str, float | None] | None], cut: int
+) -> None:
+    alarms = {name: {"patience_steps": 2, "action": "rollback"} for name in NAMES}
+    guards = section(**alarms)
+    state, resumed = GuardState(), GuardState()
+    for step, metrics in enumerate(steps):
+        if step == cut:
+            resumed = GuardState.model_validate_json(state.model_dump_json())
+        result = check_step(guards, state, metrics)
+        if step >= cut:
+            assert check_step(guards, resumed, metrics) == result
+            resumed = result.state
+        if metrics is None or not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):  # pyright: ignore[reportArgumentType]
+            assert result.skip is not None
+        state = result.state

@@ -166,7 +166,7 @@ class _Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionBatch:
-    """The rollouts that one call of evict.lua drops: ids (16 bytes each), positions (8 bytes each), counts by length."""
+    """The rollouts that one call of evict.lua drops: ids of 16 bytes, positions of 8 bytes, counts by length."""
 
     reason: str
     accepted_by: bytes

@@ -205,7 +205,7 @@ def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: 
 
 
 def stored_run(client: BufferClient) -> RunInfo:
-    """The run without what changes by itself: the services, whose signs of life grow old, and the note about them."""
+    """The run without what changes by itself: the signs of life of services, and the note about them."""
     info = client.run()
     components = [item for item in info.components if item.kind not in ("buffer", "reward")]
     return info.model_copy(update={"components": components, "note": None})

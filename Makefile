@@ -71,7 +71,7 @@ unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e tests/chaos tests/system/chaos
 
 ##@ Faults (minutes to hours)
-chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis faults for CHAOS_MINUTES (docs/chaos.md)
+chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis faults for CHAOS_MINUTES (docs/operations.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.chaos --minutes $(CHAOS_MINUTES) --seed $(SEED)
 
 chaos-buffer: $(VENV)/.test  ## kill, freeze and starve buffer and Redis TRIALS times each, and count what was lost
@@ -125,7 +125,7 @@ bench-reward: $(VENV)/.test  ## how fast the reward service is, and what a poiso
 bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, against a real buffer; nothing may be lost
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py --searchers 256 --seconds 60 --json bench-scale.json
 
-maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/maths.md)
+maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/rewards.md)
 	$(BIN)/python benchmarks/maths.py
 
 ##@ Generate
@@ -135,9 +135,10 @@ golden: $(VENV)/.helm  ## write the chart's golden outputs again (tests/chart/go
 api-docs: $(VENV)/.test  ## write the endpoint tables of docs/api.md again
 	$(BIN)/python tools/api_docs.py
 
-chart-docs: $(VENV)/.test  ## write the chart's README and dashboard again (charts/tools)
+chart-docs: $(VENV)/.test  ## write the chart's README and dashboard and the table of alerts again (charts/tools)
 	$(BIN)/python -m charts.tools.readme
 	$(BIN)/python -m charts.tools.dashboard
+	$(BIN)/python -m charts.tools.alerts
 
 ##@ Develop
 lint: $(VENV)/.test  ## ruff and the import contracts
@@ -156,7 +157,7 @@ $(VENV)/audit/.done: requirements-audit.txt
 audit: $(VENV)/audit/.done  ## known vulnerabilities of every pinned package; says so where no database can be asked
 	$(VENV)/audit/bin/python tools/audit.py constraints.txt
 
-fix: $(VENV)/.test  ## let ruff mend what it can
+fix: $(VENV)/.test  ## let ruff fix the findings that it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

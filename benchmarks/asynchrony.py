@@ -6,7 +6,7 @@
 
 One process, one thread, no services; 12 CPU seconds a cell. Every finished cell is one JSON line, and a cell that has
 a line is not run again: stop it at any time, and start it again to go on. `--cells` takes part of a key, for example
-`lag/tba_prime/lag16`. What is measured and how: docs/asynchrony.md.
+`lag/tba_prime/lag16`. Method and findings: docs/results.md.
 """
 
 from __future__ import annotations

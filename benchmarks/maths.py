@@ -4,7 +4,7 @@
 
 Two lists (benchmarks/maths_bench/pairs.py): pairs made by hand, scored as recipes score (`extract = "boxed"`), and the
 cases of math-verify's tests, scored with `extract = "anywhere"`, because many of them have no box. Prints a table per
-list (docs/maths.md has them) and every disagreement; `--all` also scores both lists with math-verify alone. Ends with
+list (docs/results.md has them) and every disagreement; `--all` also scores both lists with math-verify alone. Ends with
 exit code 1 when the scorer's verdict on a pair is not the recorded one. Takes about 20 seconds.
 """
 

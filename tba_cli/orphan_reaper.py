@@ -6,7 +6,7 @@ The kernel closes the pipe when the supervisor dies, whatever killed it; the rea
 chosen over PR_SET_PDEATHSIG because it works on every POSIX system, needs no code between fork and exec, does not
 depend on which thread started a child, and reaches whole process groups (Redis, worker pools). The reaper also holds
 the lock of the run folder, so that nobody can resume the run before the last child is gone. SIGKILL is enough:
-everything here survives it by design (docs/chaos.md).
+everything here survives it by design (docs/operations.md).
 
 This file runs as a script in an isolated interpreter (`python -I -S`): it imports the standard library only.
 """

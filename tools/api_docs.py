@@ -15,7 +15,7 @@ from tba.config import Recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 COMMON = frozenset({"/livez", "/readyz", "/metrics", "/version"})
-HEAD = "| call | roles | body | reply | what it does |\n|---|---|---|---|---|\n"
+HEAD = "| call | roles | body | reply | description |\n|---|---|---|---|---|\n"
 RECIPE: dict[str, Any] = {"run": {"name": "docs"}, "model": {"path": "docs"}, "data": {"generator": "addition"}}
 
 

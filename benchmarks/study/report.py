@@ -37,9 +37,9 @@ def report_text(lines: Mapping[str, Line]) -> str:
     parts = [
         "# The asynchrony study: tables",
         "Made by `python benchmarks/asynchrony.py report` from [cells.jsonl](cells.jsonl); do not edit. "
-        f"{len(lines)} cells are done, {left} of those known now are left. What is measured: "
-        "[asynchrony.md](../asynchrony.md). Accuracy is sampled pass@1, exact, mean ± 95 % t interval over 5 seeds "
-        "(n says where there are fewer).",
+        f"{len(lines)} cells are done, {left} of those known now are left. Method: "
+        "[results.md](../results.md#asynchrony-study). Accuracy is sampled pass@1, exact, mean ± 95 % t interval over "
+        "5 seeds (n says where there are fewer).",
         "## Lag 16",
         standings_table(found),
         *(f"`{name}`\n" + "\n".join(f"* {line}" for line in sentences(found, name)) for name in CANDIDATES),

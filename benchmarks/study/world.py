@@ -29,7 +29,7 @@ NUM_PROMPT_TOKENS = 6
 MAX_RESPONSE_TOKENS = 5
 NUM_HELDOUT = 512
 WARM_START = WarmStartSection(task=addition.TASK, target_accuracy=0.6, noise_steps=30)
-"""About 0.34 sampled and 0.6 greedy at the start (docs/asynchrony.md says why not the quickstart's)."""
+"""About 0.34 sampled and 0.6 greedy at the start (docs/results.md says why not the quickstart's)."""
 
 
 def encode(text: str) -> list[int]:

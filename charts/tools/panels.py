@@ -195,7 +195,7 @@ FRESH = Row(
         ),
         Panel(
             "What the trainer waits for",
-            "Seconds per second, by the name of the wait (docs/operations.md, Flow).",
+            "Seconds per second, by the name of the wait (docs/operations.md, Waits).",
             (_rate("tba_trainer_wait_seconds_total", "name"),),
             unit="percentunit",
             style=STACKED,

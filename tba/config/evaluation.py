@@ -44,7 +44,7 @@ class PublishedNumber(StrictModel):
 
 
 class PublishedSection(StrictModel):
-    """`tba evaluate`: held-out prompts, one model, every number with its standard error (docs/evaluation.md)."""
+    """`tba evaluate`: held-out prompts, one model, every number with its standard error (docs/recipes.md)."""
 
     num_prompts: int | None = Field(default=None, ge=1)
     """The first so many held-out prompts; none: all of them."""

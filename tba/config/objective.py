@@ -83,7 +83,7 @@ class ObjectiveSection(StrictModel):
         "online_dpo",
     ] = "tba_prime"
     """A member of the family (the first five) or a baseline. The default is the one that held at a lag of 16 steps,
-    where the others fell behind (docs/asynchrony.md)."""
+    where the others fell behind (docs/results.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
     """KL coefficient. Default: 0.05 in the family, 0 for the baselines (no KL), 0.1 for `online_dpo`."""
     anchor: Anchor | None = None

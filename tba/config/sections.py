@@ -15,7 +15,7 @@ from tba.fields import StrictModel
 
 class TlsSection(StrictModel):
     """Encrypted connections to the buffer, to the reward service and to Redis. PEM files that are read again when they
-    change; docs/operations.md says how to renew them."""
+    change; docs/security.md says how to renew them."""
 
     cert_file: str | None = None
     """Certificate (with its chain) that the buffer and the reward service show. With it they speak https alone, and
@@ -215,7 +215,7 @@ class AuthSection(StrictModel):
 
     tokens_file: str | None = None
     """JSON file {"searcher": "...", "trainer": "...", "operator": "...", "viewer": "..."}, read again when it changes;
-    a list of two tokens instead of one while a token is changed (docs/operations.md, Tokens)."""
+    a list of two tokens instead of one while a token is changed (docs/security.md, Tokens)."""
 
 
 class StoreSection(StrictModel):

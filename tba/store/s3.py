@@ -234,7 +234,7 @@ class S3Store:
             self.delete(key)
         raise StoreUnavailableError(
             f"the server at {self._endpoint} ignores `If-None-Match: *`, so that two trainers could overwrite each "
-            "other's weight versions; use a server that honours it (docs/operations.md lists some)"
+            "other's weight versions; use a server that honours it (docs/deploy.md lists some)"
         )
 
     def create_bucket(self) -> None:

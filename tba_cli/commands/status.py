@@ -210,7 +210,7 @@ def _unreadable_text(found: UnreadableInfo) -> str:
     names = ", ".join(f"{item.kind} {item.name}" for item in found.items[:NUM_NAMED])
     return (
         f"{sum(found.num.values())} stored items cannot be read ({kinds}), last: {names}; `tba status --json` says why "
-        "under `unreadable`, docs/alerts.md what to do (TbaDamagedItems)"
+        "under `unreadable`, docs/operations.md what to do (TbaDamagedItems)"
     )
 
 

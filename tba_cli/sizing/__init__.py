@@ -1,4 +1,4 @@
-"""Estimates of the memory, disk and network that a run needs, from formulas that docs/sizing.md explains."""
+"""Estimates of the memory, disk and network that a run needs, from formulas that docs/recipes.md explains."""
 
 from tba_cli.sizing.estimate import Estimate, Load, estimate
 from tba_cli.sizing.model_shape import (

@@ -1,4 +1,4 @@
-"""Estimate memory, disk and network of a run. docs/sizing.md says where each term comes from, and which were measured.
+"""Estimate memory, disk and network of a run. docs/recipes.md says where each term comes from, and which were measured.
 
 P parameters, N processes of the trainer, T tokens of a micro-batch, L layers, H hidden size, V vocabulary, b bytes of
 the published dtype, S searchers, R rollouts.

@@ -1,4 +1,4 @@
-"""What checkov and kube-linter look for, and the chart keeps; docs/kubernetes.md lists the rest, with reasons."""
+"""What checkov and kube-linter look for, and the chart keeps; docs/deploy.md lists the rest, with reasons."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An append-only file that was cut at any byte of its last transaction: nothing that was acknowledged is lost by it.
 
 Redis alone keeps the first commands of a transaction whose last one is torn, and joins them with the next transaction
-at the start after that (docs/chaos.md). start_redis.sh cuts the whole transaction off first.
+at the start after that (ADR 16). start_redis.sh cuts the whole transaction off first.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_counted_and_named() -> None:
     lines = status_lines(RunInfo.model_validate({**INFO, "unreadable": found}), stats(), make_settings())
     assert (
         "  5 stored items cannot be read (1 prompt, 4 rollout), last: rollout r0, rollout r1, rollout r2; "
-        "`tba status --json` says why under `unreadable`, docs/alerts.md what to do (TbaDamagedItems)"
+        "`tba status --json` says why under `unreadable`, docs/operations.md what to do (TbaDamagedItems)"
     ) in lines
     quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
     assert not any("cannot be read" in line for line in quiet)

@@ -1,4 +1,4 @@
-"""docs/doctor.md has a line for every finding of `tba doctor`, and no other."""
+"""docs/operations.md has a line for every finding of `tba doctor`, and no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def codes_in_code() -> set[str]:
 
 
 def codes_in_docs() -> set[str]:
-    table = (ROOT / "docs" / "doctor.md").read_text().partition("| finding |")[2]
+    table = (ROOT / "docs" / "operations.md").read_text().partition("| finding |")[2]
     return set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE))
 
 

@@ -44,7 +44,7 @@ def test_every_role_is_explained() -> None:
 
 def test_the_table_of_secrets_is_the_one_that_chart_and_compose_are_compared_with() -> None:
     """tests/chart/test_access.py and tests/unit/test_compose.py look at what is mounted."""
-    table = PAGE.partition("### Who sees which secret")[2].partition("`setup` and `test`")[0]
+    table = PAGE.partition("### Secrets by service")[2].partition("`setup` and `test`")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
     found = {}
     for name, sends, checks, store, other in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines):

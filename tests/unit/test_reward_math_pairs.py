@@ -1,4 +1,4 @@
-"""Every pair of the two lists gets the recorded verdict (docs/maths.md has the agreement)."""
+"""Every pair of the two lists gets the recorded verdict (docs/results.md has the agreement)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 #
 # A crash or a full disk can end that file in the middle of a transaction (MULTI ... EXEC; every script is one). Redis
 # itself then cuts only the command that is not whole, keeps `MULTI` and what follows it, and writes the next transaction
-# behind it; at the start after that the two are carried out as one, and what was acknowledged is lost (docs/chaos.md).
+# behind it; at the start after that the two are carried out as one, and what was acknowledged is lost (ADR 16).
 # So here the whole transaction is cut off, which nobody was told had been stored: Redis answers after it has written.
 # Redis is told to refuse such a file by itself (aof-load-truncated no), should this script not have seen it.
 #

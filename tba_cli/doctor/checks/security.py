@@ -38,9 +38,7 @@ READ_PATHS = {"buffer": "/v1/run", "reward": "/v1/rewards"}
 """A path of each service that a GET reads and that changes nothing."""
 READERS = {"buffer": ROLES, "reward": ("searcher", "operator", "viewer")}
 """The roles that may read it."""
-FIX_TOKENS_FILE = (
-    "make the file again (docs/operations.md, Tokens): a JSON map of four roles, 16 characters or more each"
-)
+FIX_TOKENS_FILE = "make the file again (docs/security.md, Tokens): a JSON map of four roles, 16 characters or more each"
 
 
 def check_tokens(target: Target) -> Iterator[CheckResult]:
@@ -229,7 +227,7 @@ def _shown_by(host: str, port: int) -> bytes:
 def _judge(what: str, until_s: float) -> CheckResult:
     left_days = (until_s - time.time()) / _DAY_S
     day = datetime.fromtimestamp(until_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    fix = "renew it: servers read changed files by themselves; docs/operations.md, TLS, says how"
+    fix = "renew it: servers read changed files by themselves; docs/security.md, TLS, says how"
     if left_days <= 0:
         return fail("tls-certificate", f"{what} has expired at {day}", fix)
     if left_days < WARN_DAYS:

@@ -37,7 +37,7 @@ def check_services(target: Target) -> Iterator[CheckResult]:
             yield fail(
                 "service",
                 f"the {service} service: {answer}",
-                "docs/operations.md, TLS, says more",
+                "docs/security.md, TLS, says more",
             )
         elif target.is_local and not target.is_going:
             yield skip("service", f"the {service} service is not running; `tba run` starts it")
@@ -95,7 +95,7 @@ def _run(target: Target) -> Iterator[CheckResult]:
             yield warn(
                 "run-waits",
                 f"{wait.owner} waits ({wait.name}) for {wait.for_s:.0f} s, {-wait.deadline_in_s:.0f} s too long",
-                "docs/operations.md, Flow, says who ends this wait; look at that one's log",
+                "docs/operations.md, Waits, says who ends this wait; look at that one's log",
             )
 
 

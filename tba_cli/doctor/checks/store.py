@@ -24,7 +24,7 @@ LARGE_BYTES = 2 * PART_BYTES + 1024 * 1024
 """Sent in parts."""
 SLOW_S = 2.0
 """Per small object; a version has about ten."""
-FIX_STORE = "the sentence says what is wrong; docs/operations.md, Object stores"
+FIX_STORE = "the sentence says what is wrong; docs/deploy.md, Redis and object stores"
 
 
 def check_store(target: Target) -> Iterator[CheckResult]:
@@ -114,7 +114,7 @@ def _create_only(store: ObjectStore, key: str) -> CheckResult:
         return fail(
             "store-create-only",
             "the server ignores `If-None-Match: *`: two trainers could overwrite each other's weight versions",
-            "use a server that honours it (docs/operations.md, Object stores, lists some)",
+            "use a server that honours it (docs/deploy.md, Redis and object stores, lists some)",
         )
     finally:
         store.delete(key)

@@ -1,1 +1,1 @@
-"""Maths answers: where the answer of a response stands, and whether it is the gold answer (docs/maths.md)."""
+"""Maths answers: where the answer of a response stands, and whether it is the gold answer (docs/rewards.md)."""

@@ -1,6 +1,6 @@
 r"""Find the answer in a response: the last `\boxed{...}` or `<answer>...</answer>` after the reasoning.
 
-The rule (docs/maths.md has it for users):
+The rule (docs/rewards.md has it for users):
 
 1. Text before the last `</think>`, or after a `<think>` that is not closed, is reasoning and holds no answer.
 2. A box is `\boxed{...}` or `\fbox{...}` with balanced braces, or `\boxed` and one letter or digit. One that is not

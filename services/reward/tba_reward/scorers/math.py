@@ -1,4 +1,4 @@
-"""Kind `math`: compare the final answer with the gold answer, by math-verify in worker processes (docs/maths.md)."""
+"""Kind `math`: compare the final answer with the gold answer, by math-verify in worker processes (docs/rewards.md)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter, WeightSnapsh
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
 from tba_trainer.learner.schedules import StepValues
-from tba_trainer.model.fsdp import shard
+from tba_trainer.model.parameters import shard
 from tba_trainer.model.policy import empty_policy, load_policy
 
 BUILD = "build"

@@ -15,8 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tba.config.sections import ModelSection, check_tokenizer
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
-from tba_trainer.model.fsdp import is_sharded, sharded_copy
-from tba_trainer.model.parameters import ADAPTER, assign, is_adapted
+from tba_trainer.model.parameters import ADAPTER, assign, is_adapted, is_sharded, sharded_copy
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_MODE_MAX_GAP = 1e-3

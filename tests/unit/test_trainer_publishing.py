@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tba_trainer.checkpoints.cleanup import versions_to_delete
-from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter
+from tba_trainer.checkpoints.weight_files import SnapshotWriter
 from tba_trainer.loop.heartbeat import Status
 from tba_trainer.loop.prefetch import Prefetcher
 from tba_trainer.loop.publisher import Evaluations

@@ -24,8 +24,7 @@ from tba.weights import WeightVersions, sha256_of_file
 from tba.wire import Batch
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.checkpoints.cleanup import GarbageCollector, delete_incomplete
-from tba_trainer.checkpoints.tensor_files import temporary_folder
-from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.checkpoints.weight_files import WeightSnapshot, temporary_folder
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team

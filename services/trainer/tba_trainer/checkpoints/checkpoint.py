@@ -35,7 +35,7 @@ from tba.store import ObjectStore
 from tba.versions import LineageTree, PolicyVersion
 from tba.weights import delete_incomplete, sha256_of_file
 from tba.wire import StoredObject
-from tba_trainer.checkpoints.tensor_files import SUFFIX, TensorFiles, write_tensor_files
+from tba_trainer.checkpoints.weight_files import SUFFIX, TensorFiles, write_tensor_files
 from tba_trainer.learner.learner import MODEL, TrainerState
 
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -18,7 +18,7 @@ from torch import Tensor
 from tba.config import Recipe
 from tba.versions import PolicyVersion
 from tba.wire import Batch, DrawnGroup, encode_batch, encode_rollout
-from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter, WeightSnapshot
+from tba_trainer.checkpoints.weight_files import SnapshotWriter, WeightSnapshot
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
 from tba_trainer.learner.schedules import StepValues

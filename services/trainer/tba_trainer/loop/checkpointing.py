@@ -8,7 +8,7 @@ from tba.api import CheckpointRequest
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba_trainer.checkpoints.checkpoint import before_suspect
-from tba_trainer.checkpoints.tensor_files import lockstep
+from tba_trainer.checkpoints.weight_files import lockstep
 from tba_trainer.learner.learner import TrainerState, config_sha256, encode_torch_rng
 from tba_trainer.loop.context import LineageContext
 

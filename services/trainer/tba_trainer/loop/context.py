@@ -11,7 +11,7 @@ from tba.config import Recipe
 from tba.store import ObjectStore
 from tba.versions import LineageTree, PolicyVersion
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
-from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter
+from tba_trainer.checkpoints.weight_files import SnapshotWriter
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.learner import Learner

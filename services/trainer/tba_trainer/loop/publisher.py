@@ -27,7 +27,7 @@ from tba.errors import FencedError, StoreUnavailableError, TbaError, Unavailable
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
-from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba_trainer.loop.heartbeat import Status
 
 _RETRY_FIRST_S = 0.5

@@ -29,8 +29,7 @@ from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, newest_intact, older_intact
-from tba_trainer.checkpoints.tensor_files import TensorFiles
-from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.learner.guards import GuardState, Rollback
 from tba_trainer.learner.learner import Learner, config_sha256
 from tba_trainer.loop.context import Session, TrainerContext

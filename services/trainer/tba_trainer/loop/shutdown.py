@@ -61,8 +61,8 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     progress, recipe = context.progress, context.recipe
     progress.stop_clock()
     context.status.set_state("finishing")
-    if progress.submitted != progress.version:
-        context.publish_weights(num_eval_prompts=None)
+    if context.publisher.submitted != progress.version:
+        context.publisher.publish(progress.version)
     context.publisher.drain()
     if not context.stop.is_set():
         evaluation = context.evaluations.request(progress.version, context.evaluations.num_prompts_final)

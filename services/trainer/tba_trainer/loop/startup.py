@@ -32,7 +32,8 @@ from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, newe
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.learner.guards import GuardState, Rollback
 from tba_trainer.learner.learner import Learner, config_sha256
-from tba_trainer.loop.context import Session, TrainerContext
+from tba_trainer.loop.context import TrainerContext
+from tba_trainer.loop.status import Session
 
 _POLL_S = 0.5
 log = get_logger("startup")
@@ -169,6 +170,34 @@ def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin
         raise ConfigError(
             f"model.path, in model.dtype {start.dtype}, is another model than the one that run {origin.run!r} of "
             f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
+        )
+
+
+def delete_incomplete(
+    versions: WeightVersions, checkpoints: CheckpointStore, *, before_lineage: int, registered: PolicyVersion
+) -> None:
+    """Delete versions and checkpoints of older lineages that have no manifest: half written, or half deleted.
+
+    Call it once the lineage is taken: an older trainer that still writes can then neither announce nor register.
+
+    Args:
+        before_lineage: the lineage of this trainer; nothing of it is touched.
+        registered: the checkpoint that a resume starts from; never touched.
+    """
+    try:
+        # 0-0 stays: every lineage may publish it, and publishing it again completes it
+        deleted = versions.delete_incomplete(before_lineage=before_lineage, keep={START})
+        deleted_checkpoints = checkpoints.delete_incomplete(before_lineage=before_lineage, keep={registered})
+    except StoreError as error:  # the next start tries again
+        log.warning("incomplete_not_deleted", error=str(error))
+        return
+    if deleted or deleted_checkpoints:
+        log.info(
+            "incomplete_deleted",
+            num_versions=len(deleted),
+            num_checkpoints=len(deleted_checkpoints),
+            versions=[str(version) for version in deleted],
+            checkpoints=[str(version) for version in deleted_checkpoints],
         )
 
 

@@ -45,9 +45,9 @@ from tba.fields import bounded_or_none
 from tba.logs import get_logger
 from tba.wire import Batch
 from tba_trainer.learner.guards import Rollback, StepAction, check_step, holds_checkpoints, suspects_weights
+from tba_trainer.loop.batches import count_reasons, filter_batch
 from tba_trainer.loop.checkpointing import CheckpointWriter
 from tba_trainer.loop.context import LineageContext
-from tba_trainer.loop.filters import count_reasons, filter_batch
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
 
 MAX_ON_POLICY_GAP = 0.05
@@ -284,7 +284,7 @@ class TrainingLoop:
         if at_sync and progress.step < section.num_steps:  # the last version is published by `finish`
             every_steps = context.schedules.eval_every_steps
             due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
-            context.publish_weights(num_eval_prompts=due)
+            context.publisher.publish(progress.version, num_eval_prompts=due)
         self._checkpoint_due |= progress.step % section.checkpoint_interval == 0
         if not self._checkpoint_due or progress.step == section.num_steps:
             return

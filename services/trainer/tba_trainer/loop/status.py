@@ -1,4 +1,9 @@
-"""The trainer's state, version, named wait and gauges, and the thread that reports them to the buffer every second."""
+"""The state of a trainer: its lineage, its progress, and its named waits, which heartbeats report every second.
+
+Session     what a start of the trainer begins with; constant
+Progress    step, clock and counts of the lineage; the loop writes it, checkpoints read it
+Status      activity, version, named wait and gauges; the loop writes it, the heartbeat thread reads it
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,90 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tba.clients import BufferClient
 from tba.errors import TbaError
 from tba.logs import get_logger
-from tba.versions import PolicyVersion
+from tba.versions import LineageTree, PolicyVersion
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait
+from tba_trainer.learner.guards import GuardState
 
 HEARTBEAT_INTERVAL_S = 1.0
 log = get_logger("heartbeat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One start of the trainer: its lineage, and the state that the lineage begins with."""
+
+    trainer_id: str
+    lineage: int
+    token: str
+    """Fencing token of the lineage."""
+    parent: PolicyVersion
+    """Version that this lineage started from."""
+    first: PolicyVersion
+    """First version that this lineage announces: the starting model, or the parent's weights."""
+    start: PolicyVersion
+    """The run's first weights under their announced name: the starting model, or the fork's version."""
+    lineages: LineageTree
+    previous: PolicyVersion | None
+    """The checkpoint before the parent's; None: there is none."""
+    train_s: float
+    """Seconds trained before this start, along the active lineage."""
+    num_rollouts_trained: int
+    guards: GuardState
+    """State of the guards at the parent, with the rollbacks of the whole run."""
+    announces_start: bool
+    """True when the starting model is still to be announced."""
+    has_no_checkpoint: bool
+    """True when only another run's folders hold this state (a fork): it is checkpointed after the first step."""
+
+
+class Progress:
+    """Step, clock and counts of one lineage. Checkpoints and heartbeats read it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.step = session.parent.step
+        """The last step: its batch is acked, and applied or skipped."""
+        self.num_rollouts_trained = session.num_rollouts_trained
+        self.guards: GuardState = session.guards
+        self.settings_revision = 0
+        """Revision of the live settings that the last step used."""
+        self._started = time.monotonic()
+        self._train_s: float | None = None
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current weights, under the name that they were or will be announced by."""
+        return self._session.first if self.step == self._session.parent.step else self.newest
+
+    @property
+    def newest(self) -> PolicyVersion:
+        """(lineage, step): the version that policy ages are measured from."""
+        return PolicyVersion(self._session.lineage, self.step)
+
+    @property
+    def last_good_step(self) -> int:
+        """The last step whose batch was applied while no condition held that rolls back or fails."""
+        return self.step - self.guards.num_since_good
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training along the active lineage: with waits, without the final evaluation and export."""
+        if self._train_s is not None:
+            return self._train_s
+        return self._session.train_s + time.monotonic() - self._started
+
+    def start_clock(self) -> None:
+        """Begin to count training time."""
+        self._started = time.monotonic()
+
+    def stop_clock(self) -> None:
+        """Freeze the training time."""
+        self._train_s = self.train_s
 
 
 class Status:

@@ -66,6 +66,8 @@ class TrainingLoop:
         self._guards = context.recipe.trainer.guards
         self._writer = CheckpointWriter(context)
         self._checkpoint_due = context.session.has_no_checkpoint
+        self._checkpoint_failed = False
+        """Whether the last attempt to write the checkpoint that is due failed."""
         self._num_void_in_row = 0
         self._early_end: str | None = None
         """Why training ends before `num_steps`."""
@@ -285,18 +287,26 @@ class TrainingLoop:
             every_steps = context.schedules.eval_every_steps
             due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
             context.publisher.publish(progress.version, num_eval_prompts=due)
-        self._checkpoint_due |= progress.step % section.checkpoint_interval == 0
-        if not self._checkpoint_due or progress.step == section.num_steps:
-            return
-        if holds_checkpoints(self._guards, progress.guards):
-            log.warning("checkpoint_held_back", step=progress.step, reason="an alarm is on")
+        at_interval = progress.step % section.checkpoint_interval == 0
+        self._checkpoint_due |= at_interval
+        # An attempt costs `store.timeout_s` while the store is away, so a failed one is not repeated in every step.
+        is_time = at_sync or at_interval or not self._checkpoint_failed
+        if self._checkpoint_due and is_time and progress.step < section.num_steps:  # `finish` writes the last one
+            self._try_checkpoint()
+
+    def _try_checkpoint(self) -> None:
+        """Write a checkpoint unless an alarm is on; a failed one stays due."""
+        step = self._progress.step
+        if holds_checkpoints(self._guards, self._progress.guards):
+            log.warning("checkpoint_held_back", step=step, reason="an alarm is on")
             return
         try:
             self._writer.save()
-            self._checkpoint_due = False
         except StoreUnavailableError as error:
-            log.warning("checkpoint_failed", step=progress.step, error=str(error))
-            self._checkpoint_due = at_sync or progress.step % section.checkpoint_interval == 0
+            log.warning("checkpoint_failed", step=step, error=str(error))
+            self._checkpoint_failed = True
+        else:
+            self._checkpoint_due = self._checkpoint_failed = False
 
     def _log_step(self, metrics: Metrics, batch: Batch, action: StepAction) -> None:
         version = str(self._progress.version)

@@ -64,6 +64,7 @@ def run_trainer(recipe: Recipe) -> int:
 
 
 def _lead(recipe: Recipe, team: Team) -> None:
+    # the leader alone talks to the buffer: followers get batches and commands over the process group
     token = client_token(recipe.auth.tokens_file, "trainer")
     buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s, ca_file=recipe.tls.ca_file)
     stop = threading.Event()
@@ -114,7 +115,7 @@ def train(
     rollback: Rollback | None = None
     try:
         while True:
-            with temporary_folder() as folder:
+            with temporary_folder() as folder:  # one per lineage: nothing of a rolled-back lineage can be published
                 end = _train_lineage(context, folder=folder, rollback=rollback)
             if not isinstance(end, Rollback):
                 return end
@@ -134,6 +135,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         rollback: how the lineage before this one ended; None: this is the first one of the process.
     """
     recipe, buffer, store = context.recipe, context.buffer, context.store
+    # Before the model is loaded, which may take minutes: a store that refuses writes is reported at once.
     store.check(write=True)
     model, learner, snapshots = build(recipe, context.team, folder=folder)
     files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
@@ -144,6 +146,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=context.stop)
     if context.stop.is_set():
         return "stopped"
+    # Before a lineage is taken: from then on an older trainer of the run is fenced off.
     check_starting_model(start, versions, origin)
     session = start_lineage(
         context,
@@ -180,6 +183,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         model_config_sha256=model_config_sha256,
     )
     heartbeats = Heartbeats(buffer, context.status, lineage.gauges)
+    # searchers that compute ref log-probs or the KL of an evaluation download 0-0
     stores_start = recipe.searchers_hold_start and not versions.exists(START)
     heartbeats.start()
     lineage.publisher.start()
@@ -190,7 +194,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     finally:
         lineage.prefetcher.close()
         lineage.publisher.close()
-        heartbeats.close()
+        heartbeats.close()  # last: its final beat tells the buffer how it ended
 
 
 def _run_loop(context: LineageContext) -> Rollback | RunEnd:
@@ -223,7 +227,7 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
         else:
             start.close()
         publisher.publish(session.first)
-    publisher.drain()
+    publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
     if not session.announces_start:
         # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is
         evaluations.request(session.start, evaluations.num_prompts_final)

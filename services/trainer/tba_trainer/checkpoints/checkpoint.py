@@ -102,14 +102,16 @@ class CheckpointStore:
         objects: list[StoredObject] = []
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=self.folder) as name:
             folder = Path(name)
+            # sections come one after another (`Learner.capture`), so groupby need not hold any tensors back
             for section, items in groupby(tensors, key=itemgetter(0)):
                 named = ((tensor_name, tensor) for _, tensor_name, tensor in items)
                 for path in write_tensor_files(named, folder, stem=section, max_bytes=self._max_bytes):
                     objects.append(self._put(key, path))
                     path.unlink()  # no more than one file is on the local disk at once
-            path = folder / STATE
+            path = folder / STATE  # JSON, never a pickle: whoever can write to the store must not run code here
             path.write_text(json.dumps(state.model_dump(mode="json"), indent=1))
             objects.append(self._put(key, path))
+        # Written last, after every object it names is stored: its existence is the commit of the checkpoint.
         manifest = CheckpointManifest(run=self._run, version=state.version, objects=objects)
         self._store.put(f"{key}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
         return key
@@ -132,6 +134,7 @@ class CheckpointStore:
             raise MalformedError(f"{key}/{MANIFEST} is not a checkpoint manifest: {error.errors()[0]['msg']}") from None
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:
+            # all digests are checked before anything is loaded: a learner must not be left half restored
             paths = [self._get(stored, folder) for stored in manifest.objects]
             sections: dict[str, list[Path]] = {}
             for path in paths:
@@ -150,6 +153,7 @@ class CheckpointStore:
 
     def versions(self) -> list[PolicyVersion]:
         """Return every complete checkpoint, oldest first."""
+        # read off the store, not off the buffer: the buffer knows the registered one alone
         names = [key.removeprefix(self._prefix).split("/") for key in self._store.list(self._prefix)]
         return sorted(PolicyVersion.parse(name[0]) for name in names if name[1:] == [MANIFEST])
 
@@ -172,6 +176,7 @@ class CheckpointStore:
         active = self.of_lineage(history)
         if not active:
             return
+        # Only the active lineage is counted: abandoned checkpoints are no place to resume from, and go by their age.
         oldest_kept = active[-keep:][0]
         # a rollback returns to the newest one that a good step followed, else to the oldest one
         proven = next((version for version in reversed(active) if version.step < last_good_step), active[0])

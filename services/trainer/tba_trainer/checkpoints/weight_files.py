@@ -96,6 +96,7 @@ class SnapshotWriter:
             OSError: the local disk is full.
         """
         folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._folder))
+        # After an error here (a full disk) the tensors that are left are still gathered: the followers gather them all.
         with closing(lockstep(self._tensors())) as tensors:
             paths = write_model_files(tensors, folder, max_bytes=self._max_bytes)
         return WeightSnapshot(
@@ -110,6 +111,7 @@ class SnapshotWriter:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the published tensors, gathered one at a time; copy each into the canary's model on its way."""
+        # on the way: the canary is then that of exactly the tensors that are written, rounded as they are
         copies = {} if self._published is self._model else dict(self._published.named_parameters())
         for name, tensor in published_tensors(self._model, TORCH_DTYPES[self._dtype]):
             if copies:
@@ -118,6 +120,7 @@ class SnapshotWriter:
 
     @torch.no_grad()
     def _canary(self) -> Canary:
+        # Random tokens, the same for every version and lineage: the canary compares two computations, not texts.
         vocab_size = int(self._model.get_input_embeddings().num_embeddings)
         tokens = np.random.default_rng(_CANARY_SEED).integers(
             0, vocab_size, _CANARY_PROMPT_TOKENS + _CANARY_RESPONSE_TOKENS, dtype=np.int32
@@ -144,10 +147,12 @@ def write_tensor_files(
     Yields:
         Each file once it is complete; the caller may delete it. At least one, empty if there are no tensors.
     """
+    # A file is written once it is full: the names cannot say "of N" before the last tensor is known.
     number, num_bytes = 1, 0
     pending: dict[str, Tensor] = {}
     for name, tensor in tensors:
         size_bytes = tensor.numel() * tensor.element_size()
+        # without `pending` a tensor larger than max_bytes would leave an empty file before its own
         if pending and num_bytes + size_bytes > max_bytes:
             yield _save(pending, folder / f"{stem}-{number:05d}{SUFFIX}")
             number, num_bytes, pending = number + 1, 0, {}
@@ -189,6 +194,7 @@ class TensorFiles(Mapping[str, Tensor]):
                 self._paths |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> Tensor:
+        # opened for each access: an open file would keep the disk space of a snapshot that is deleted meanwhile
         with safe_open(self._paths[name], framework="pt") as file:
             return file.get_tensor(name)
 
@@ -230,6 +236,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _delete_abandoned(parent: Path) -> None:
+    # A lock and not a process id: ids are used again, and in containers that share TMPDIR all trainers may be number 1.
     for folder in parent.glob(f"{PREFIX}*"):
         try:
             with (folder / _LOCK).open("r+") as lock:

@@ -1,4 +1,4 @@
-"""Forward and backward passes of one batch: micro-batches, first passes without gradient, sums over the ranks.
+"""Forward and backward passes of one batch, and the metrics of what they found.
 
 A_j may need log pi_theta of other rollouts at the current weights (of their group, for some objectives of the whole
 batch). A group inside one micro-batch gets them from the forward pass that the gradient needs anyway; only groups that
@@ -7,6 +7,9 @@ span micro-batches cost a first pass without gradient. Both ways give the same g
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
+
+ESS collapse and growth of the gradient norm announce divergence before the reward falls (arXiv 2602.17616). The metrics
+of the behaviour policy are also taken per policy age, because old data collapses first.
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ class ForwardBackward:
         numbers = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r in rollouts))}
         groups = [numbers[r.prompt_id] for r in rollouts]
         num_tokens = [len(r.response_tokens) for r in rollouts]
+        # the denominators of the loss are those of the whole batch: so the losses of micro-batches and ranks add up
         self._totals = Totals(num_rollouts=len(rollouts), num_tokens=sum(num_tokens), num_groups=len(numbers))
         self._plan = plan_micro_batches(
             [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts],
@@ -131,6 +135,8 @@ class ForwardBackward:
         for micro_batch in self._plan.of_rank(self._ranks.rank):
             for name, value in self._micro_batch(micro_batch).items():
                 totals[name] = totals.get(name, 0.0) + value
+        # One exchange for everything: each all_reduce waits for the slowest rank. The order of names must be the same
+        # in all ranks, and so must the names: every rank has a micro-batch in every round.
         names = sorted(totals)
         sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)
         added = self._ranks.all_reduce(torch.cat([sums, self._logprob, self._abs_gap]))
@@ -168,11 +174,13 @@ class ForwardBackward:
         rows = list(micro_batch.indices)
         sequences = self._packed(micro_batch)
         logprobs = self._policy.token_logprobs(sequences)  # [T]
+        # A_j is a constant of the loss (stopgrad in Eq. 5's A-form): its log-probs are detached before they are summed
         self._put_sums(micro_batch, logprobs.detach(), sequences)
         sampler = np.concatenate([self._rollouts[i].sampler_logprobs for i in rows] or [_FILLER])
         sampler_logprobs = torch.from_numpy(sampler).to(device=logprobs.device, dtype=logprobs.dtype)  # [T]
         gaps = response_sums((logprobs.detach() - sampler_logprobs).abs(), sequences)  # [B]
         self._logprob[rows] = self._sequences.logprob[rows]
+        # at policy age 0 this should be rounding alone: metric `logprob_gap_on_policy`
         self._abs_gap[rows] = gaps[: len(rows)].double().cpu()
         # a group that is not complete here has its sums from the first pass, or needs none but its own
         advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]
@@ -182,7 +190,7 @@ class ForwardBackward:
         padded = logprobs.new_zeros(sequences.num_rows)  # [B]; the filler keeps advantage 0
         padded[: len(rows)] = advantage.to(padded)
         loss, metrics = objective_loss(tokens, padded, self._objective, totals=self._totals)
-        loss.backward()
+        loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
         return metrics
 
     def _put_sums(self, micro_batch: MicroBatch, logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> None:
@@ -267,6 +275,7 @@ def _pack(items: Sequence[tuple[int, ...]], lengths: Sequence[int], max_tokens: 
     order = sorted(items, key=lambda item: (-sizes[item], item))
     # an item longer than a bin fills one bin, no more
     num_tokens = sum(min(size, max_tokens) for size in sizes.values())
+    # -(-a // b) is a / b, rounded up. No fewer bins can hold that many tokens; more are tried where they do not fit.
     num_bins = num_ranks * max(1, -(-num_tokens // (max_tokens * num_ranks)))
     while True:  # with one more bin per rank each time, until everything fits
         bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -314,6 +323,7 @@ def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:
     """
     if not np.isfinite(log_weights).all():
         return None
+    # Kish's effective sample size: 1 / N where one rollout rules the batch, 1 where all weigh the same.
     weights = np.exp(log_weights - log_weights.max())  # a common factor cancels, and exp cannot overflow
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 

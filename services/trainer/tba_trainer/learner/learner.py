@@ -79,7 +79,8 @@ class Learner:
         """
         rollouts = batch.rollouts
         rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
-        if self._recipe.trainer.shuffle_rewards:  # control experiment: nothing can be learned
+        # Control experiment: nothing can be learned from shuffled rewards, so whatever still improves is an artefact.
+        if self._recipe.trainer.shuffle_rewards:
             rewards = self.rng.permutation(rewards)
         values = values or scheduled(self._recipe, step=step)
         forward_backward = ForwardBackward(
@@ -93,8 +94,9 @@ class Learner:
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
             ranks=self._ranks,
         )
-        self.optimizer.discard()
+        self.optimizer.discard()  # `backward` adds to the gradients that are there
         loss_metrics = forward_backward.backward()
+        # Clipped here, not in `apply`: the guards read the norm before they decide whether there is an `apply` at all.
         grad_norm = self.optimizer.clip()
         measured = batch_metrics(
             forward_backward.results(),
@@ -111,13 +113,24 @@ class Learner:
         }
 
     def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
-        """Update the weights; reset or average the reference where that is due."""
+        """Update the weights; reset or average the reference where that is due.
+
+        Args:
+            step: the optimizer step that this makes.
+            lineage: of this trainer; names the new version of the reference.
+            values: learning rate of this step; None: the recipe's schedules.
+        """
         values = values or scheduled(self._recipe, step=step)
+        # The order matters: a reset at this step makes the weights *after* the update the new reference.
         self.optimizer.apply(learning_rate=values.learning_rate)
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def skip(self, *, step: int, lineage: int) -> None:
-        """Make step `step` without an update: the weights stay, what is due at this step still happens."""
+        """Make step `step` without an update: the weights stay, what is due at this step still happens.
+
+        Args:
+            lineage: of this trainer; names the new version of the reference.
+        """
         self.optimizer.discard()
         self.reference.after_step(PolicyVersion(lineage, step))
 
@@ -162,11 +175,13 @@ class Learner:
             TbaError: the tensors are not those of this model.
         """
         what = f"checkpoint {state.version}"
+        # With LoRA the section holds the adapter alone: the frozen weights are those of model.path, which never change.
         load_tensors(trainable(self.model), sections[MODEL], what=what)
         self.optimizer.load_state_tensors(sections.get(OPTIMIZER, {}))
         if REFERENCE in sections:
             self.reference.load(sections[REFERENCE], PolicyVersion.parse(state.reference_version))
         self.reference.load_cache(sections[REF_LOGPROBS])
+        # building the model has drawn some numbers, for the first values of an adapter: that is undone here
         self.rng.bit_generator.state = state.rng
         torch.set_rng_state(decode_torch_rng(state.torch_rng))
 
@@ -189,13 +204,14 @@ class Optimizer:
         self._parameters = trainable(model)
         self._adamw = torch.optim.AdamW(
             list(self._parameters.values()),
-            lr=0.0,
+            lr=0.0,  # `apply` sets the rate of each step
             betas=(section.adam_beta1, section.adam_beta2),
             weight_decay=section.weight_decay,
         )
 
     def clip(self) -> float:
         """Clip the gradient by global norm; return the norm before clipping, which may be NaN or infinite."""
+        # One norm over all parameters and all shards: with FSDP2 the norm is a DTensor, whole only after a collective.
         parameters = list(self._parameters.values())
         return float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=self._section.max_grad_norm)))
 
@@ -208,6 +224,7 @@ class Optimizer:
 
     def discard(self) -> None:
         """Drop the gradients."""
+        # None, not zeros: a parameter without a gradient is then left out of the update, and the memory is free.
         self._adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -218,7 +235,7 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             state = self._adamw.state.get(parameter, {})
             for moment in _MOMENTS:
-                if moment in state:
+                if moment in state:  # a parameter has no state before its first update
                     yield f"{moment}.{name}", full(state[moment].detach()).to("cpu", copy=True).contiguous()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -227,6 +244,7 @@ class Optimizer:
         Raises:
             TbaError: a tensor belongs to no parameter, or has another shape.
         """
+        # By name and not by position, as torch's own state_dict has it: another order of parameters changes nothing.
         self._adamw.state.clear()
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
@@ -274,6 +292,7 @@ class TrainerState(BaseModel):
 
 def config_sha256(recipe: Recipe) -> str:
     """Return the digest of what is trained and how, without addresses and paths: those may differ between starts."""
+    # Another digest at a resume is legitimate (more steps, another rate) and is only logged.
     trained = {"run", "model", "sampling", "searcher", "objective", "trainer", "eval"}
     return hashlib.sha256(recipe.model_dump_json(include=trained).encode()).hexdigest()
 

@@ -118,7 +118,7 @@ class Prefetcher:
             RunOverError, FencedError, ServiceError: as drawing raised it.
         """
         batch = self._poll(step, timeout_s=0.0)
-        if batch is not None:
+        if batch is not None:  # the usual case: it was drawn during the step before, and no wait is reported
             return batch
         name, since = self._wait_name, time.monotonic()
         with self._status.named_wait(name, self._batch_wait_s):
@@ -128,6 +128,7 @@ class Prefetcher:
                     return batch
                 if self._wait_name == PAUSED:  # the time in which the run is paused does not count
                     since = time.monotonic()
+                # The buffer may name several waits one after another (rollouts, then rewards): all share one deadline.
                 left_s = self._batch_wait_s - (time.monotonic() - since)
                 if self._wait_name != name:
                     name = self._wait_name
@@ -142,6 +143,7 @@ class Prefetcher:
     def discard(self, step: int) -> None:
         """Forget every batch drawn so far and draw again from `step` on."""
         with self._changed:
+            # a draw may be under way, and its thread cannot be interrupted: the round tells it that its batch is stale
             self._round += 1
             self._ready.clear()
             self._next_step = self._requested_step = step
@@ -152,6 +154,7 @@ class Prefetcher:
             self._requested_step = step
             self._changed.notify_all()
             self._changed.wait_for(lambda: step in self._ready or self._error is not None, timeout=timeout_s)
+            # A batch comes before an error: what was drawn may still be trained on.
             batch, void_after = self._ready.pop(step, (None, 0.0))
             if batch is None and self._error is not None:
                 raise self._error
@@ -162,6 +165,7 @@ class Prefetcher:
         return batch
 
     def _may_draw(self) -> bool:
+        # Needs the lock. No further ahead: while a batch waits, its rollouts grow older and its deadline runs.
         return self._next_step <= min(self._requested_step + self._ahead, self._last_step)
 
     def _run(self) -> None:
@@ -175,9 +179,9 @@ class Prefetcher:
                 batch = self._draw(step, LONG_POLL_S)
             except BusyError as error:  # no batch yet; the buffer names what it waits for
                 self._wait_name = error.wait
-                self._closed.wait(min(error.retry_after_s, 1.0))
+                self._closed.wait(min(error.retry_after_s, 1.0))  # not `sleep`: `close` must not wait for this
                 continue
-            except WireError as error:
+            except WireError as error:  # asking for the same step again gives the same batch
                 if self._should_retry(step, error):
                     continue
                 self._fail(
@@ -187,7 +191,7 @@ class Prefetcher:
                     )
                 )
                 return
-            except Exception as error:
+            except Exception as error:  # this thread must not die silently: the loop would wait until its deadline
                 self._fail(error if isinstance(error, TbaError) else TbaError(f"drawing a batch failed: {error}"))
                 return
             self._num_damaged_in_row = 0
@@ -294,10 +298,12 @@ def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Rejectio
         return Rejection("prompt", f"it says that it is of prompt {rollout.prompt_id!r}")
     if rollout.reward is None or not math.isfinite(rollout.reward):
         return Rejection("no-reward", f"its reward is {rollout.reward} (status {rollout.reward_status!r})")
+    # finite, but one such reward would turn the group's mean, and with it every A_j of the group, into rounding errors
     if abs(rollout.reward) > MAX_ABS_REWARD:
         return Rejection(
             "reward-size", f"its reward is {rollout.reward:g}, beyond +-{MAX_ABS_REWARD:g}: scale the reward"
         )
+    # an embedding that is asked for such an id would raise, or on a GPU end the process with a device assertion
     highest = int(max(rollout.prompt_tokens.max(), rollout.response_tokens.max()))
     if highest >= required.vocab_size:
         text = f"token id {highest} is outside the model's vocabulary of {required.vocab_size}"
@@ -319,7 +325,8 @@ def _check_versions(rollout: Rollout, parents: Mapping[int, PolicyVersion], trai
     for span in rollout.version_spans:
         version = span.version
         start = START if version.lineage == 0 else parents.get(version.lineage)
-        # a version past the end of a dead lineage passes: where that lineage ended is not known here
+        # A version past the end of a dead lineage passes: where that lineage ended is not known here. Lineage 0 has one
+        # version, the starting model.
         if start is None or version.step < start.step or (version.lineage == 0 and version != START):
             return Rejection("unknown-version", f"no trainer start of this run made version {version}")
         if version.lineage == trainer.lineage and version.step > trainer.step:

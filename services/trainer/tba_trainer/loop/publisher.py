@@ -125,6 +125,7 @@ class Publisher:
         """
         self._wait_until_below(self._section.max_unpublished_versions)
         with self._changed:
+            # The files hold the weights as they were: theta may change from here on, and the transfer takes its time.
             self._pending.append((snapshot, num_eval_prompts, announce))
             self._changed.notify_all()
         if announce:
@@ -149,7 +150,7 @@ class Publisher:
                 with self._changed:
                     self._changed.wait(timeout=_TICK_S)
                 self.check()
-                if self._stop.is_set():
+                if self._stop.is_set():  # after SIGTERM the checkpoint counts, not the publication
                     return
                 if time.monotonic() > deadline:
                     raise WaitTimeoutError(
@@ -164,10 +165,10 @@ class Publisher:
                 self._changed.wait_for(lambda: self._closed.is_set() or self._pending)
             if self._closed.is_set():
                 return
-            snapshot, num_eval_prompts, announce = self._pending[0]
+            snapshot, num_eval_prompts, announce = self._pending[0]  # it stays in the queue until it is announced
             try:
                 self._publish(snapshot, num_eval_prompts, announce=announce)
-            except Exception as error:
+            except Exception as error:  # a thread has nobody to raise to: the loop asks for it, in `check`
                 self._error = error if isinstance(error, TbaError) else TbaError(f"publishing failed: {error!r}")
             with self._changed:
                 # it counts as unpublished until here, so the loop's limit covers a slow transfer too
@@ -179,10 +180,12 @@ class Publisher:
 
     def _publish(self, snapshot: WeightSnapshot, num_eval_prompts: int | None, *, announce: bool) -> None:
         started = time.monotonic()
+        # Publishing the same version again is harmless: every object is create-only, and equal content is accepted.
         self._retry_while_away(lambda: self._put(snapshot), snapshot.version)
         if not announce:
             snapshot.close()
             return
+        # Only now: a searcher that hears of a version must find all of it.
         request = VersionRequest(version=str(snapshot.version), token=self._token)
         self._retry_while_away(lambda: self._buffer.announce_version(request), snapshot.version)
         if self._closed.is_set():  # the retries may have been cut off, so nothing says that it was announced
@@ -194,7 +197,7 @@ class Publisher:
             self._evaluations.request(snapshot.version, num_eval_prompts)
         try:
             self._delete_old_versions()
-        except FencedError:
+        except FencedError:  # a newer trainer owns the run, and decides what is old
             raise
         except TbaError as error:  # the next version tries again
             log.warning("old_versions_not_deleted", error=str(error))
@@ -236,6 +239,7 @@ class Publisher:
                     log.warning("publishing_fails", version=str(version), error=str(error))
                 self._retried_error = str(error)
                 self._closed.wait(pause_s)
+                # no deadline here: the loop's wait for a free place has one, so the limit covers all retries together
                 pause_s = min(2 * pause_s, _RETRY_MOST_S)
 
 
@@ -273,6 +277,7 @@ class Evaluations:
         Args:
             every_steps: the interval as it is now.
         """
+        # Not `step % every_steps == 0`: versions are published every sync_interval steps, and may miss that multiple.
         due = step // every_steps > self._last_step // every_steps
         self._last_step = step
         return self._section.num_prompts if due else None
@@ -304,7 +309,7 @@ class Evaluations:
             )
         except FencedError:
             raise
-        except TbaError as error:
+        except TbaError as error:  # an evaluation is worth less than the run
             log.warning("evaluation_not_requested", version=str(version), error=str(error))
             return None
 
@@ -348,6 +353,7 @@ def versions_to_delete(
     checkpoints.
     """
     checkpoints = list(checkpoints)
+    # A resume announces its parent's weights again, so it needs the parent of every lineage that it may return to.
     lineages = {info.lineage, *(version.lineage for version in checkpoints)}
     named = [
         info.latest_version,

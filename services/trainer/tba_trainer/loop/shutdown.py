@@ -63,14 +63,16 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     context.status.set_state("finishing")
     if context.publisher.submitted != progress.version:
         context.publisher.publish(progress.version)
-    context.publisher.drain()
+    context.publisher.drain()  # searchers can evaluate only a version that is announced
     if not context.stop.is_set():
+        # Asked for first: searchers evaluate while the checkpoint is written.
         evaluation = context.evaluations.request(progress.version, context.evaluations.num_prompts_final)
         _retry_until_stored(context, "the last checkpoint", writer.save)
         if evaluation is not None:
             context.evaluations.wait(evaluation, context.status, context.stop)
-        if recipe.trainer.export:
+        if recipe.trainer.export:  # after the evaluation: its result is on the model card
             _retry_until_stored(context, "the export", lambda: _export(context))
+    # SIGTERM at any moment before this line leaves the run to be resumed; a resume does all of the above again.
     if context.stop.is_set():
         interrupt(context, writer)
         return "stopped"

@@ -61,6 +61,7 @@ def start_lineage(
     recipe, buffer = context.recipe, context.buffer
     info = buffer.run()
     fork = Fork.of(info.origin)
+    # a new lineage would make the run active again, and its searchers would start to generate
     if info.state == "done":
         raise ConflictError(
             f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
@@ -71,6 +72,7 @@ def start_lineage(
     )
     if checkpoint is not None:
         _check_same_run(checkpoint, recipe, model_config_sha256)
+        # allowed, since a run may get more steps or another rate; logged, since it may also be the wrong file
         if checkpoint.state.config_sha256 != config_sha256(recipe):
             log.warning("config_changed_since_checkpoint", checkpoint=checkpoint.state.version)
         parent = PolicyVersion.parse(checkpoint.state.version)
@@ -88,6 +90,7 @@ def start_lineage(
             rollback=rollback is not None,
         )
     )
+    # After the lineage is taken: the older trainer, if it still runs, can then register none of them again.
     if rollback is not None and rollback.suspect is not None:
         _delete_suspects(checkpoints, _tree(info, reply.lineage, parent).ancestry(parent), parent, rollback.suspect)
     if checkpoint is not None:
@@ -97,7 +100,7 @@ def start_lineage(
     # A lineage that resumes announces its parent's weights under its own name, (lineage, parent step). That supersedes
     # what a dead lineage announced after its checkpoint, and puts the trainer at policy age 0 with its searchers.
     first = START if announces_start else PolicyVersion(reply.lineage, parent.step)
-    info = buffer.run()
+    info = buffer.run()  # again: the counts of rollbacks and the parents now include this lineage
     state = None if checkpoint is None else checkpoint.state
     guards = GuardState() if state is None else state.guards
     session = Session(
@@ -151,6 +154,7 @@ def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin
     Raises:
         ConfigError: it is another model, or the same one in another dtype.
     """
+    # By content, not by path: the folder may lie elsewhere, or hold another model, at the next start.
     manifest = versions.manifest(START) if versions.exists(START) else None
     origin_sha256 = None if origin is None else origin.start_params_sha256
     if manifest is None and origin_sha256 is None:
@@ -270,6 +274,7 @@ def _restore_fork(
     model_config_sha256: str,
 ) -> None:
     """Restore the other run's whole state where it has a checkpoint of the version, else its published weights."""
+    # With a checkpoint the fork continues with AdamW's moments, the reference and the random numbers of the other run.
     checkpoint = fork.checkpoint(checkpoints)
     if checkpoint is None:
         fork.load_weights(store, learner, model_config_sha256, folder=checkpoints.folder)
@@ -295,7 +300,7 @@ def _roll_back(
         GuardError: the checkpoints before the suspect one are gone or damaged; the run has failed.
     """
     suspect = rollback.suspect
-    if suspect is None:
+    if suspect is None:  # a good step followed the last checkpoint: its weights are sound
         return newest_intact(checkpoints, info)
     checkpoint = older_intact(checkpoints, info, suspect, last_good_step=rollback.last_good_step)
     if checkpoint is not None or rollback.previous is None:

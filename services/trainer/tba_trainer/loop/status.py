@@ -69,6 +69,7 @@ class Progress:
     @property
     def version(self) -> PolicyVersion:
         """The current weights, under the name that they were or will be announced by."""
+        # until the first step these are the parent's weights, which a resume announces under its own name
         return self._session.first if self.step == self._session.parent.step else self.newest
 
     @property
@@ -90,6 +91,7 @@ class Progress:
 
     def start_clock(self) -> None:
         """Begin to count training time."""
+        # again, when the loop begins: loading the model and publishing the first version are no training time
         self._started = time.monotonic()
 
     def stop_clock(self) -> None:
@@ -125,6 +127,7 @@ class Status:
         """Record a finished step and its metrics."""
         with self._lock:
             self._version = version
+            # replaced, not updated: a metric that this step does not have must not show its value of an older step
             self._gauges = {name: value for name, value in metrics.items() if value is not None}
             self._gauges["step"] = float(version.step)
 
@@ -137,7 +140,7 @@ class Status:
     def named_wait(self, name: str, deadline_s: float) -> Iterator[None]:
         """Report the block as a wait with this name, at most `deadline_s` long."""
         self.begin_wait(name, deadline_s)
-        try:
+        try:  # a wait that ends in an error has been waited all the same
             yield
         finally:
             with self._lock:
@@ -146,13 +149,14 @@ class Status:
     def begin_wait(self, name: str, deadline_s: float) -> None:
         """Begin a wait, or continue to wait under another name."""
         with self._lock:
-            self._end_wait()
+            self._end_wait()  # each name has its own account: the metric says what the trainer waited for
             self._wait = (name, self._now(), self._now() + deadline_s)
 
     @property
     def waited_s(self) -> float:
         """Seconds spent in named waits since the start."""
         with self._lock:
+            # with the wait in progress: a difference of two readings is then exact, whenever they are taken
             return sum(self._waited_by_name(self._now()).values())
 
     def beat(self, extra_gauges: Mapping[str, float]) -> Heartbeat:
@@ -214,11 +218,12 @@ class Heartbeats:
     def _run(self) -> None:
         failing = False
         while True:
+            # read before the beat: the last beat, after `close`, tells the final state
             last = self._closed.wait(HEARTBEAT_INTERVAL_S)
             try:
                 self._buffer.heartbeat(self._status.beat(self._gauges()))
                 failing = False
-            except TbaError as error:
+            except TbaError as error:  # a missed beat is no reason to stop: the next one says the same
                 if not failing:  # one line per outage, not one per second
                     log.warning("heartbeat_failed", error=str(error))
                 failing = True

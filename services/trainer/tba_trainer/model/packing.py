@@ -181,7 +181,7 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
 
 
 def use_packed_attention(model: Any) -> bool:
-    """Make a model attend within `segments`; return False, and change nothing, where its family is not known to."""
+    """Make a model attend within `segments`. Return False and change nothing where its family is not a tested one."""
     from transformers import AttentionInterface
 
     # code that came with a model may name a known family and still not look its attention up in the table

@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:
     """Return the trained parameters by their `named_parameters` name: all, or with LoRA the adapter's."""
+    # a tied head is in `named_parameters` once: it gets one gradient, one moment and one tensor in a checkpoint
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -93,6 +94,7 @@ def published_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[
         weight = full(parameter.detach())
         layer, _, leaf = name.rpartition(".")
         if layer in adapted and leaf == "weight":
+            # merged in the weight's dtype (float32 master weights), so the cast below is the only rounding
             weight = weight + full(adapted[layer].get_delta_weight(ADAPTER)).to(weight.dtype)
         yield name, weight.to(device="cpu", dtype=dtype or weight.dtype, copy=True).contiguous()
 
@@ -147,7 +149,7 @@ def _has_gradient(value: object) -> bool:
 
 def shard(model: Any, mesh: DeviceMesh) -> None:
     """Shard a model in place. Process 0 has its weights and sends them; the others may hold it on the meta device."""
-    # one unit after another goes to the mesh's device and to all processes: no device ever holds the whole model
+    # One unit after another goes to the mesh's device and to all processes: no device ever holds the whole model.
     device = _device_of(mesh)
 
     def from_leader(tensor: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
     mesh: DeviceMesh = model.__dict__[_ROOT].mesh
     device = _device_of(mesh)
     config = copy.deepcopy(model.config)
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory until `_shard` places a unit
         copied = type(model)(config)
     copied.requires_grad_(False)
     copied.eval()
@@ -194,6 +196,7 @@ def _shard(model: Any, mesh: DeviceMesh, place: Callable[[str, Tensor], Tensor])
     done: set[int] = set()
     units = [*_layers(model), model]
     root: Any = _Root(model)
+    # Layers first: what they own is done when the model itself, the last unit, takes the rest.
     for unit in units:
         placed: dict[int, Tensor] = {}  # by identity: tied tensors stay one
         for module in unit.modules():

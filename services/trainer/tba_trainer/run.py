@@ -166,6 +166,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         learner=learner,
         schedules=Schedules(recipe, buffer),
         requirements=Requirements.of(recipe, model),
+        snapshots=snapshots,
         prefetcher=_prefetcher(context, session),
         publisher=Publisher(
             section=recipe.trainer,
@@ -173,7 +174,6 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
             buffer=buffer,
             versions=versions,
             checkpoints=checkpoints,
-            snapshots=snapshots,
             evaluations=evaluations,
             status=context.status,
             files=files,
@@ -226,7 +226,7 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
             publisher.submit(start, announce=False)
         else:
             start.close()
-        publisher.publish(session.first)
+        publisher.publish(context.snapshots, session.first)
     publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
     if not session.announces_start:
         # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is

@@ -75,6 +75,7 @@ class SnapshotWriter:
 
     Args:
         model: theta.
+        recipe: says the dtype and the size of the files, and how exact searchers must be.
         folder: for the files of snapshots until they are published.
     """
 
@@ -91,6 +92,10 @@ class SnapshotWriter:
 
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
         """Write the current weights to files.
+
+        Args:
+            version: the name of the weights.
+            parent: the version published before it; None: it is the starting model.
 
         Raises:
             OSError: the local disk is full.
@@ -142,6 +147,8 @@ def write_tensor_files(
 
     Args:
         tensors: names and contiguous CPU tensors.
+        folder: for the files.
+        stem: the names' first part.
         max_bytes: of tensors in one file; a single larger tensor gets a file of its own.
 
     Yields:

@@ -80,11 +80,14 @@ class ForwardBackward:
 
     Args:
         policy: theta at the policy temperature.
+        objective: gives A_j, the token weights and the denominator.
+        rollouts: [N] the whole batch, whatever share of it this rank works on.
         rewards: [N] the rollouts' rewards, shuffled under `trainer.shuffle_rewards`.
         ref_logprobs: [N] sums over the responses; None where the objective needs no reference.
         policy_ages: [N] optimizer steps.
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
+        ranks: the processes that share the batch; None: this one alone.
     """
 
     def __init__(
@@ -250,6 +253,8 @@ def plan_micro_batches(
     Args:
         lengths: [N] prompt plus response tokens.
         groups: [N] group number of each rollout.
+        max_tokens: of one micro-batch.
+        num_ranks: processes that share the batch.
         keep_groups: keep a group in one micro-batch where it fits, so that it needs no first pass; False where no
             advantage depends on theta's log-probs of other rollouts.
     """
@@ -366,6 +371,9 @@ def batch_metrics(
     sampled from the whole distribution at the policy temperature; None without such rollouts.
 
     Args:
+        scored: the rollouts of the batch, at least one.
+        success_reward: a reward from which on a rollout counts as a success.
+        policy_temperature: what theta's logits are divided by.
         tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
     """
     rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)

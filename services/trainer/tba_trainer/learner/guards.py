@@ -105,6 +105,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
     """Decide what to do after one step.
 
     Args:
+        section: thresholds and actions of the alarms.
         state: after the step before.
         metrics: of the step; None: nothing of its batch could be trained on.
     """

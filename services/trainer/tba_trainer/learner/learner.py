@@ -43,6 +43,7 @@ class Learner:
 
     Args:
         model: theta, float32 master weights on `trainer.device`.
+        recipe: its sections model, objective, trainer, searcher and eval are read.
         rng: the trainer's random numbers of the run (`shuffle_rewards`); a checkpoint keeps their state.
         ranks: the processes that share every batch; all make the same calls with the same arguments.
     """
@@ -71,6 +72,8 @@ class Learner:
         """Compute the gradients of one batch for optimizer step `step`; the weights stay as they are.
 
         Args:
+            batch: only rollouts that can be trained on (`filter_batch`), at least one.
+            step: the optimizer step that the gradients are for.
             policy_ages: [N] of `batch.rollouts`, in optimizer steps.
             values: learning rate and beta of this step; None: the recipe's schedules.
 
@@ -141,6 +144,10 @@ class Learner:
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
         """Put whole tensors, named as published, into theta; nothing else changes.
 
+        Args:
+            tensors: by their names in Hugging Face format.
+            what: the source of the tensors, for errors.
+
         Raises:
             ConfigError: theta is an adapter, which cannot hold merged weights.
             TbaError: they are not those of this model.
@@ -170,6 +177,10 @@ class Learner:
 
     def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put the learner into the state of a checkpoint.
+
+        Args:
+            state: its part that is no tensor.
+            sections: tensors by section and name, as `capture` yields them; each is read on access.
 
         Raises:
             TbaError: the tensors are not those of this model.
@@ -240,6 +251,9 @@ class Optimizer:
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the state from a checkpoint.
+
+        Args:
+            tensors: as `state_tensors` yields them.
 
         Raises:
             TbaError: a tensor belongs to no parameter, or has another shape.

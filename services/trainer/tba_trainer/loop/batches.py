@@ -46,6 +46,8 @@ def draw_batch(buffer: BufferClient, session: Session, step: int, wait_s: float)
     """Draw the batch of a step for a lineage.
 
     Args:
+        session: the lineage, and its fencing token.
+        step: the optimizer step that will use the batch.
         wait_s: seconds that the buffer holds the request open while it has no batch (a long poll).
 
     Raises:
@@ -64,6 +66,8 @@ class Prefetcher:
 
     Args:
         draw: draws the batch of a step, waiting on the server up to some seconds; raises as BufferClient.draw_batch.
+        status: shows the wait for a batch.
+        first_step: the step that the loop makes first.
         last_step: nothing is drawn beyond it.
         ahead: batches drawn while a step runs.
         batch_wait_s: deadline of the wait for one batch, without the time in which the run is paused.
@@ -181,7 +185,7 @@ class Prefetcher:
                 self._wait_name = error.wait
                 self._closed.wait(min(error.retry_after_s, 1.0))  # not `sleep`: `close` must not wait for this
                 continue
-            except WireError as error:  # asking for the same step again gives the same batch
+            except WireError as error:  # to ask for the same step again gives the same batch
                 if self._should_retry(step, error):
                     continue
                 self._fail(
@@ -259,6 +263,7 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
     """Return the batch without the rollouts that cannot be trained on; they join its `refused`.
 
     Args:
+        required: by the model and the objective.
         lineages: every start of the trainer.
         trainer: the current weights; a rollout of a later version cannot exist.
     """

@@ -43,7 +43,10 @@ class Publisher:
     """Publishes snapshots in the order in which they were submitted.
 
     Args:
+        section: limits and deadlines.
+        session: its parent is the parent of the first version.
         versions: the published versions of the run.
+        checkpoints: of the run; a version that has one is not deleted.
         files: config and tokenizer files by name.
         stop: set when the process should end.
     """
@@ -56,18 +59,16 @@ class Publisher:
         buffer: BufferClient,
         versions: WeightVersions,
         checkpoints: CheckpointStore,
-        snapshots: SnapshotWriter,
         evaluations: Evaluations,
         status: Status,
         files: Mapping[str, Path],
         stop: threading.Event,
     ) -> None:
-        self._section, self._token, self._buffer, self._versions = section, session.token, buffer, versions
-        self._checkpoints, self._snapshots, self._evaluations = checkpoints, snapshots, evaluations
-        self._status, self._files, self._stop = status, files, stop
+        self._section, self._token, self._buffer, self._evaluations = section, session.token, buffer, evaluations
+        self._versions, self._checkpoints, self._files = versions, checkpoints, files
+        self._status, self._stop = status, stop
         self.submitted = session.parent
         """The last version that was submitted to be announced: the parent of the next one."""
-        self.last_announced: PolicyVersion | None = None
         self._changed = threading.Condition()
         self._pending: deque[tuple[WeightSnapshot, int | None, bool]] = deque()
         self._error: Exception | None = None
@@ -100,10 +101,13 @@ class Publisher:
         if self._error is not None:
             raise self._error
 
-    def publish(self, version: PolicyVersion, *, num_eval_prompts: int | None = None) -> None:
+    def publish(
+        self, snapshots: SnapshotWriter, version: PolicyVersion, *, num_eval_prompts: int | None = None
+    ) -> None:
         """Take a snapshot of the current weights and submit it.
 
         Args:
+            snapshots: of theta. It is not kept: a transfer that outlives a rollback must not keep the old model alive.
             version: the name of the weights.
             num_eval_prompts: held-out prompts that the version is evaluated on; None: it is not evaluated.
 
@@ -111,12 +115,13 @@ class Publisher:
             WaitTimeoutError, FencedError, ObjectExistsError, TbaError: as `submit` raises it.
             OSError: the local disk is full.
         """
-        self.submit(self._snapshots.take(version, self.submitted), num_eval_prompts=num_eval_prompts)
+        self.submit(snapshots.take(version, self.submitted), num_eval_prompts=num_eval_prompts)
 
     def submit(self, snapshot: WeightSnapshot, *, num_eval_prompts: int | None = None, announce: bool = True) -> None:
         """Hand a snapshot over, to be evaluated on some held-out prompts once it is announced (None: not at all).
 
         Args:
+            snapshot: its files are deleted once the version is published.
             announce: False only stores it, for searchers that ask for the version by name.
 
         Raises:
@@ -191,7 +196,6 @@ class Publisher:
         if self._closed.is_set():  # the retries may have been cut off, so nothing says that it was announced
             return
         snapshot.close()
-        self.last_announced = snapshot.version
         log.info("published", version=str(snapshot.version), seconds=round(time.monotonic() - started, 3))
         if num_eval_prompts is not None:
             self._evaluations.request(snapshot.version, num_eval_prompts)
@@ -275,6 +279,7 @@ class Evaluations:
         the last call and this one.
 
         Args:
+            step: a multiple of the sync interval.
             every_steps: the interval as it is now.
         """
         # Not `step % every_steps == 0`: versions are published every sync_interval steps, and may miss that multiple.
@@ -289,6 +294,9 @@ class Evaluations:
 
     def request(self, version: PolicyVersion, num_prompts: int) -> EvalInfo | None:
         """Ask for an evaluation of a published version; log a refusal and return None.
+
+        Args:
+            num_prompts: the first so many held-out prompts, in upload order.
 
         Raises:
             FencedError: a newer lineage owns the run.
@@ -351,6 +359,12 @@ def versions_to_delete(
     Held are the starting model, the announced version, the best one, those of live components and of pending
     evaluations, those with a checkpoint in the store, and the parents of the active lineage and of the lineages of
     checkpoints.
+
+    Args:
+        versions: all of the run's, in any order.
+        info: the run as the buffer knows it.
+        checkpoints: versions that have a checkpoint in the store.
+        keep: so many of the newest stay in any case.
     """
     checkpoints = list(checkpoints)
     # A resume announces its parent's weights again, so it needs the parent of every lineage that it may return to.

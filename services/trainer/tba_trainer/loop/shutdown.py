@@ -62,7 +62,7 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     progress.stop_clock()
     context.status.set_state("finishing")
     if context.publisher.submitted != progress.version:
-        context.publisher.publish(progress.version)
+        context.publisher.publish(context.snapshots, progress.version)
     context.publisher.drain()  # searchers can evaluate only a version that is announced
     if not context.stop.is_set():
         # Asked for first: searchers evaluate while the checkpoint is written.

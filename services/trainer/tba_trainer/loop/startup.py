@@ -50,6 +50,9 @@ def start_lineage(
     """Take a lineage from the buffer, and put the learner where the lineage's parent was.
 
     Args:
+        checkpoints: of this run.
+        learner: holds the starting model; it gets the state of the parent.
+        model_config_sha256: digest of config.json in model.path.
         rollback: how the lineage before this one ended; None: this is the first one of the process.
 
     Raises:

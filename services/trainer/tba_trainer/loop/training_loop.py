@@ -290,7 +290,7 @@ class TrainingLoop:
         if at_sync and progress.step < section.num_steps:  # the last version is published by `finish`
             every_steps = context.schedules.eval_every_steps
             due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
-            context.publisher.publish(progress.version, num_eval_prompts=due)
+            context.publisher.publish(context.snapshots, progress.version, num_eval_prompts=due)
         at_interval = progress.step % section.checkpoint_interval == 0
         self._checkpoint_due |= at_interval
         # An attempt costs `store.timeout_s` while the store is away, so a failed one is not repeated in every step.

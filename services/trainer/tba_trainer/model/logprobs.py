@@ -147,6 +147,11 @@ def head_logprobs(
     float32, or in float64 for float64 inputs.
 
     Args:
+        hidden: last hidden states at the positions whose next token is scored.
+        weight: W of the output head.
+        bias: b of the output head; None: it has none.
+        targets: y_t, the token that was sampled after each position.
+        temperature: divides the logits before the softmax.
         chunk_bytes: most bytes of logits at once; None: `CHUNK_BYTES` of the device.
     """
     kind = hidden.device.type

@@ -68,7 +68,13 @@ class PackedSequences:
 def pack_sequences(
     prompts: Sequence[NDArray[np.int32]], responses: Sequence[NDArray[np.int32]], device: torch.device | str
 ) -> PackedSequences:
-    """Pack B prompts and their responses (at least 1 token each), in the given order."""
+    """Pack B prompts and their responses in the given order.
+
+    Args:
+        prompts: B token sequences of at least 1 token each.
+        responses: the same; the last token of each is only predicted, never an input.
+        device: of the result.
+    """
     # built from lengths, never from pad ids: where pad and end-of-sequence are one token, the latter stays in the loss
     pairs = list(zip(prompts, responses, strict=True))
     lengths = np.array([len(prompt) + len(response) - 1 for prompt, response in pairs])
@@ -127,9 +133,11 @@ class Segments:
 
 
 def find_segments(lengths: Sequence[int], device: torch.device | str, *, one_bucket: bool = False) -> Segments:
-    """Return boundaries and buckets of sequences with these lengths (at least 1 each).
+    """Return boundaries and buckets of sequences with these lengths.
 
     Args:
+        lengths: at least 1 each, in the order in which the sequences are packed.
+        device: of the result.
         one_bucket: put all sequences into one bucket.
     """
     min_share = 0.0 if one_bucket else BUCKET_MIN_SHARE
@@ -164,6 +172,10 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
     """Return the outputs of `forward` at the predictor of every response token, with one pass per bucket of `segments`.
 
     Padding is never read, because it comes after the end of its sequence.
+
+    Args:
+        forward: one pass over padded rows.
+        segments: of these sequences, from `find_segments`.
     """
     ids = sequences.input_ids[0].index_select(0, segments.sources)  # [Q]
     real = torch.zeros_like(ids).index_fill(0, segments.places, 1)  # [Q]

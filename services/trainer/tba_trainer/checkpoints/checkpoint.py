@@ -92,6 +92,7 @@ class CheckpointStore:
         """Write a checkpoint, manifest last, and return its key. Writing it again is harmless.
 
         Args:
+            state: names the version, hence the key.
             tensors: section, name and whole tensor, section after section.
 
         Raises:
@@ -118,6 +119,9 @@ class CheckpointStore:
 
     def load(self, key: str) -> Checkpoint:
         """Fetch a checkpoint, every digest verified; the caller closes it.
+
+        Args:
+            key: as `save` returned it.
 
         Raises:
             ObjectNotFoundError: it does not exist, or is half written.
@@ -224,6 +228,9 @@ def _read_state(path: Path) -> TrainerState:
 def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | None:
     """Load the newest intact checkpoint of the active lineage; None when the run has none. The caller closes it.
 
+    Args:
+        info: the run as the buffer knows it; it names the registered checkpoint.
+
     Raises:
         ObjectNotFoundError, DigestError, MalformedError: the registered one is missing or damaged, and no older one is
             intact.
@@ -252,7 +259,12 @@ def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | N
 def older_intact(
     checkpoints: CheckpointStore, info: RunInfo, suspect: PolicyVersion, *, last_good_step: int
 ) -> Checkpoint | None:
-    """Load the first intact one of `before_suspect`; None when there is none. The caller closes it.
+    """Load the first intact checkpoint of `before_suspect`; None when there is none. The caller closes it.
+
+    Args:
+        info: the run as the buffer knows it.
+        suspect: the registered checkpoint, which no good step followed.
+        last_good_step: the last step whose batch was applied with no serious alarm on.
 
     Raises:
         StoreUnavailableError
@@ -263,9 +275,15 @@ def older_intact(
 def before_suspect(
     checkpoints: CheckpointStore, lineages: LineageTree, suspect: PolicyVersion, *, last_good_step: int
 ) -> list[PolicyVersion]:
-    """Return the checkpoints that `suspect` descends from, the best one to continue from first.
+    """Return the checkpoints that `suspect` descends from, in the order in which a rollback tries them.
 
-    That is the newest one that a good step followed, then older ones; where no good step followed any, the oldest.
+    First comes the newest one that a good step followed, then older ones. Where no good step followed any, the oldest
+    comes first: it is the furthest from the divergence.
+
+    Args:
+        lineages: every start of the trainer.
+        suspect: the registered checkpoint, which no good step followed.
+        last_good_step: the last step whose batch was applied with no serious alarm on.
 
     Raises:
         StoreUnavailableError

@@ -141,8 +141,8 @@ class ForwardBackward:
         # One exchange for everything: each all_reduce waits for the slowest rank. The order of names must be the same
         # in all ranks, and so must the names: every rank has a micro-batch in every round.
         names = sorted(totals)
-        sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)
-        added = self._ranks.all_reduce(torch.cat([sums, self._logprob, self._abs_gap]))
+        sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)  # [M]
+        added = self._ranks.all_reduce(torch.cat([sums, self._logprob, self._abs_gap]))  # [M + 2 N]
         sums, self._logprob, self._abs_gap = added.split([len(names), len(self._rollouts), len(self._rollouts)])
         tied = tied_group_share(self._sequences.reward, self._sequences.group)
         return {**dict(zip(names, sums.tolist(), strict=True)), "tied_group_share": tied}
@@ -186,7 +186,7 @@ class ForwardBackward:
         # at policy age 0 this should be rounding alone: metric `logprob_gap_on_policy`
         self._abs_gap[rows] = gaps[: len(rows)].double().cpu()
         # a group that is not complete here has its sums from the first pass, or needs none but its own
-        advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]
+        advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]  # [N] -> [B]
         tokens = Tokens(
             logprobs=logprobs, sampler_logprobs=sampler_logprobs, row=sequences.row, num_rows=sequences.num_rows
         )

@@ -1,7 +1,7 @@
-"""One optimizer step in two halves: `gradients` computes them from a batch, `apply` touches the weights.
+"""One optimizer step in two halves: `gradients` computes the gradients of a batch, `apply` changes the weights.
 
-The loop acks the batch between the halves: a refused ack costs one gradient and nothing else. Also here: the part of a
-checkpoint that is no tensor (`TrainerState`, state.json).
+The loop acks the batch between the halves: a refused ack costs one gradient and nothing else. Also here: AdamW with its
+state as named tensors, and the part of a checkpoint that is no tensor (`TrainerState`, state.json).
 """
 
 from __future__ import annotations

@@ -196,12 +196,12 @@ class ModelReference(Reference):
             keep_groups=False,
         )
         # each rank fills in its own rollouts; the sum over the ranks completes them
-        sums = torch.zeros(len(rollouts), dtype=torch.float64)
+        sums = torch.zeros(len(rollouts), dtype=torch.float64)  # [N]
         with self._weights.active():
             for micro_batch in plan.of_rank(ranks.rank):
                 sequences = pack_rollouts([rollouts[i] for i in micro_batch.indices], policy.device)
                 # an empty micro-batch ran with a filler, which has a sum too: the slice drops it
-                found = response_sums(policy.token_logprobs(sequences), sequences)[: len(micro_batch.indices)]
+                found = response_sums(policy.token_logprobs(sequences), sequences)[: len(micro_batch.indices)]  # [B]
                 sums[list(micro_batch.indices)] = found.double().cpu()
         for rollout, value in zip(rollouts, ranks.all_reduce(sums).tolist(), strict=True):
             self._cache[rollout.rollout_id] = value

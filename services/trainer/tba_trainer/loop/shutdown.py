@@ -1,4 +1,4 @@
-"""End a trainer: interrupt a run that can be resumed, or finish a run that is over; and SIGTERM, which asks for that.
+"""End a trainer: interrupt a run that can be resumed, or finish a run that is over. SIGTERM asks for the former.
 
 While a trainer starts, signals end it at once (tba/early_signals.py); `stop_on_signals` replaces that during training.
 """
@@ -31,6 +31,9 @@ log = get_logger("shutdown")
 def interrupt(context: LineageContext, writer: CheckpointWriter) -> None:
     """Keep what was trained after SIGTERM; the run can be resumed.
 
+    Args:
+        writer: of this lineage's checkpoints.
+
     Raises:
         StoreUnavailableError: the last checkpoint cannot be written; a resume continues from an older one.
     """
@@ -56,6 +59,7 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     """Publish, checkpoint, evaluate, export and mark the run done. SIGTERM before that leaves a run to be resumed.
 
     Args:
+        writer: of this lineage's checkpoints.
         early_end: why the run is over before `num_steps`; None: it is not.
     """
     progress, recipe = context.progress, context.recipe

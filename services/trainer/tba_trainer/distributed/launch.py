@@ -52,7 +52,6 @@ def launch(
         meeting = ["--standalone", f"--local-addr={LOOPBACK}"]
     else:
         meeting = [f"--nnodes={num_nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=tba"]
-    # no restarts by torchrun (its default, none): a restarted worker would find a process group that is gone
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers report errors
     options = [
         *meeting,

@@ -39,7 +39,7 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, Sn
         ConfigError: there is no model at model.path, or the device cannot be used.
         TeamError: a follower is gone.
     """
-    # the first values of an adapter come from torch's generator: the same in every process and at every start
+    # the first values of an adapter come from torch's generator: they are the same at every start
     torch.manual_seed(recipe.run.seed)
     checkpointing = recipe.trainer.gradient_checkpointing
     mesh = team.mesh

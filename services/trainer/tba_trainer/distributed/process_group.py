@@ -175,7 +175,7 @@ class Team:
         if tensor is None:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         tensor = tensor.detach().cpu().contiguous()
-        if tensor.numel():  # as bytes: gloo does not know every dtype, bfloat16 for one
+        if tensor.numel():  # as bytes, because gloo does not know every dtype
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
 

@@ -31,7 +31,7 @@ from tba_reward.scorers.exact import score_text
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import open_codec
-from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter
+from tba_trainer.checkpoints.weight_files import SnapshotWriter
 from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.model.policy import load_policy
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tba_trainer.learner.learner import Learner
-from tba_trainer.loop.prefetch import MAX_DAMAGED
+from tba_trainer.loop.batches import MAX_DAMAGED
 
 from tba.errors import (
     ConflictError,

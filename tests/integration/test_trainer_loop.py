@@ -254,6 +254,24 @@ def test_old_checkpoints_and_versions_are_deleted(world: World, model: Path) -> 
     assert len(kept) < 9
 
 
+def test_a_failed_checkpoint_is_tried_again_at_the_next_sync(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store refuses the checkpoint of step 6. Step 7 does not repeat it, the sync at step 8 does."""
+    put_file, tried = FileStore.put_file, []
+
+    def sometimes(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if "/checkpoints/" in key and path.name == "model-00001.safetensors":
+            tried.append(world.buffer.step)
+            if world.buffer.step < 8:
+                raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", sometimes)
+    world.train(make_recipe(model, trainer={"num_steps": 11, "sync_interval": 4, "checkpoint_interval": 6}))
+    assert tried == [6, 8, 11]
+
+
 def test_training_goes_on_while_the_store_refuses_versions(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ class Trained:
     @property
     def tensors(self) -> Mapping[str, Any]:
         """The published weights by name."""
-        from tba_trainer.checkpoints.tensor_files import TensorFiles
+        from tba_trainer.checkpoints.weight_files import TensorFiles
 
         return TensorFiles(self.paths)
 

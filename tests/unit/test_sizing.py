@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_trainer.learner.optimizer import Optimizer
+from tba_trainer.learner.learner import Optimizer
 from tba_trainer.model.policy import load_policy
 
 from tba.config import Recipe, load_recipe

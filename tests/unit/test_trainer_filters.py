@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_trainer.loop.filters import Requirements, count_reasons, filter_batch
+from tba_trainer.loop.batches import Requirements, count_reasons, filter_batch
 from tba_trainer.model.policy import load_policy
 
 from tba.versions import START, LineageTree, PolicyVersion

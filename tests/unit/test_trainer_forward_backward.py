@@ -11,8 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from tba_trainer.learner.forward_backward import ForwardBackward, Ranks
-from tba_trainer.learner.metrics import ForwardResult
+from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Ranks
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import resolve

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from tba_trainer.learner import learner as learner_module
-from tba_trainer.learner.forward_backward import ForwardBackward
+from tba_trainer.learner.forward_backward import ForwardBackward, ess_ratio
 from tba_trainer.learner.learner import Learner
-from tba_trainer.learner.metrics import ess_ratio
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import frozen_copy, load_policy

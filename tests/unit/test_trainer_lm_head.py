@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tba_trainer.model.lm_head import head_logprobs
+from tba_trainer.model.logprobs import head_logprobs
 
 TRAINER = Path(__file__).parents[2] / "services" / "trainer"
 
@@ -89,7 +89,7 @@ def test_bfloat16_products_answer_in_float32(chunk_bytes: int | None) -> None:
 
 MEASURE = """
 import json, re, sys, torch
-from tba_trainer.model.lm_head import head_logprobs
+from tba_trainer.model.logprobs import head_logprobs
 torch.set_num_threads(1)
 hidden = torch.randn(1024, 16, requires_grad=True)
 weight = torch.randn(50_000, 16).requires_grad_()

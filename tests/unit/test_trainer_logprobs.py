@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_trainer.model import lm_head
+from tba_trainer.model import logprobs as trainer_logprobs
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import load_policy
@@ -89,7 +89,7 @@ def test_chunks_of_the_output_head_give_the_same_values_and_gradients(
         return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     whole = values_and_gradient()
-    monkeypatch.setattr(lm_head, "CHUNK_BYTES", {"cpu": 5 * 4 * VOCAB_SIZE})
+    monkeypatch.setattr(trainer_logprobs, "CHUNK_BYTES", {"cpu": 5 * 4 * VOCAB_SIZE})
     chunked = values_and_gradient()
     torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
 

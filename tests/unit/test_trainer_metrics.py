@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tba_trainer.learner.metrics import AGE_BUCKETS, ForwardResult, batch_metrics, bucket_name, ess_ratio
+from tba_trainer.learner.forward_backward import AGE_BUCKETS, ForwardResult, batch_metrics, bucket_name, ess_ratio
 
 from tests.support.trainer_values import make_rollout
 

@@ -11,9 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tba_trainer.model import logprobs
-from tba_trainer.model.attention import BUCKET_MIN_SHARE, PACKED_ATTENTION, PACKED_FAMILIES, find_segments
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import pack_sequences, response_sums
+from tba_trainer.model.packing import (
+    BUCKET_MIN_SHARE,
+    PACKED_ATTENTION,
+    PACKED_FAMILIES,
+    find_segments,
+    pack_sequences,
+    response_sums,
+)
 
 from tba.errors import TbaError
 from tests.support.model_families import PACKED, PADDED, VOCAB_SIZE, make_family_model

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tba_trainer.checkpoints.cleanup import versions_to_delete
-from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter
-from tba_trainer.loop.heartbeat import Status
-from tba_trainer.loop.prefetch import Prefetcher
-from tba_trainer.loop.publisher import Evaluations
+from tba_trainer.checkpoints.weight_files import SnapshotWriter
+from tba_trainer.loop.batches import Prefetcher
+from tba_trainer.loop.publisher import Evaluations, versions_to_delete
+from tba_trainer.loop.status import Status
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import load_policy, side_files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba_trainer.loop.heartbeat import Status
+from tba_trainer.loop.status import Status
 
 from tba.wire import STARTED_AT_S, WAITED_S, decode_heartbeat, encode_heartbeat
 

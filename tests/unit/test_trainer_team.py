@@ -11,8 +11,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from tba_trainer.checkpoints.tensor_files import write_model_files
-from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter
+from tba_trainer.checkpoints.weight_files import SnapshotWriter, write_model_files
 from tba_trainer.distributed import follower, leader
 from tba_trainer.distributed.leader import LeaderLearner, LeaderSnapshotWriter, encode_drawn_batch
 from tba_trainer.distributed.process_group import BroadcastTensors, Team

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tba_trainer.checkpoints.tensor_files import (
+from tba_trainer.checkpoints.weight_files import (
     PREFIX,
     TensorFiles,
     lockstep,
@@ -93,7 +93,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_uses_is_no
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
-        "import os, signal; from tba_trainer.checkpoints.tensor_files import temporary_folder\n"
+        "import os, signal; from tba_trainer.checkpoints.weight_files import temporary_folder\n"
         "with temporary_folder() as folder: (folder / 'big').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -112,7 +112,7 @@ def test_a_full_disk_is_an_os_error_with_the_file(tmp_path: Path, monkeypatch: p
     def full(*_: object) -> None:  # the words of safetensors 0.8 on a full tmpfs
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("tba_trainer.checkpoints.tensor_files.save_file", full)
+    monkeypatch.setattr("tba_trainer.checkpoints.weight_files.save_file", full)
     with pytest.raises(OSError, match="No space left on device") as info:
         list(write_tensor_files([("a", torch.zeros(3))], tmp_path, stem="model", max_bytes=100))
     assert (info.value.errno, info.value.filename) == (errno.ENOSPC, str(tmp_path / "model-00001.safetensors"))

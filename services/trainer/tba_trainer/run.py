@@ -6,12 +6,11 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from tba.api import BatchRequest
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.early_signals import EXIT_STOPPED, mark_started
@@ -21,23 +20,19 @@ from tba.store import ObjectStore, open_store
 from tba.tokens import client_token
 from tba.versions import START
 from tba.weights import WeightVersions, sha256_of_file
-from tba.wire import Batch
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
-from tba_trainer.checkpoints.cleanup import GarbageCollector, delete_incomplete
-from tba_trainer.checkpoints.tensor_files import temporary_folder
-from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.checkpoints.weight_files import WeightSnapshot, temporary_folder
 from tba_trainer.distributed.follower import follow
 from tba_trainer.distributed.leader import build
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.guards import Rollback
 from tba_trainer.learner.schedules import Schedules
-from tba_trainer.loop.context import LineageContext, Progress, Session, TrainerContext
-from tba_trainer.loop.filters import Requirements
-from tba_trainer.loop.heartbeat import Heartbeats, Status
-from tba_trainer.loop.prefetch import Prefetcher
+from tba_trainer.loop.batches import Prefetcher, Requirements, draw_batch
+from tba_trainer.loop.context import LineageContext, TrainerContext
 from tba_trainer.loop.publisher import Evaluations, Publisher
 from tba_trainer.loop.shutdown import RunEnd, stop_on_signals
-from tba_trainer.loop.startup import check_starting_model, start_lineage, wait_for_origin
+from tba_trainer.loop.startup import check_starting_model, delete_incomplete, start_lineage, wait_for_origin
+from tba_trainer.loop.status import Heartbeats, Progress, Session, Status
 from tba_trainer.loop.training_loop import TrainingLoop
 from tba_trainer.model.policy import side_files
 from tba_trainer.tracking import open_trackers
@@ -69,6 +64,7 @@ def run_trainer(recipe: Recipe) -> int:
 
 
 def _lead(recipe: Recipe, team: Team) -> None:
+    # the leader alone talks to the buffer: followers get batches and commands over the process group
     token = client_token(recipe.auth.tokens_file, "trainer")
     buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s, ca_file=recipe.tls.ca_file)
     stop = threading.Event()
@@ -119,7 +115,7 @@ def train(
     rollback: Rollback | None = None
     try:
         while True:
-            with temporary_folder() as folder:
+            with temporary_folder() as folder:  # one per lineage: nothing of a rolled-back lineage can be published
                 end = _train_lineage(context, folder=folder, rollback=rollback)
             if not isinstance(end, Rollback):
                 return end
@@ -139,6 +135,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         rollback: how the lineage before this one ended; None: this is the first one of the process.
     """
     recipe, buffer, store = context.recipe, context.buffer, context.store
+    # Before the model is loaded, which may take minutes: a store that refuses writes is reported at once.
     store.check(write=True)
     model, learner, snapshots = build(recipe, context.team, folder=folder)
     files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
@@ -149,6 +146,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=context.stop)
     if context.stop.is_set():
         return "stopped"
+    # Before a lineage is taken: from then on an older trainer of the run is fenced off.
     check_starting_model(start, versions, origin)
     session = start_lineage(
         context,
@@ -170,11 +168,22 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
         requirements=Requirements.of(recipe, model),
         snapshots=snapshots,
         prefetcher=_prefetcher(context, session),
-        publisher=_publisher(context, session, versions, checkpoints, evaluations, files),
+        publisher=Publisher(
+            section=recipe.trainer,
+            session=session,
+            buffer=buffer,
+            versions=versions,
+            checkpoints=checkpoints,
+            evaluations=evaluations,
+            status=context.status,
+            files=files,
+            stop=context.stop,
+        ),
         evaluations=evaluations,
         model_config_sha256=model_config_sha256,
     )
-    heartbeats = Heartbeats(buffer, context.status, lambda: _gauges(lineage))
+    heartbeats = Heartbeats(buffer, context.status, lineage.gauges)
+    # searchers that compute ref log-probs or the KL of an evaluation download 0-0
     stores_start = recipe.searchers_hold_start and not versions.exists(START)
     heartbeats.start()
     lineage.publisher.start()
@@ -185,7 +194,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     finally:
         lineage.prefetcher.close()
         lineage.publisher.close()
-        heartbeats.close()
+        heartbeats.close()  # last: its final beat tells the buffer how it ended
 
 
 def _run_loop(context: LineageContext) -> Rollback | RunEnd:
@@ -217,8 +226,8 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
             publisher.submit(start, announce=False)
         else:
             start.close()
-        publisher.submit(context.snapshots.take(session.first, session.parent))
-    publisher.drain()
+        publisher.publish(context.snapshots, session.first)
+    publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
     if not session.announces_start:
         # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is
         evaluations.request(session.start, evaluations.num_prompts_final)
@@ -235,42 +244,10 @@ def _evaluations(context: TrainerContext, session: Session) -> Evaluations:
     )
 
 
-def _publisher(
-    context: TrainerContext,
-    session: Session,
-    versions: WeightVersions,
-    checkpoints: CheckpointStore,
-    evaluations: Evaluations,
-    files: Mapping[str, Path],
-) -> Publisher:
-    section = context.recipe.trainer
-    collector = GarbageCollector(context.buffer, versions, checkpoints, keep_versions=section.keep_versions)
-    return Publisher(
-        versions=versions,
-        buffer=context.buffer,
-        evaluations=evaluations,
-        status=context.status,
-        files=files,
-        token=session.token,
-        collect_garbage=collector.collect,
-        max_unpublished=section.max_unpublished_versions,
-        wait_s=section.retry_s,
-        stop=context.stop,
-    )
-
-
 def _prefetcher(context: TrainerContext, session: Session) -> Prefetcher:
     recipe = context.recipe
-
-    def draw(step: int, wait_s: float) -> Batch:
-        return context.buffer.draw_batch(
-            BatchRequest(
-                trainer_id=session.trainer_id, lineage=session.lineage, step=step, token=session.token, wait_s=wait_s
-            )
-        )
-
     return Prefetcher(
-        draw,
+        partial(draw_batch, context.buffer, session),
         status=context.status,
         first_step=session.parent.step + 1,
         last_step=recipe.trainer.num_steps,
@@ -279,13 +256,3 @@ def _prefetcher(context: TrainerContext, session: Session) -> Prefetcher:
         batch_deadline_s=recipe.buffer.batch_deadline_s,
         stop=context.stop,
     )
-
-
-def _gauges(context: LineageContext) -> dict[str, float]:
-    """Gauges that heartbeats report beside the metrics of the last step."""
-    return {
-        "num_unpublished_versions": float(context.publisher.num_unpublished),
-        "num_damaged_batches": float(context.prefetcher.num_damaged),
-        **context.progress.guards.gauges(),
-        **context.trackers.gauges(),
-    }

@@ -1,1 +1,1 @@
-"""Checkpoints and published weights: save, recover, export and delete."""
+"""Checkpoints, files of weights on their way to the store, and the export of a run."""

@@ -35,7 +35,7 @@ from tba.store import ObjectStore
 from tba.versions import LineageTree, PolicyVersion
 from tba.weights import delete_incomplete, sha256_of_file
 from tba.wire import StoredObject
-from tba_trainer.checkpoints.tensor_files import SUFFIX, TensorFiles, write_tensor_files
+from tba_trainer.checkpoints.weight_files import SUFFIX, TensorFiles, write_tensor_files
 from tba_trainer.learner.learner import MODEL, TrainerState
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -92,6 +92,7 @@ class CheckpointStore:
         """Write a checkpoint, manifest last, and return its key. Writing it again is harmless.
 
         Args:
+            state: names the version, hence the key.
             tensors: section, name and whole tensor, section after section.
 
         Raises:
@@ -102,20 +103,25 @@ class CheckpointStore:
         objects: list[StoredObject] = []
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=self.folder) as name:
             folder = Path(name)
+            # sections come one after another (`Learner.capture`), so groupby need not hold any tensors back
             for section, items in groupby(tensors, key=itemgetter(0)):
                 named = ((tensor_name, tensor) for _, tensor_name, tensor in items)
                 for path in write_tensor_files(named, folder, stem=section, max_bytes=self._max_bytes):
                     objects.append(self._put(key, path))
                     path.unlink()  # no more than one file is on the local disk at once
-            path = folder / STATE
+            path = folder / STATE  # JSON, never a pickle: whoever can write to the store must not run code here
             path.write_text(json.dumps(state.model_dump(mode="json"), indent=1))
             objects.append(self._put(key, path))
+        # Written last, after every object it names is stored: its existence is the commit of the checkpoint.
         manifest = CheckpointManifest(run=self._run, version=state.version, objects=objects)
         self._store.put(f"{key}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
         return key
 
     def load(self, key: str) -> Checkpoint:
         """Fetch a checkpoint, every digest verified; the caller closes it.
+
+        Args:
+            key: as `save` returned it.
 
         Raises:
             ObjectNotFoundError: it does not exist, or is half written.
@@ -132,6 +138,7 @@ class CheckpointStore:
             raise MalformedError(f"{key}/{MANIFEST} is not a checkpoint manifest: {error.errors()[0]['msg']}") from None
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:
+            # all digests are checked before anything is loaded: a learner must not be left half restored
             paths = [self._get(stored, folder) for stored in manifest.objects]
             sections: dict[str, list[Path]] = {}
             for path in paths:
@@ -150,6 +157,7 @@ class CheckpointStore:
 
     def versions(self) -> list[PolicyVersion]:
         """Return every complete checkpoint, oldest first."""
+        # read off the store, not off the buffer: the buffer knows the registered one alone
         names = [key.removeprefix(self._prefix).split("/") for key in self._store.list(self._prefix)]
         return sorted(PolicyVersion.parse(name[0]) for name in names if name[1:] == [MANIFEST])
 
@@ -172,6 +180,7 @@ class CheckpointStore:
         active = self.of_lineage(history)
         if not active:
             return
+        # Only the active lineage is counted: abandoned checkpoints are no place to resume from, and go by their age.
         oldest_kept = active[-keep:][0]
         # a rollback returns to the newest one that a good step followed, else to the oldest one
         proven = next((version for version in reversed(active) if version.step < last_good_step), active[0])
@@ -219,6 +228,9 @@ def _read_state(path: Path) -> TrainerState:
 def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | None:
     """Load the newest intact checkpoint of the active lineage; None when the run has none. The caller closes it.
 
+    Args:
+        info: the run as the buffer knows it; it names the registered checkpoint.
+
     Raises:
         ObjectNotFoundError, DigestError, MalformedError: the registered one is missing or damaged, and no older one is
             intact.
@@ -247,7 +259,12 @@ def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | N
 def older_intact(
     checkpoints: CheckpointStore, info: RunInfo, suspect: PolicyVersion, *, last_good_step: int
 ) -> Checkpoint | None:
-    """Load the first intact one of `before_suspect`; None when there is none. The caller closes it.
+    """Load the first intact checkpoint of `before_suspect`; None when there is none. The caller closes it.
+
+    Args:
+        info: the run as the buffer knows it.
+        suspect: the registered checkpoint, which no good step followed.
+        last_good_step: the last step whose batch was applied with no serious alarm on.
 
     Raises:
         StoreUnavailableError
@@ -258,9 +275,15 @@ def older_intact(
 def before_suspect(
     checkpoints: CheckpointStore, lineages: LineageTree, suspect: PolicyVersion, *, last_good_step: int
 ) -> list[PolicyVersion]:
-    """Return the checkpoints that `suspect` descends from, the best one to continue from first.
+    """Return the checkpoints that `suspect` descends from, in the order in which a rollback tries them.
 
-    That is the newest one that a good step followed, then older ones; where no good step followed any, the oldest.
+    First comes the newest one that a good step followed, then older ones. Where no good step followed any, the oldest
+    comes first: it is the furthest from the divergence.
+
+    Args:
+        lineages: every start of the trainer.
+        suspect: the registered checkpoint, which no good step followed.
+        last_good_step: the last step whose batch was applied with no serious alarm on.
 
     Raises:
         StoreUnavailableError

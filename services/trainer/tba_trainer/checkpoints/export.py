@@ -34,6 +34,7 @@ def upload_export(
     prefix, versions = f"runs/{recipe.run.name}/export/", WeightVersions(store, recipe.run.name)
     version = _choose_version(recipe.trainer.export_version, info, versions, last)
     facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best, parents=info.parents, changes=changes)
+    # Written to this machine first: a version that turns out to be damaged leaves the old export as it was.
     with tempfile.TemporaryDirectory(prefix="tba-export-") as name:
         write_export(versions, version, Path(name), facts)
         paths = {prefix + path.name: path for path in sorted(Path(name).iterdir())}
@@ -55,6 +56,7 @@ def _choose_version(
         log.warning("no_best_version", exported=str(last), hint="no evaluation of this run knows eval.best_metric")
         return last
     best = PolicyVersion.parse(info.best.version)
+    # it is never deleted by a trainer of this run, but an operator may have emptied a part of the store
     if not versions.exists(best):
         log.warning("best_version_is_gone", version=str(best), exported=str(last))
         return last

@@ -43,6 +43,7 @@ def _commands(recipe: Recipe, team: Team) -> dict[str, Callable[[Arguments], obj
         learner.restore(TrainerState.model_validate_json(a["state"]), sections)
 
     def capture(_a: Arguments) -> None:
+        # each tensor is gathered by all processes; the leader alone keeps it
         for _ in learner.capture():
             pass
 

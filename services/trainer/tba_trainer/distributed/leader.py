@@ -18,11 +18,11 @@ from torch import Tensor
 from tba.config import Recipe
 from tba.versions import PolicyVersion
 from tba.wire import Batch, DrawnGroup, encode_batch, encode_rollout
-from tba_trainer.checkpoints.weight_snapshot import SnapshotWriter, WeightSnapshot
+from tba_trainer.checkpoints.weight_files import SnapshotWriter, WeightSnapshot
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
 from tba_trainer.learner.schedules import StepValues
-from tba_trainer.model.fsdp import shard
+from tba_trainer.model.parameters import shard
 from tba_trainer.model.policy import empty_policy, load_policy
 
 BUILD = "build"
@@ -39,6 +39,7 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, Sn
         ConfigError: there is no model at model.path, or the device cannot be used.
         TeamError: a follower is gone.
     """
+    # the first values of an adapter come from torch's generator: they are the same at every start
     torch.manual_seed(recipe.run.seed)
     checkpointing = recipe.trainer.gradient_checkpointing
     mesh = team.mesh
@@ -77,6 +78,7 @@ class LeaderLearner(Learner):
         self, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
     ) -> dict[str, float | None]:
         """See `Learner.gradients`."""
+        # The whole batch goes to every rank, not a share: each computes the same plan and picks its own micro-batches.
         arguments = {
             "batch": encode_drawn_batch(batch),
             "step": step,
@@ -114,6 +116,7 @@ class LeaderLearner(Learner):
 
     def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Learner.restore`."""
+        # names alone: the tensors follow one by one, as `restore` asks for them in the same order everywhere
         names = {section: list(tensors) for section, tensors in sections.items()}
         with self._team.lead("restore", state=state.model_dump_json(), names=names):
             shared = {section: BroadcastTensors(self._team, names[section], sections[section]) for section in names}

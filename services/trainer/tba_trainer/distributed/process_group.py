@@ -140,6 +140,7 @@ class Team:
         if self.num_ranks == 1:
             yield
             return
+        # The lock keeps the thread that sends beats out: two collectives of one rank must never interleave.
         with self._lock, self._exchange(command):
             self._send(command, arguments)
             yield
@@ -174,7 +175,7 @@ class Team:
         if tensor is None:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         tensor = tensor.detach().cpu().contiguous()
-        if tensor.numel():
+        if tensor.numel():  # as bytes, because gloo does not know every dtype
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
 
@@ -205,6 +206,7 @@ class Team:
         self._last_sent = time.monotonic()
 
     def _broadcast_bytes(self, data: bytes) -> bytes:
+        # the length first: a broadcast needs a buffer of the right size in every process
         length = torch.tensor([len(data)])
         dist.broadcast(length, src=0)
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,1 +1,1 @@
-"""One optimizer step: forward and backward passes, reference, schedules, guards, metrics."""
+"""One optimizer step: forward and backward passes with their metrics, AdamW, the reference, schedules, guards."""

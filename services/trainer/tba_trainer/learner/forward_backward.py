@@ -1,4 +1,4 @@
-"""Forward and backward passes of one batch: micro-batches, first passes without gradient, sums over the ranks.
+"""Forward and backward passes of one batch, and the metrics of what they found.
 
 A_j may need log pi_theta of other rollouts at the current weights (of their group, for some objectives of the whole
 batch). A group inside one micro-batch gets them from the forward pass that the gradient needs anyway; only groups that
@@ -7,11 +7,15 @@ span micro-batches cost a first pass without gradient. Both ways give the same g
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
+
+ESS collapse and growth of the gradient norm announce divergence before the reward falls (arXiv 2602.17616). The metrics
+of the behaviour policy are also taken per policy age, because old data collapses first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tba.wire import Rollout
-from tba_trainer.learner.metrics import ForwardResult
 from tba_trainer.model.packing import PackedSequences, pack_sequences, response_sums
 from tba_trainer.objectives import Objective, Sequences, Tokens, Totals, advantages, objective_loss, tied_group_share
 
@@ -30,6 +33,10 @@ FIRST_PASS_COST = 1 / 3
 """A pass without gradient, as a share of one with: forward against forward and backward."""
 _FILLER = np.zeros(1, dtype=np.int32)
 """Prompt and response of the filler of an empty micro-batch."""
+
+
+AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
+"""First and last policy age of each bucket, in optimizer steps; None: no end."""
 
 
 class Policy(Protocol):
@@ -55,16 +62,32 @@ class Ranks:
     """The sum of a float64 CPU tensor over all ranks, in every rank; called by all at the same points."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """Log-probs of one rollout from the forward pass: sums over the response, in nats."""
+
+    rollout: Rollout
+    policy_age: int
+    logprob: float
+    ref_logprob: float | None
+    """None where the objective needs no reference."""
+    abs_gap: float
+    """Sum over tokens of |trainer log-prob - sampler log-prob|."""
+
+
 class ForwardBackward:
     """Passes over N rollouts. Every rank gets the same arguments but `ranks.rank`.
 
     Args:
         policy: theta at the policy temperature.
+        objective: gives A_j, the token weights and the denominator.
+        rollouts: [N] the whole batch, whatever share of it this rank works on.
         rewards: [N] the rollouts' rewards, shuffled under `trainer.shuffle_rewards`.
         ref_logprobs: [N] sums over the responses; None where the objective needs no reference.
         policy_ages: [N] optimizer steps.
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
+        ranks: the processes that share the batch; None: this one alone.
     """
 
     def __init__(
@@ -86,6 +109,7 @@ class ForwardBackward:
         numbers = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r in rollouts))}
         groups = [numbers[r.prompt_id] for r in rollouts]
         num_tokens = [len(r.response_tokens) for r in rollouts]
+        # the denominators of the loss are those of the whole batch: so the losses of micro-batches and ranks add up
         self._totals = Totals(num_rollouts=len(rollouts), num_tokens=sum(num_tokens), num_groups=len(numbers))
         self._plan = plan_micro_batches(
             [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts],
@@ -114,9 +138,11 @@ class ForwardBackward:
         for micro_batch in self._plan.of_rank(self._ranks.rank):
             for name, value in self._micro_batch(micro_batch).items():
                 totals[name] = totals.get(name, 0.0) + value
+        # One exchange for everything: each all_reduce waits for the slowest rank. The order of names must be the same
+        # in all ranks, and so must the names: every rank has a micro-batch in every round.
         names = sorted(totals)
-        sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)
-        added = self._ranks.all_reduce(torch.cat([sums, self._logprob, self._abs_gap]))
+        sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)  # [M]
+        added = self._ranks.all_reduce(torch.cat([sums, self._logprob, self._abs_gap]))  # [M + 2 N]
         sums, self._logprob, self._abs_gap = added.split([len(names), len(self._rollouts), len(self._rollouts)])
         tied = tied_group_share(self._sequences.reward, self._sequences.group)
         return {**dict(zip(names, sums.tolist(), strict=True)), "tied_group_share": tied}
@@ -151,21 +177,23 @@ class ForwardBackward:
         rows = list(micro_batch.indices)
         sequences = self._packed(micro_batch)
         logprobs = self._policy.token_logprobs(sequences)  # [T]
+        # A_j is a constant of the loss (stopgrad in Eq. 5's A-form): its log-probs are detached before they are summed
         self._put_sums(micro_batch, logprobs.detach(), sequences)
         sampler = np.concatenate([self._rollouts[i].sampler_logprobs for i in rows] or [_FILLER])
         sampler_logprobs = torch.from_numpy(sampler).to(device=logprobs.device, dtype=logprobs.dtype)  # [T]
         gaps = response_sums((logprobs.detach() - sampler_logprobs).abs(), sequences)  # [B]
         self._logprob[rows] = self._sequences.logprob[rows]
+        # at policy age 0 this should be rounding alone: metric `logprob_gap_on_policy`
         self._abs_gap[rows] = gaps[: len(rows)].double().cpu()
         # a group that is not complete here has its sums from the first pass, or needs none but its own
-        advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]
+        advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]  # [N] -> [B]
         tokens = Tokens(
             logprobs=logprobs, sampler_logprobs=sampler_logprobs, row=sequences.row, num_rows=sequences.num_rows
         )
         padded = logprobs.new_zeros(sequences.num_rows)  # [B]; the filler keeps advantage 0
         padded[: len(rows)] = advantage.to(padded)
         loss, metrics = objective_loss(tokens, padded, self._objective, totals=self._totals)
-        loss.backward()
+        loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
         return metrics
 
     def _put_sums(self, micro_batch: MicroBatch, logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> None:
@@ -225,6 +253,8 @@ def plan_micro_batches(
     Args:
         lengths: [N] prompt plus response tokens.
         groups: [N] group number of each rollout.
+        max_tokens: of one micro-batch.
+        num_ranks: processes that share the batch.
         keep_groups: keep a group in one micro-batch where it fits, so that it needs no first pass; False where no
             advantage depends on theta's log-probs of other rollouts.
     """
@@ -250,6 +280,7 @@ def _pack(items: Sequence[tuple[int, ...]], lengths: Sequence[int], max_tokens: 
     order = sorted(items, key=lambda item: (-sizes[item], item))
     # an item longer than a bin fills one bin, no more
     num_tokens = sum(min(size, max_tokens) for size in sizes.values())
+    # -(-a // b) is a / b, rounded up. No fewer bins can hold that many tokens; more are tried where they do not fit.
     num_bins = num_ranks * max(1, -(-num_tokens // (max_tokens * num_ranks)))
     while True:  # with one more bin per rank each time, until everything fits
         bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -288,3 +319,109 @@ def _cost(plan: Plan, lengths: Sequence[int]) -> float:
     """Return the token passes until the slowest rank is done with every round."""
     rounds = [max(sum(lengths[i] for i in m.indices) for m in micro_batches) for micro_batches in plan.rounds]
     return sum(rounds) + FIRST_PASS_COST * sum(rounds[i] for i in plan.split_rounds())
+
+
+def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:
+    """Return the effective sample size of importance weights per weight, (sum w)^2 / (N sum w^2), in (0, 1].
+
+    None: a weight is NaN or infinite.
+    """
+    if not np.isfinite(log_weights).all():
+        return None
+    # Kish's effective sample size: 1 / N where one rollout rules the batch, 1 where all weigh the same.
+    weights = np.exp(log_weights - log_weights.max())  # a common factor cancels, and exp cannot overflow
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+
+
+def bucket_name(policy_age: int) -> str:
+    """Return the bucket of a policy age as a part of metric names: `0`, `1_2`, ..., `33_up`."""
+    first, last = next(bucket for bucket in reversed(AGE_BUCKETS) if policy_age >= bucket[0])
+    return f"{first}_up" if last is None else str(first) if first == last else f"{first}_{last}"
+
+
+def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
+    """Return metrics per bucket B of policy ages that occur.
+
+    `ess_age_B`, `log_ratio_mean_age_B` (nats per rollout), `log_ratio_token_abs_age_B` (mean |trainer - sampler
+    log-prob| of a token, nats) and `num_rollouts_age_B`.
+    """
+    buckets: dict[str, list[ForwardResult]] = {}
+    for item in sorted(scored, key=lambda item: item.policy_age):
+        buckets.setdefault(bucket_name(max(0, item.policy_age)), []).append(item)
+    metrics: dict[str, float | None] = {}
+    for name, items in buckets.items():
+        log_ratio = _log_ratios(items)
+        metrics[f"ess_age_{name}"] = ess_ratio(log_ratio)
+        metrics[f"log_ratio_mean_age_{name}"] = _known(log_ratio.mean())
+        metrics[f"log_ratio_token_abs_age_{name}"] = _known(sum(item.abs_gap for item in items) / _num_tokens(items))
+        metrics[f"num_rollouts_age_{name}"] = float(len(items))
+    return metrics
+
+
+def batch_metrics(
+    scored: Sequence[ForwardResult],
+    *,
+    success_reward: float,
+    policy_temperature: float,
+    tasks_with_minimum: Collection[str] = (),
+) -> dict[str, float | None]:
+    """Return the metrics of one batch, taken at theta before the update.
+
+    `logprob_gap_on_policy` is the mean |trainer - sampler log-prob| per token over rollouts of policy age 0 that were
+    sampled from the whole distribution at the policy temperature; None without such rollouts.
+
+    Args:
+        scored: the rollouts of the batch, at least one.
+        success_reward: a reward from which on a rollout counts as a success.
+        policy_temperature: what theta's logits are divided by.
+        tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
+    """
+    rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)
+    ages = np.array([s.policy_age for s in scored])
+    log_ratio = _log_ratios(scored)
+    # for these rollouts trainer and sampler must agree: the same weights, the same distribution
+    on_policy = [
+        s
+        for s in scored
+        if s.policy_age == 0 and s.rollout.task not in tasks_with_minimum and _is_policy(s.rollout, policy_temperature)
+    ]
+    gap = _known(sum(s.abs_gap for s in on_policy) / _num_tokens(on_policy)) if on_policy else None
+    return {
+        "reward_mean": float(rewards.mean()),
+        "accuracy": float((rewards >= success_reward).mean()),
+        "policy_age_mean": float(ages.mean()),
+        "policy_age_max": float(ages.max()),
+        "ess": ess_ratio(log_ratio),
+        "log_ratio_mean": _known(log_ratio.mean()),
+        "log_ratio_token_mean": _known(log_ratio.sum() / _num_tokens(scored)),
+        "kl_to_ref": _kl_to_ref(scored),
+        "logprob_gap_on_policy": gap,
+        "num_rollouts": float(len(scored)),
+        "num_tokens": float(_num_tokens(scored)),
+        "num_unique_rollouts": float(len({s.rollout.response_tokens.tobytes() for s in scored})),
+        **age_metrics(scored),
+    }
+
+
+def _log_ratios(scored: Sequence[ForwardResult]) -> NDArray[np.float64]:
+    """Return log pi_theta - log pi_behaviour of every rollout, in nats. [N]"""
+    return np.array([s.logprob - float(s.rollout.sampler_logprobs.sum(dtype=np.float64)) for s in scored])
+
+
+def _kl_to_ref(scored: Sequence[ForwardResult]) -> float | None:
+    differences = [s.logprob - s.ref_logprob for s in scored if s.ref_logprob is not None]
+    return _known(np.mean(differences)) if len(differences) == len(scored) else None
+
+
+def _num_tokens(scored: Sequence[ForwardResult]) -> int:
+    return sum(len(s.rollout.response_tokens) for s in scored)
+
+
+def _known(value: float | np.floating) -> float | None:
+    """Return a finite number, or None for any other."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _is_policy(rollout: Rollout, policy_temperature: float) -> bool:
+    sampling = rollout.sampling
+    return sampling.temperature == policy_temperature and sampling.top_p == 1.0 and sampling.top_k == 0

@@ -105,10 +105,12 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
     """Decide what to do after one step.
 
     Args:
+        section: thresholds and actions of the alarms.
         state: after the step before.
         metrics: of the step; None: nothing of its batch could be trained on.
     """
     streaks, alarms, holds = dict(state.streaks), list[Alarm](), set[Name]()
+    # A metric that is unknown in this step yields nothing: the streak of its alarm neither grows nor ends.
     for name, alarm, text in _conditions(section, state, metrics or {}):
         streaks[name] = 0 if text is None else streaks.get(name, 0) + 1
         if text is None:
@@ -121,13 +123,17 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
     reasons = [f"{alarm.name}: {alarm.text}" for alarm in alarms if alarm.action != "none"]
     skip = REFUSED if metrics is None else _why_skipped(alarms, holds)
     num_skipped = state.num_skipped_in_row + 1 if skip else 0
+    # A step is good only if nothing serious holds, whether the alarm's patience is over or not: a rollback that comes
+    # later must not return to weights from which the divergence had already begun.
     good = skip is None and not any(_is_on(section, streaks, name, from_action="rollback") for name in NAMES)
+    # A skipped step counts as a step: without this limit a run with broken weights would skip to its end and be "done".
     if num_skipped > section.max_skipped_in_row:
         actions.add("fail")
         reasons.append(
             f"{num_skipped} batches in a row were skipped, the last one because of {skip!r}, and "
             f"trainer.guards.max_skipped_in_row is {section.max_skipped_in_row}"
         )
+    # a rollback that leads to the same place each time would never end
     elif "rollback" in actions and state.num_rollbacks >= section.max_rollbacks:
         actions.discard("rollback")
         actions.add("fail")

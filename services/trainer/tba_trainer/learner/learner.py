@@ -1,7 +1,7 @@
-"""One optimizer step in two halves: `gradients` computes them from a batch, `apply` touches the weights.
+"""One optimizer step in two halves: `gradients` computes the gradients of a batch, `apply` changes the weights.
 
-The loop acks the batch between the halves: a refused ack costs one gradient and nothing else. Also here: the part of a
-checkpoint that is no tensor (`TrainerState`, state.json).
+The loop acks the batch between the halves: a refused ack costs one gradient and nothing else. Also here: AdamW with its
+state as named tensors, and the part of a checkpoint that is no tensor (`TrainerState`, state.json).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from tba.config import Recipe
+from tba.config import Recipe, TrainerSection
 from tba.config.trainer import LoraSection
-from tba.errors import ConfigError
+from tba.errors import ConfigError, TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Batch
-from tba_trainer.learner.forward_backward import ForwardBackward, Ranks
+from tba_trainer.learner.forward_backward import ForwardBackward, Ranks, batch_metrics
 from tba_trainer.learner.guards import GuardState
-from tba_trainer.learner.metrics import batch_metrics
-from tba_trainer.learner.optimizer import Optimizer
 from tba_trainer.learner.reference import AdapterWeights, FrozenCopyWeights, ReferenceWeights, make_reference
 from tba_trainer.learner.schedules import StepValues, scheduled
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.parameters import has_adapter, trainable, whole_tensors
+from tba_trainer.model.parameters import assign, full, has_adapter, trainable, whole_tensors
 from tba_trainer.model.policy import compile_layers, load_tensors
 from tba_trainer.objectives import resolve
 
 MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "ref_logprobs"
 """Sections of a checkpoint."""
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""State of AdamW per parameter."""
 _RNG_STREAM = 0x7261
 """Keeps the trainer's random numbers apart from those of other services with the same seed."""
 
@@ -43,6 +43,7 @@ class Learner:
 
     Args:
         model: theta, float32 master weights on `trainer.device`.
+        recipe: its sections model, objective, trainer, searcher and eval are read.
         rng: the trainer's random numbers of the run (`shuffle_rewards`); a checkpoint keeps their state.
         ranks: the processes that share every batch; all make the same calls with the same arguments.
     """
@@ -71,6 +72,8 @@ class Learner:
         """Compute the gradients of one batch for optimizer step `step`; the weights stay as they are.
 
         Args:
+            batch: only rollouts that can be trained on (`filter_batch`), at least one.
+            step: the optimizer step that the gradients are for.
             policy_ages: [N] of `batch.rollouts`, in optimizer steps.
             values: learning rate and beta of this step; None: the recipe's schedules.
 
@@ -79,7 +82,8 @@ class Learner:
         """
         rollouts = batch.rollouts
         rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
-        if self._recipe.trainer.shuffle_rewards:  # control experiment: nothing can be learned
+        # Control experiment: nothing can be learned from shuffled rewards, so whatever still improves is an artefact.
+        if self._recipe.trainer.shuffle_rewards:
             rewards = self.rng.permutation(rewards)
         values = values or scheduled(self._recipe, step=step)
         forward_backward = ForwardBackward(
@@ -93,8 +97,9 @@ class Learner:
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
             ranks=self._ranks,
         )
-        self.optimizer.discard()
+        self.optimizer.discard()  # `backward` adds to the gradients that are there
         loss_metrics = forward_backward.backward()
+        # Clipped here, not in `apply`: the guards read the norm before they decide whether there is an `apply` at all.
         grad_norm = self.optimizer.clip()
         measured = batch_metrics(
             forward_backward.results(),
@@ -111,13 +116,24 @@ class Learner:
         }
 
     def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
-        """Update the weights; reset or average the reference where that is due."""
+        """Update the weights; reset or average the reference where that is due.
+
+        Args:
+            step: the optimizer step that this makes.
+            lineage: of this trainer; names the new version of the reference.
+            values: learning rate of this step; None: the recipe's schedules.
+        """
         values = values or scheduled(self._recipe, step=step)
+        # The order matters: a reset at this step makes the weights *after* the update the new reference.
         self.optimizer.apply(learning_rate=values.learning_rate)
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def skip(self, *, step: int, lineage: int) -> None:
-        """Make step `step` without an update: the weights stay, what is due at this step still happens."""
+        """Make step `step` without an update: the weights stay, what is due at this step still happens.
+
+        Args:
+            lineage: of this trainer; names the new version of the reference.
+        """
         self.optimizer.discard()
         self.reference.after_step(PolicyVersion(lineage, step))
 
@@ -127,6 +143,10 @@ class Learner:
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
         """Put whole tensors, named as published, into theta; nothing else changes.
+
+        Args:
+            tensors: by their names in Hugging Face format.
+            what: the source of the tensors, for errors.
 
         Raises:
             ConfigError: theta is an adapter, which cannot hold merged weights.
@@ -158,15 +178,21 @@ class Learner:
     def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put the learner into the state of a checkpoint.
 
+        Args:
+            state: its part that is no tensor.
+            sections: tensors by section and name, as `capture` yields them; each is read on access.
+
         Raises:
             TbaError: the tensors are not those of this model.
         """
         what = f"checkpoint {state.version}"
+        # With LoRA the section holds the adapter alone: the frozen weights are those of model.path, which never change.
         load_tensors(trainable(self.model), sections[MODEL], what=what)
         self.optimizer.load_state_tensors(sections.get(OPTIMIZER, {}))
         if REFERENCE in sections:
             self.reference.load(sections[REFERENCE], PolicyVersion.parse(state.reference_version))
         self.reference.load_cache(sections[REF_LOGPROBS])
+        # building the model has drawn some numbers, for the first values of an adapter: that is undone here
         self.rng.bit_generator.state = state.rng
         torch.set_rng_state(decode_torch_rng(state.torch_rng))
 
@@ -175,6 +201,79 @@ class Learner:
             return AdapterWeights(self.model, self._policy)
         temperature = self._recipe.model.policy_temperature
         return FrozenCopyWeights.of(self.model, temperature=temperature, autocast_dtype=autocast_dtype)
+
+
+class Optimizer:
+    """AdamW of a model; every step is given its learning rate.
+
+    Args:
+        model: its parameters are the float32 master weights.
+    """
+
+    def __init__(self, model: Any, section: TrainerSection) -> None:
+        self._section = section
+        self._parameters = trainable(model)
+        self._adamw = torch.optim.AdamW(
+            list(self._parameters.values()),
+            lr=0.0,  # `apply` sets the rate of each step
+            betas=(section.adam_beta1, section.adam_beta2),
+            weight_decay=section.weight_decay,
+        )
+
+    def clip(self) -> float:
+        """Clip the gradient by global norm; return the norm before clipping, which may be NaN or infinite."""
+        # One norm over all parameters and all shards: with FSDP2 the norm is a DTensor, whole only after a collective.
+        parameters = list(self._parameters.values())
+        return float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=self._section.max_grad_norm)))
+
+    def apply(self, *, learning_rate: float) -> None:
+        """Make an optimizer step with the current gradients, then drop them."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        # None, not zeros: a parameter without a gradient is then left out of the update, and the memory is free.
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every updated parameter, whole, on the CPU.
+
+        Every process of a sharded model must exhaust the iterator.
+        """
+        for name, parameter in self._parameters.items():
+            state = self._adamw.state.get(parameter, {})
+            for moment in _MOMENTS:
+                if moment in state:  # a parameter has no state before its first update
+                    yield f"{moment}.{name}", full(state[moment].detach()).to("cpu", copy=True).contiguous()
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the state from a checkpoint.
+
+        Args:
+            tensors: as `state_tensors` yields them.
+
+        Raises:
+            TbaError: a tensor belongs to no parameter, or has another shape.
+        """
+        # By name and not by position, as torch's own state_dict has it: another order of parameters changes nothing.
+        self._adamw.state.clear()
+        for key, tensor in tensors.items():
+            moment, _, name = key.partition(".")
+            parameter = self._parameters.get(name)
+            if parameter is None or moment not in _MOMENTS:
+                raise TbaError(f"optimizer state {key!r} in the checkpoint belongs to no parameter of this model")
+            if moment == "step":  # AdamW keeps it on the CPU
+                self._adamw.state[parameter][moment] = tensor.clone()
+                continue
+            if tensor.shape != parameter.shape:
+                raise TbaError(
+                    f"optimizer state {key!r} has shape {list(tensor.shape)}, the model {list(parameter.shape)}"
+                )
+            self._adamw.state[parameter][moment] = torch.empty_like(parameter, requires_grad=False)
+            assign(self._adamw.state[parameter][moment], tensor)
 
 
 class TrainerState(BaseModel):
@@ -207,6 +306,7 @@ class TrainerState(BaseModel):
 
 def config_sha256(recipe: Recipe) -> str:
     """Return the digest of what is trained and how, without addresses and paths: those may differ between starts."""
+    # Another digest at a resume is legitimate (more steps, another rate) and is only logged.
     trained = {"run", "model", "sampling", "searcher", "objective", "trainer", "eval"}
     return hashlib.sha256(recipe.model_dump_json(include=trained).encode()).hexdigest()
 

@@ -67,6 +67,7 @@ class Reference:
 
     def cache_tensors(self) -> dict[str, Tensor]:
         """Return the cache, least recently used first: `rollout_ids` uint8 [n, 16], `ref_logprobs` float64 [n]."""
+        # The order is part of the state: a resumed run must evict what the run that was never stopped would evict.
         ids = np.frombuffer(b"".join(self._cache), dtype=np.uint8).reshape(len(self._cache), 16)
         values = np.fromiter(self._cache.values(), dtype=np.float64, count=len(self._cache))
         return {"rollout_ids": torch.from_numpy(ids.copy()), "ref_logprobs": torch.from_numpy(values)}
@@ -141,13 +142,15 @@ class ModelReference(Reference):
             value = self._cached(rollout)
             assert value is not None
             values.append(value)
-        while len(self._cache) > self._max_cached:  # after the reads above: the batch may be larger than the cache
+        # Eviction comes after the reads above: a batch may be larger than the cache.
+        while len(self._cache) > self._max_cached:
             self._cache.popitem(last=False)
         return values
 
     def after_step(self, version: PolicyVersion) -> None:
         """Reset or update the reference if the objective asks for it at this step."""
         reset_steps, ema_steps = self._objective.reset_steps, self._objective.ema_every_steps
+        # By step number and not by a counter: a resume in the middle of an interval resets at the same steps.
         if reset_steps is not None and version.step % reset_steps == 0:
             self._weights.reset_to_theta()
             self._set_version(version)
@@ -180,19 +183,25 @@ class ModelReference(Reference):
 
     @torch.no_grad()
     def _compute(self, rollouts: Sequence[Rollout]) -> None:
-        if not rollouts:
+        if not rollouts:  # every rank sees the same cache, so every rank returns here: no collective is left waiting
             return
         lengths = [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts]
         ranks, policy = self._ranks, self._weights.policy
         plan = plan_micro_batches(
-            lengths, range(len(rollouts)), self._micro_batch_tokens, num_ranks=ranks.num_ranks, keep_groups=False
+            # each rollout is a group of its own: a log-prob of the reference depends on no other rollout
+            lengths,
+            range(len(rollouts)),
+            self._micro_batch_tokens,
+            num_ranks=ranks.num_ranks,
+            keep_groups=False,
         )
         # each rank fills in its own rollouts; the sum over the ranks completes them
-        sums = torch.zeros(len(rollouts), dtype=torch.float64)
+        sums = torch.zeros(len(rollouts), dtype=torch.float64)  # [N]
         with self._weights.active():
             for micro_batch in plan.of_rank(ranks.rank):
                 sequences = pack_rollouts([rollouts[i] for i in micro_batch.indices], policy.device)
-                found = response_sums(policy.token_logprobs(sequences), sequences)[: len(micro_batch.indices)]
+                # an empty micro-batch ran with a filler, which has a sum too: the slice drops it
+                found = response_sums(policy.token_logprobs(sequences), sequences)[: len(micro_batch.indices)]  # [B]
                 sums[list(micro_batch.indices)] = found.double().cpu()
         for rollout, value in zip(rollouts, ranks.all_reduce(sums).tolist(), strict=True):
             self._cache[rollout.rollout_id] = value
@@ -205,6 +214,7 @@ def make_reference(
     """Return the reference that the objective needs.
 
     Args:
+        objective: says where ref log-probs come from, if it needs any.
         weights: makes the starting model's weights; called only if a model is needed here.
     """
     if objective.reference_placement is None:
@@ -287,6 +297,7 @@ class FrozenCopyWeights:
     @torch.no_grad()
     def blend_with_theta(self, decay: float) -> None:
         """Set reference = decay * reference + (1 - decay) * theta."""
+        # in place and shard by shard: both models are sharded alike, so nothing is gathered
         for target, source in zip(self._model.parameters(), self._theta.parameters(), strict=True):
             target.mul_(decay).add_(source, alpha=1 - decay)
 
@@ -326,6 +337,7 @@ class AdapterWeights:
             with self._without_adapter():
                 yield
             return
+        # An adapter is small: theta's is put aside here, and put back below, also after an error.
         kept = self._copies()
         self._put(self._tensors)
         try:
@@ -348,6 +360,7 @@ class AdapterWeights:
                 if _OUTER in name:
                     start[name].zero_()
             self._tensors = start
+        # A and B are averaged apart, so the average of the product B A is only approximate; the exact one has no rank r
         for name, tensor in self._tensors.items():
             tensor.mul_(decay).add_(self._theta[name], alpha=1 - decay)
 

@@ -36,6 +36,7 @@ class StepValues:
 
 def scheduled(recipe: Recipe, *, step: int) -> StepValues:
     """Return the recipe's values for optimizer step `step` (1 is the first)."""
+    # a schedule counts finished steps: its value at 0 is that of the first step
     return StepValues(learning_rate=recipe.trainer.learning_rate.at(step - 1), beta=recipe.objective.beta.at(step - 1))
 
 
@@ -87,6 +88,7 @@ class Schedules:
             ServiceError: the settings have changed and cannot be read.
             ConfigError: the live settings do not fit this trainer's recipe.
         """
+        # Replies of the buffer tell the revision in a header, so a step without a change costs no request.
         if self._revision is None or self._revision != self._client.settings_revision:
             self._take_over(self._client.settings(after=NO_CHANGES_READ))
         self._step = step
@@ -111,6 +113,7 @@ class Schedules:
 
         def lowered(recipe: Recipe) -> LiveSettings:
             rate = recipe.trainer.learning_rate
+            # both ends: a decay that has already begun keeps its shape
             scaled = rate.model_copy(update={"value": rate.value * factor, "final": rate.final * factor})
             return LiveSettings(learning_rate=scaled)
 
@@ -128,8 +131,10 @@ class Schedules:
 
         def raised(recipe: Recipe) -> LiveSettings | None:
             m = recipe.sampling.most_on_policy_prob
+            # a constant schedule must not have another `final`: the config model refuses that
             ends = ("value",) if m.kind == "constant" else ("value", "final")
             higher = m.model_copy(update={end: min(1.0, getattr(m, end) + by) for end in ends})
+            # at 1 already: an empty change would still be an entry of the audit
             return None if higher == m else LiveSettings(most_on_policy_prob=higher)
 
         return self._change("guard-raise_m", raised, token, reason).sampling.most_on_policy_prob.at(self._step)
@@ -158,7 +163,7 @@ class Schedules:
             )
             try:
                 return with_live(self._base_recipe, self._client.change_settings(request).settings)
-            except FencedError:
+            except FencedError:  # a ConflictError too, but no newer revision would help
                 raise
             except ConflictError:
                 newer = self._client.settings(after=NO_CHANGES_READ)

@@ -8,7 +8,7 @@ from tba.api import CheckpointRequest
 from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba_trainer.checkpoints.checkpoint import before_suspect
-from tba_trainer.checkpoints.tensor_files import lockstep
+from tba_trainer.checkpoints.weight_files import lockstep
 from tba_trainer.learner.learner import TrainerState, config_sha256, encode_torch_rng
 from tba_trainer.loop.context import LineageContext
 
@@ -37,6 +37,7 @@ class CheckpointWriter:
             StoreUnavailableError: nothing was registered.
             FencedError: a newer lineage owns the run.
         """
+        # After a resume without a step: the same state again, in a new lineage, would only push an older one out.
         if self._progress.step == self.saved.step:
             return
         context, version = self._context, self._progress.version
@@ -46,6 +47,7 @@ class CheckpointWriter:
         # registered only now: the buffer must never name a checkpoint that is half written
         self._register(version, key)
         self.previous, self.saved = self._saved_checkpoint, version
+        # Last: until the new one is registered, a resume may still need an old one.
         context.checkpoints.delete_all_but(
             context.recipe.trainer.keep_checkpoints,
             history=self._session.lineages.ancestry(version),
@@ -62,6 +64,7 @@ class CheckpointWriter:
             StoreUnavailableError, UnavailableError: nothing was changed.
             FencedError: a newer lineage owns the run.
         """
+        # A good step after it says that its weights are sound: then the batches since are suspect, not the checkpoint.
         if self.is_proven or self._saved_checkpoint is None:
             return self.resume_point()
         suspect, good, checkpoints = self.saved, self._progress.last_good_step, self._context.checkpoints
@@ -82,6 +85,7 @@ class CheckpointWriter:
     def _saved_checkpoint(self) -> PolicyVersion | None:
         """`saved` if it is a checkpoint of this run; None while it is the state that the run began with."""
         session = self._session
+        # a fork starts from a checkpoint of another run, which this run's store folder does not hold
         is_start = self.saved == session.parent and (session.has_no_checkpoint or self.saved == START)
         return None if is_start else self.saved
 

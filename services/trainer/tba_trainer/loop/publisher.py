@@ -1,9 +1,9 @@
-"""Publish weight versions in a background thread, and ask searchers to evaluate some of them.
+"""Publish weight versions in a background thread, ask searchers to evaluate some of them, and delete old ones.
 
-    loop     submit(snapshot)   waits for a free place while `max_unpublished_versions` snapshots are unpublished
-                                (wait "unpublished-versions", deadline `trainer.retry_s`)
+    loop     publish(version)   takes a snapshot, and waits for a free place while `max_unpublished_versions` snapshots
+                                are unpublished (wait "unpublished-versions", deadline `trainer.retry_s`)
     thread   each snapshot, in order: objects and manifest to the store, retried while the store is away; then the
-             announcement, retried while the buffer is away; then the evaluation request; then garbage collection
+             announcement, retried while the buffer is away; then the evaluation request; then old versions are deleted
 
 An error that no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises
 it at its next call.
@@ -14,21 +14,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 import transformers
 
-from tba.api import EvalInfo, EvalRequest, VersionRequest
+from tba.api import EvalInfo, EvalRequest, RunInfo, VersionRequest
 from tba.clients import BufferClient
+from tba.config import TrainerSection
 from tba.config.evaluation import EvalSection
 from tba.errors import FencedError, StoreUnavailableError, TbaError, UnavailableError, WaitTimeoutError
 from tba.logs import get_logger
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
-from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
-from tba_trainer.loop.heartbeat import Status
+from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.checkpoints.weight_files import SnapshotWriter, WeightSnapshot
+from tba_trainer.loop.status import Session, Status
 
 _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 10.0
@@ -41,31 +43,32 @@ class Publisher:
     """Publishes snapshots in the order in which they were submitted.
 
     Args:
+        section: limits and deadlines.
+        session: its parent is the parent of the first version.
+        versions: the published versions of the run.
+        checkpoints: of the run; a version that has one is not deleted.
         files: config and tokenizer files by name.
-        token: fencing token of this trainer's lineage.
-        collect_garbage: deletes old versions; called after each announcement.
-        max_unpublished: snapshots that may wait.
-        wait_s: deadline of the loop's waits.
         stop: set when the process should end.
     """
 
     def __init__(
         self,
         *,
-        versions: WeightVersions,
+        section: TrainerSection,
+        session: Session,
         buffer: BufferClient,
+        versions: WeightVersions,
+        checkpoints: CheckpointStore,
         evaluations: Evaluations,
         status: Status,
         files: Mapping[str, Path],
-        token: str,
-        collect_garbage: Callable[[], None],
-        max_unpublished: int,
-        wait_s: float,
         stop: threading.Event,
     ) -> None:
-        self._versions, self._buffer, self._evaluations, self._status = versions, buffer, evaluations, status
-        self._files, self._token, self._collect_garbage = files, token, collect_garbage
-        self._max_unpublished, self._wait_s, self._stop = max_unpublished, wait_s, stop
+        self._section, self._token, self._buffer, self._evaluations = section, session.token, buffer, evaluations
+        self._versions, self._checkpoints, self._files = versions, checkpoints, files
+        self._status, self._stop = status, stop
+        self.submitted = session.parent
+        """The last version that was submitted to be announced: the parent of the next one."""
         self._changed = threading.Condition()
         self._pending: deque[tuple[WeightSnapshot, int | None, bool]] = deque()
         self._error: Exception | None = None
@@ -73,7 +76,6 @@ class Publisher:
         """Why the current transfer is being retried."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self.last_announced: PolicyVersion | None = None
 
     @property
     def num_unpublished(self) -> int:
@@ -99,19 +101,40 @@ class Publisher:
         if self._error is not None:
             raise self._error
 
+    def publish(
+        self, snapshots: SnapshotWriter, version: PolicyVersion, *, num_eval_prompts: int | None = None
+    ) -> None:
+        """Take a snapshot of the current weights and submit it.
+
+        Args:
+            snapshots: of theta. It is not kept: a transfer that outlives a rollback must not keep the old model alive.
+            version: the name of the weights.
+            num_eval_prompts: held-out prompts that the version is evaluated on; None: it is not evaluated.
+
+        Raises:
+            WaitTimeoutError, FencedError, ObjectExistsError, TbaError: as `submit` raises it.
+            OSError: the local disk is full.
+        """
+        self.submit(snapshots.take(version, self.submitted), num_eval_prompts=num_eval_prompts)
+
     def submit(self, snapshot: WeightSnapshot, *, num_eval_prompts: int | None = None, announce: bool = True) -> None:
         """Hand a snapshot over, to be evaluated on some held-out prompts once it is announced (None: not at all).
 
         Args:
+            snapshot: its files are deleted once the version is published.
             announce: False only stores it, for searchers that ask for the version by name.
 
         Raises:
-            WaitTimeoutError: `max_unpublished` snapshots wait, and none was published before the deadline.
+            WaitTimeoutError: `trainer.max_unpublished_versions` snapshots wait, and none was published in time.
+            FencedError, ObjectExistsError, TbaError: the error that ended the thread.
         """
-        self._wait_until_below(self._max_unpublished)
+        self._wait_until_below(self._section.max_unpublished_versions)
         with self._changed:
+            # The files hold the weights as they were: theta may change from here on, and the transfer takes its time.
             self._pending.append((snapshot, num_eval_prompts, announce))
             self._changed.notify_all()
+        if announce:
+            self.submitted = snapshot.version
 
     def drain(self) -> None:
         """Wait until everything is announced.
@@ -125,17 +148,18 @@ class Publisher:
         self.check()
         if len(self._pending) < count:
             return
-        deadline = time.monotonic() + self._wait_s
-        with self._status.named_wait("unpublished-versions", self._wait_s):
+        wait_s = self._section.retry_s
+        deadline = time.monotonic() + wait_s
+        with self._status.named_wait("unpublished-versions", wait_s):
             while len(self._pending) >= count:
                 with self._changed:
                     self._changed.wait(timeout=_TICK_S)
                 self.check()
-                if self._stop.is_set():
+                if self._stop.is_set():  # after SIGTERM the checkpoint counts, not the publication
                     return
                 if time.monotonic() > deadline:
                     raise WaitTimeoutError(
-                        f"{len(self._pending)} weight versions could not be published within {self._wait_s:g} s "
+                        f"{len(self._pending)} weight versions could not be published within {wait_s:g} s "
                         f"({self._retried_error or 'the transfer is still in progress'}); training stopped, its last "
                         "checkpoint stands: fix that and start the trainer again"
                     )
@@ -146,10 +170,10 @@ class Publisher:
                 self._changed.wait_for(lambda: self._closed.is_set() or self._pending)
             if self._closed.is_set():
                 return
-            snapshot, num_eval_prompts, announce = self._pending[0]
+            snapshot, num_eval_prompts, announce = self._pending[0]  # it stays in the queue until it is announced
             try:
                 self._publish(snapshot, num_eval_prompts, announce=announce)
-            except Exception as error:
+            except Exception as error:  # a thread has nobody to raise to: the loop asks for it, in `check`
                 self._error = error if isinstance(error, TbaError) else TbaError(f"publishing failed: {error!r}")
             with self._changed:
                 # it counts as unpublished until here, so the loop's limit covers a slow transfer too
@@ -161,22 +185,23 @@ class Publisher:
 
     def _publish(self, snapshot: WeightSnapshot, num_eval_prompts: int | None, *, announce: bool) -> None:
         started = time.monotonic()
+        # Publishing the same version again is harmless: every object is create-only, and equal content is accepted.
         self._retry_while_away(lambda: self._put(snapshot), snapshot.version)
         if not announce:
             snapshot.close()
             return
+        # Only now: a searcher that hears of a version must find all of it.
         request = VersionRequest(version=str(snapshot.version), token=self._token)
         self._retry_while_away(lambda: self._buffer.announce_version(request), snapshot.version)
         if self._closed.is_set():  # the retries may have been cut off, so nothing says that it was announced
             return
         snapshot.close()
-        self.last_announced = snapshot.version
         log.info("published", version=str(snapshot.version), seconds=round(time.monotonic() - started, 3))
         if num_eval_prompts is not None:
             self._evaluations.request(snapshot.version, num_eval_prompts)
         try:
-            self._collect_garbage()
-        except FencedError:
+            self._delete_old_versions()
+        except FencedError:  # a newer trainer owns the run, and decides what is old
             raise
         except TbaError as error:  # the next version tries again
             log.warning("old_versions_not_deleted", error=str(error))
@@ -193,6 +218,19 @@ class Publisher:
             transformers_version=transformers.__version__,
         )
 
+    def _delete_old_versions(self) -> None:
+        """Delete the versions that `versions_to_delete` names.
+
+        Raises:
+            TbaError: the buffer or the store is away; a later call makes up for it.
+        """
+        existing, keep = self._versions.versions(), self._section.keep_versions
+        if len(existing) <= keep:
+            return
+        for version in versions_to_delete(existing, self._buffer.run(), self._checkpoints.versions(), keep=keep):
+            self._versions.delete(version)
+            log.info("version_deleted", version=str(version))
+
     def _retry_while_away(self, action: Callable[[], object], version: PolicyVersion) -> None:
         pause_s = _RETRY_FIRST_S
         while not self._closed.is_set():
@@ -205,6 +243,7 @@ class Publisher:
                     log.warning("publishing_fails", version=str(version), error=str(error))
                 self._retried_error = str(error)
                 self._closed.wait(pause_s)
+                # no deadline here: the loop's wait for a free place has one, so the limit covers all retries together
                 pause_s = min(2 * pause_s, _RETRY_MOST_S)
 
 
@@ -240,8 +279,10 @@ class Evaluations:
         the last call and this one.
 
         Args:
+            step: a multiple of the sync interval.
             every_steps: the interval as it is now.
         """
+        # Not `step % every_steps == 0`: versions are published every sync_interval steps, and may miss that multiple.
         due = step // every_steps > self._last_step // every_steps
         self._last_step = step
         return self._section.num_prompts if due else None
@@ -253,6 +294,9 @@ class Evaluations:
 
     def request(self, version: PolicyVersion, num_prompts: int) -> EvalInfo | None:
         """Ask for an evaluation of a published version; log a refusal and return None.
+
+        Args:
+            num_prompts: the first so many held-out prompts, in upload order.
 
         Raises:
             FencedError: a newer lineage owns the run.
@@ -273,7 +317,7 @@ class Evaluations:
             )
         except FencedError:
             raise
-        except TbaError as error:
+        except TbaError as error:  # an evaluation is worth less than the run
             log.warning("evaluation_not_requested", version=str(version), error=str(error))
             return None
 
@@ -305,3 +349,35 @@ class Evaluations:
             greedy_accuracy=evaluation.greedy_accuracy,
         )
         return evaluation
+
+
+def versions_to_delete(
+    versions: Iterable[PolicyVersion], info: RunInfo, checkpoints: Iterable[PolicyVersion], *, keep: int
+) -> list[PolicyVersion]:
+    """Return the versions beyond the newest `keep` that nothing holds.
+
+    Held are the starting model, the announced version, the best one, those of live components and of pending
+    evaluations, those with a checkpoint in the store, and the parents of the active lineage and of the lineages of
+    checkpoints.
+
+    Args:
+        versions: all of the run's, in any order.
+        info: the run as the buffer knows it.
+        checkpoints: versions that have a checkpoint in the store.
+        keep: so many of the newest stay in any case.
+    """
+    checkpoints = list(checkpoints)
+    # A resume announces its parent's weights again, so it needs the parent of every lineage that it may return to.
+    lineages = {info.lineage, *(version.lineage for version in checkpoints)}
+    named = [
+        info.latest_version,
+        info.checkpoint,
+        info.best and info.best.version,
+        *(component.version for component in info.components if component.alive),
+        # one of these may become the best version after `info` was read
+        *(evaluation.version for evaluation in info.evals if evaluation.state == "pending"),
+        *(info.parents.get(lineage) for lineage in lineages),
+    ]
+    held = {START, *checkpoints, *(PolicyVersion.parse(text) for text in named if text is not None)}
+    oldest_first = sorted(versions)
+    return [version for version in oldest_first[: max(0, len(oldest_first) - keep)] if version not in held]

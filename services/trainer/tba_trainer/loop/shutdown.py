@@ -1,4 +1,4 @@
-"""End a trainer: interrupt a run that can be resumed, or finish a run that is over; and SIGTERM, which asks for that.
+"""End a trainer: interrupt a run that can be resumed, or finish a run that is over. SIGTERM asks for the former.
 
 While a trainer starts, signals end it at once (tba/early_signals.py); `stop_on_signals` replaces that during training.
 """
@@ -31,6 +31,9 @@ log = get_logger("shutdown")
 def interrupt(context: LineageContext, writer: CheckpointWriter) -> None:
     """Keep what was trained after SIGTERM; the run can be resumed.
 
+    Args:
+        writer: of this lineage's checkpoints.
+
     Raises:
         StoreUnavailableError: the last checkpoint cannot be written; a resume continues from an older one.
     """
@@ -56,21 +59,24 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     """Publish, checkpoint, evaluate, export and mark the run done. SIGTERM before that leaves a run to be resumed.
 
     Args:
+        writer: of this lineage's checkpoints.
         early_end: why the run is over before `num_steps`; None: it is not.
     """
     progress, recipe = context.progress, context.recipe
     progress.stop_clock()
     context.status.set_state("finishing")
-    if progress.submitted != progress.version:
-        context.publish_weights(num_eval_prompts=None)
-    context.publisher.drain()
+    if context.publisher.submitted != progress.version:
+        context.publisher.publish(context.snapshots, progress.version)
+    context.publisher.drain()  # searchers can evaluate only a version that is announced
     if not context.stop.is_set():
+        # Asked for first: searchers evaluate while the checkpoint is written.
         evaluation = context.evaluations.request(progress.version, context.evaluations.num_prompts_final)
         _retry_until_stored(context, "the last checkpoint", writer.save)
         if evaluation is not None:
             context.evaluations.wait(evaluation, context.status, context.stop)
-        if recipe.trainer.export:
+        if recipe.trainer.export:  # after the evaluation: its result is on the model card
             _retry_until_stored(context, "the export", lambda: _export(context))
+    # SIGTERM at any moment before this line leaves the run to be resumed; a resume does all of the above again.
     if context.stop.is_set():
         interrupt(context, writer)
         return "stopped"

@@ -29,11 +29,11 @@ from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, newest_intact, older_intact
-from tba_trainer.checkpoints.tensor_files import TensorFiles
-from tba_trainer.checkpoints.weight_snapshot import WeightSnapshot
+from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.learner.guards import GuardState, Rollback
 from tba_trainer.learner.learner import Learner, config_sha256
-from tba_trainer.loop.context import Session, TrainerContext
+from tba_trainer.loop.context import TrainerContext
+from tba_trainer.loop.status import Session
 
 _POLL_S = 0.5
 log = get_logger("startup")
@@ -50,6 +50,9 @@ def start_lineage(
     """Take a lineage from the buffer, and put the learner where the lineage's parent was.
 
     Args:
+        checkpoints: of this run.
+        learner: holds the starting model; it gets the state of the parent.
+        model_config_sha256: digest of config.json in model.path.
         rollback: how the lineage before this one ended; None: this is the first one of the process.
 
     Raises:
@@ -61,6 +64,7 @@ def start_lineage(
     recipe, buffer = context.recipe, context.buffer
     info = buffer.run()
     fork = Fork.of(info.origin)
+    # a new lineage would make the run active again, and its searchers would start to generate
     if info.state == "done":
         raise ConflictError(
             f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
@@ -71,6 +75,7 @@ def start_lineage(
     )
     if checkpoint is not None:
         _check_same_run(checkpoint, recipe, model_config_sha256)
+        # allowed, since a run may get more steps or another rate; logged, since it may also be the wrong file
         if checkpoint.state.config_sha256 != config_sha256(recipe):
             log.warning("config_changed_since_checkpoint", checkpoint=checkpoint.state.version)
         parent = PolicyVersion.parse(checkpoint.state.version)
@@ -88,6 +93,7 @@ def start_lineage(
             rollback=rollback is not None,
         )
     )
+    # After the lineage is taken: the older trainer, if it still runs, can then register none of them again.
     if rollback is not None and rollback.suspect is not None:
         _delete_suspects(checkpoints, _tree(info, reply.lineage, parent).ancestry(parent), parent, rollback.suspect)
     if checkpoint is not None:
@@ -97,7 +103,7 @@ def start_lineage(
     # A lineage that resumes announces its parent's weights under its own name, (lineage, parent step). That supersedes
     # what a dead lineage announced after its checkpoint, and puts the trainer at policy age 0 with its searchers.
     first = START if announces_start else PolicyVersion(reply.lineage, parent.step)
-    info = buffer.run()
+    info = buffer.run()  # again: the counts of rollbacks and the parents now include this lineage
     state = None if checkpoint is None else checkpoint.state
     guards = GuardState() if state is None else state.guards
     session = Session(
@@ -151,6 +157,7 @@ def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin
     Raises:
         ConfigError: it is another model, or the same one in another dtype.
     """
+    # By content, not by path: the folder may lie elsewhere, or hold another model, at the next start.
     manifest = versions.manifest(START) if versions.exists(START) else None
     origin_sha256 = None if origin is None else origin.start_params_sha256
     if manifest is None and origin_sha256 is None:
@@ -170,6 +177,34 @@ def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin
         raise ConfigError(
             f"model.path, in model.dtype {start.dtype}, is another model than the one that run {origin.run!r} of "
             f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
+        )
+
+
+def delete_incomplete(
+    versions: WeightVersions, checkpoints: CheckpointStore, *, before_lineage: int, registered: PolicyVersion
+) -> None:
+    """Delete versions and checkpoints of older lineages that have no manifest: half written, or half deleted.
+
+    Call it once the lineage is taken: an older trainer that still writes can then neither announce nor register.
+
+    Args:
+        before_lineage: the lineage of this trainer; nothing of it is touched.
+        registered: the checkpoint that a resume starts from; never touched.
+    """
+    try:
+        # 0-0 stays: every lineage may publish it, and publishing it again completes it
+        deleted = versions.delete_incomplete(before_lineage=before_lineage, keep={START})
+        deleted_checkpoints = checkpoints.delete_incomplete(before_lineage=before_lineage, keep={registered})
+    except StoreError as error:  # the next start tries again
+        log.warning("incomplete_not_deleted", error=str(error))
+        return
+    if deleted or deleted_checkpoints:
+        log.info(
+            "incomplete_deleted",
+            num_versions=len(deleted),
+            num_checkpoints=len(deleted_checkpoints),
+            versions=[str(version) for version in deleted],
+            checkpoints=[str(version) for version in deleted_checkpoints],
         )
 
 
@@ -242,6 +277,7 @@ def _restore_fork(
     model_config_sha256: str,
 ) -> None:
     """Restore the other run's whole state where it has a checkpoint of the version, else its published weights."""
+    # With a checkpoint the fork continues with AdamW's moments, the reference and the random numbers of the other run.
     checkpoint = fork.checkpoint(checkpoints)
     if checkpoint is None:
         fork.load_weights(store, learner, model_config_sha256, folder=checkpoints.folder)
@@ -267,7 +303,7 @@ def _roll_back(
         GuardError: the checkpoints before the suspect one are gone or damaged; the run has failed.
     """
     suspect = rollback.suspect
-    if suspect is None:
+    if suspect is None:  # a good step followed the last checkpoint: its weights are sound
         return newest_intact(checkpoints, info)
     checkpoint = older_intact(checkpoints, info, suspect, last_good_step=rollback.last_good_step)
     if checkpoint is not None or rollback.previous is None:

@@ -45,9 +45,9 @@ from tba.fields import bounded_or_none
 from tba.logs import get_logger
 from tba.wire import Batch
 from tba_trainer.learner.guards import Rollback, StepAction, check_step, holds_checkpoints, suspects_weights
+from tba_trainer.loop.batches import count_reasons, filter_batch
 from tba_trainer.loop.checkpointing import CheckpointWriter
 from tba_trainer.loop.context import LineageContext
-from tba_trainer.loop.filters import count_reasons, filter_batch
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
 
 MAX_ON_POLICY_GAP = 0.05
@@ -65,7 +65,10 @@ class TrainingLoop:
         self._context, self._progress, self._token = context, context.progress, context.session.token
         self._guards = context.recipe.trainer.guards
         self._writer = CheckpointWriter(context)
+        # a fork until its first checkpoint: the other run's folders may be deleted, and a resume could not start
         self._checkpoint_due = context.session.has_no_checkpoint
+        self._checkpoint_failed = False
+        """Whether the last attempt to write the checkpoint that is due failed."""
         self._num_void_in_row = 0
         self._early_end: str | None = None
         """Why training ends before `num_steps`."""
@@ -91,7 +94,7 @@ class TrainingLoop:
             # a failed report is only logged: the GuardError ends the trainer in any case
             self._try("fail", lambda: context.buffer.command("fail", command))
             raise
-        context.prefetcher.close()
+        context.prefetcher.close()  # batches that were drawn ahead expire at the buffer
         if rollback is not None:
             return rollback
         if context.stop.is_set():
@@ -114,7 +117,7 @@ class TrainingLoop:
                 log.info("run_is_over", step=progress.step, reason=str(error))
                 self._early_end = str(error)
                 break
-            if action is None:
+            if action is None:  # void or stopped: the loop's condition decides, and the same step is drawn again
                 continue
             if (rollback := self._react(action)) is not None:
                 return rollback
@@ -134,7 +137,7 @@ class TrainingLoop:
         ages = [session.lineages.policy_age(r.version, progress.newest) for r in batch.rollouts]
         values = context.schedules.at(step)
         metrics: Metrics | None = None
-        if batch.groups:
+        if batch.groups:  # else every rollout was refused: the step is skipped, and the ledger says so
             metrics = context.learner.gradients(batch, step=step, policy_ages=ages, values=values)
         action = check_step(self._guards, progress.guards, metrics)
         metrics = {
@@ -162,6 +165,7 @@ class TrainingLoop:
             # A skipped batch consumes its step, so every step is in the ledger exactly once: the weights stay, the
             # schedules move on, and the reference is reset or averaged where that is due.
             context.learner.skip(step=step, lineage=session.lineage)
+        # Only now, after the ack: a step that was refused is made again, and must find the guards as they were.
         progress.step, progress.guards = step, action.state
         progress.settings_revision = context.schedules.revision
         context.status.set_step(progress.version, metrics)
@@ -191,7 +195,7 @@ class TrainingLoop:
             context.buffer.ack(batch.batch_id, request)
         except (FencedError, RunOverError):  # conflicts too, but they end the trainer in another way
             raise
-        except VoidBatchError as error:
+        except VoidBatchError as error:  # its deadline passed while the step ran: its rollouts may be in other batches
             self._num_void_in_row += 1
             log.warning("batch_void", step=step, batch_id=batch.batch_id, error=str(error))
             if self._num_void_in_row >= MAX_VOID_BATCHES:
@@ -219,6 +223,7 @@ class TrainingLoop:
         context, guards, token = self._context, self._guards, self._token
         reason, schedules = f"step {self._progress.version}: {action.reason}", context.schedules
         if "lower_learning_rate" in action.actions:
+            # for every step from the next one on; each alarm lowers it once more
             factor = guards.lower_learning_rate_factor
             self._try("lower_learning_rate", lambda: schedules.lower_learning_rate(factor, token=token, reason=reason))
         if "raise_most_on_policy_prob" in action.actions:
@@ -243,6 +248,7 @@ class TrainingLoop:
 
     def _safe_resume_point(self) -> str:
         """Where the next start continues, as a sentence without its full stop; not from suspect weights if possible."""
+        # Then the last checkpoint may hold the weights that make every batch fail, and the next start would fail too.
         if suspects_weights(self._guards, self._progress.guards):
             try:
                 return self._writer.register_unsuspected()
@@ -284,19 +290,27 @@ class TrainingLoop:
         if at_sync and progress.step < section.num_steps:  # the last version is published by `finish`
             every_steps = context.schedules.eval_every_steps
             due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
-            context.publish_weights(num_eval_prompts=due)
-        self._checkpoint_due |= progress.step % section.checkpoint_interval == 0
-        if not self._checkpoint_due or progress.step == section.num_steps:
-            return
-        if holds_checkpoints(self._guards, progress.guards):
-            log.warning("checkpoint_held_back", step=progress.step, reason="an alarm is on")
+            context.publisher.publish(context.snapshots, progress.version, num_eval_prompts=due)
+        at_interval = progress.step % section.checkpoint_interval == 0
+        self._checkpoint_due |= at_interval
+        # An attempt costs `store.timeout_s` while the store is away, so a failed one is not repeated in every step.
+        is_time = at_sync or at_interval or not self._checkpoint_failed
+        if self._checkpoint_due and is_time and progress.step < section.num_steps:  # `finish` writes the last one
+            self._try_checkpoint()
+
+    def _try_checkpoint(self) -> None:
+        """Write a checkpoint unless an alarm is on; a failed one stays due."""
+        step = self._progress.step
+        if holds_checkpoints(self._guards, self._progress.guards):
+            log.warning("checkpoint_held_back", step=step, reason="an alarm is on")
             return
         try:
             self._writer.save()
-            self._checkpoint_due = False
         except StoreUnavailableError as error:
-            log.warning("checkpoint_failed", step=progress.step, error=str(error))
-            self._checkpoint_due = at_sync or progress.step % section.checkpoint_interval == 0
+            log.warning("checkpoint_failed", step=step, error=str(error))
+            self._checkpoint_failed = True
+        else:
+            self._checkpoint_due = self._checkpoint_failed = False
 
     def _log_step(self, metrics: Metrics, batch: Batch, action: StepAction) -> None:
         version = str(self._progress.version)

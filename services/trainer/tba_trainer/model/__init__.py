@@ -1,1 +1,1 @@
-"""The policy: loading, adapters, packing, attention, output head, log-probs, sharding."""
+"""The policy: loading and adapters, its parameters whole and sharded, packed sequences, log-probs."""

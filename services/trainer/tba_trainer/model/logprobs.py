@@ -1,24 +1,36 @@
 """Token log-probs of responses under a causal language model, at the policy temperature.
 
 A pass runs over packed sequences where the model family allows it, else over padded rows. Only the positions where a
-response token is predicted reach the output head, in chunks (lm_head.py): the head is the expensive part in memory.
+response token is predicted reach the output head, and never the logits of all of them at once: with a vocabulary of
+150,000 entries those would be the largest tensor of a step.
+
+    logp_t = z_t[y_t] - logsumexp(z_t),    z_t = (W h_t + b) / temperature
+    d logp_t / d z_t = onehot(y_t) - softmax(z_t)
+
+Forward and backward walk over the positions in chunks whose logits, in float32, fit `CHUNK_BYTES`. The backward pass
+computes the logits of a chunk again, unless all positions are one chunk. docs/adr/0010-packing-and-the-output-head.md
+says why this is own code.
+
+Shapes: T positions, H hidden units, V vocabulary entries, C positions of one chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from tba_trainer.model.attention import find_segments, use_packed_attention
-from tba_trainer.model.fsdp import is_sharded, run_as_forward
-from tba_trainer.model.lm_head import head_logprobs
-from tba_trainer.model.packing import PackedSequences, padded_outputs
-from tba_trainer.model.parameters import is_adapted
+from tba_trainer.model.packing import PackedSequences, find_segments, padded_outputs, use_packed_attention
+from tba_trainer.model.parameters import is_adapted, is_sharded, run_as_forward
 
+CHUNK_BYTES = {"cpu": 128 * 1024**2, "cuda": 1024**3}
+"""Most bytes of logits at once, by device type: a GPU needs more rows in one matrix product than a CPU to be busy."""
 _PROBE_TOKENS = 4
 _PROBE_TOLERANCE = 1e-6
 
@@ -118,3 +130,158 @@ def _has_plain_head(model: Any) -> bool:
     return direct.shape == logits.shape and bool(
         torch.allclose(direct.float(), logits.float(), rtol=0.0, atol=_PROBE_TOLERANCE * scale)
     )
+
+
+def head_logprobs(
+    hidden: Float[Tensor, "T H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " T"],
+    *,
+    temperature: float,
+    chunk_bytes: int | None = None,
+) -> Float[Tensor, " T"]:
+    """Return log softmax((W h_t + b) / temperature)[y_t] of every position; differentiable (once) in h, W and b.
+
+    Matrix products run in the dtype of W, or in the autocast dtype under `torch.autocast`. Softmax and result are in
+    float32, or in float64 for float64 inputs.
+
+    Args:
+        hidden: last hidden states at the positions whose next token is scored.
+        weight: W of the output head.
+        bias: b of the output head; None: it has none.
+        targets: y_t, the token that was sampled after each position.
+        temperature: divides the logits before the softmax.
+        chunk_bytes: most bytes of logits at once; None: `CHUNK_BYTES` of the device.
+    """
+    kind = hidden.device.type
+    compute_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    limit = chunk_bytes if chunk_bytes is not None else CHUNK_BYTES.get(kind, CHUNK_BYTES["cpu"])
+    bytes_per_row = len(weight) * torch.promote_types(compute_dtype, torch.float32).itemsize
+    with torch.autocast(kind, enabled=False):  # dtypes are explicit from here on
+        values = _HeadLogprobs.apply(
+            hidden, weight, bias, targets, temperature, compute_dtype, max(1, limit // bytes_per_row)
+        )
+    assert isinstance(values, Tensor)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """W and b in the dtype of the matrix products."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    wide: torch.dtype
+    """dtype of softmax and sums: float32 at least."""
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, temperature: float, compute_dtype: torch.dtype) -> _Head:
+        wide = torch.promote_types(compute_dtype, torch.float32)
+        return cls(weight.to(compute_dtype), None if bias is None else bias.to(wide), temperature, wide)
+
+    def buffer(self, num_rows: int) -> Tensor:
+        """Return one tensor for the logits of every chunk."""
+        # a new one per chunk would cost a page fault per 4 KiB
+        return self.weight.new_empty((num_rows, len(self.weight)), dtype=self.wide)
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Compute z of some positions in the first rows of `out`."""
+        out = out[: len(hidden)]  # [C, V]
+        _matmul(hidden.to(self.weight.dtype), self.weight.t(), out=out)
+        if self.bias is not None:
+            out += self.bias
+        return out if self.temperature == 1.0 else out.div_(self.temperature)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """See `head_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        compute_dtype: torch.dtype,
+        num_rows: int,
+    ) -> Tensor:
+        head = _Head.of(weight, bias, temperature, compute_dtype)
+        buffer = head.buffer(min(num_rows, len(hidden)))
+        chosen = buffer.new_empty(len(hidden))  # [T]
+        log_total = torch.empty_like(chosen)  # [T]
+        for rows in _chunks(len(hidden), num_rows):
+            logits = head.logits(hidden[rows], buffer)  # [C, V]
+            chosen[rows] = logits.gather(1, targets[rows, None])[:, 0]
+            highest = logits.amax(dim=1)  # [C]
+            # in place: another tensor of this size would double the peak
+            log_total[rows] = logits.sub_(highest[:, None]).exp_().sum(dim=1).log_().add_(highest)
+        ctx.kept = None
+        # with a single chunk the buffer holds exp(z - max) of all positions: normalised, the backward pass can use it
+        if len(hidden) <= num_rows and any(ctx.needs_input_grad):
+            ctx.kept = buffer.div_(buffer.sum(dim=1, keepdim=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total)
+        ctx.settings = (temperature, compute_dtype, num_rows)
+        return chosen.sub_(log_total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_total = ctx.saved_tensors
+        temperature, compute_dtype, num_rows = ctx.settings
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        head = _Head.of(weight, bias, temperature, compute_dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # one buffer that every chunk adds to, in at least float32
+        grad_weight = torch.zeros_like(weight, dtype=head.wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=head.wide) if needs_bias else None
+        buffer = head.buffer(min(num_rows, len(hidden))) if ctx.kept is None else ctx.kept
+        for rows in _chunks(len(hidden), num_rows):
+            if ctx.kept is None:
+                softmax = head.logits(hidden[rows], buffer).sub_(log_total[rows, None]).exp_()  # [C, V]
+            else:
+                softmax, ctx.kept = ctx.kept, None  # overwritten below; a second backward pass computes it again
+            factor = (grad[rows] / temperature)[:, None]  # [C, 1]
+            target = targets[rows, None]
+            grad_logits = softmax.mul_(-factor)
+            grad_logits.scatter_(1, target, grad_logits.gather(1, target) + factor)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(dim=0)
+            narrow = grad_logits.to(compute_dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = (narrow @ head.weight).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight = _add_matmul(grad_weight, narrow.t(), hidden[rows].to(compute_dtype))
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _chunks(num_positions: int, num_rows: int) -> Iterator[slice]:
+    for start in range(0, num_positions, num_rows):
+        yield slice(start, start + num_rows)
+
+
+def _matmul(left: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """Compute left @ right in `out`, which may be wider."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif left.is_cuda:  # only CUDA keeps the wide sums of a narrow product
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return total + left @ right, computed in place where the dtypes allow it."""
+    if left.dtype == total.dtype:
+        return total.addmm_(left, right)
+    if left.is_cuda:
+        return torch.addmm(total, left, right, out_dtype=total.dtype)
+    return total.add_(left @ right)

@@ -4,16 +4,26 @@
     input    p p p r r p r r p p r r        after which nothing is predicted
     position 0 1 2 3 4 0 1 2 0 1 2 3
 
-Attention keeps the sequences apart (attention.py). Model families whose attention cannot do that get right-padded rows
-(`padded_outputs`); sequences of about the same length share a pass there.
+Attention keeps the sequences apart. transformers looks a model's attention up in a table by name, and passes keyword
+arguments of the model's `forward` on to it. So everything but attention runs on all tokens at once, and attention gets
+the boundaries as `segments`:
 
-Shapes: B sequences, P positions of all of them, T response tokens of all of them, sequence after sequence.
+* on CUDA in half precision, torch's variable-length flash attention reads the row as it is;
+* otherwise sequences of about the same length form a bucket, are padded on the right to its longest, and run through
+  scaled-dot-product attention. The causal mask already hides the padding on the right.
+
+Model families whose attention cannot do that get right-padded rows (`padded_outputs`); sequences of about the same
+length share a pass there. The choice is explained in docs/adr/0010-packing-and-the-output-head.md.
+
+Shapes: B sequences, P positions of all of them, T response tokens of all of them, sequence after sequence. N heads
+(keys and values may have fewer), D head dimension; Q = P plus padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +31,15 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tba_trainer.model.attention import Segments
+from tba.errors import TbaError
+
+PACKED_ATTENTION = "tba_packed"
+"""Name in transformers' table of attention functions."""
+PACKED_FAMILIES = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"})
+"""`model_type` of the families that are tested to compute the same packed as padded. Others run padded."""
+BUCKET_MIN_SHARE = 0.9
+"""The shortest sequence of a bucket has at least this share of the length of its longest."""
+FLASH_MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +68,13 @@ class PackedSequences:
 def pack_sequences(
     prompts: Sequence[NDArray[np.int32]], responses: Sequence[NDArray[np.int32]], device: torch.device | str
 ) -> PackedSequences:
-    """Pack B prompts and their responses (at least 1 token each), in the given order."""
+    """Pack B prompts and their responses in the given order.
+
+    Args:
+        prompts: B token sequences of at least 1 token each.
+        responses: the same; the last token of each is only predicted, never an input.
+        device: of the result.
+    """
     # built from lengths, never from pad ids: where pad and end-of-sequence are one token, the latter stays in the loss
     pairs = list(zip(prompts, responses, strict=True))
     lengths = np.array([len(prompt) + len(response) - 1 for prompt, response in pairs])
@@ -92,6 +116,54 @@ def _places(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Where each sequence of a packed row lies, and its place in the buckets."""
+
+    offsets: Int[Tensor, " B_plus_1"]
+    """int32; sequence b has positions offsets[b] to offsets[b + 1] - 1."""
+    longest: int
+    buckets: tuple[tuple[int, int], ...]
+    """Rows and length of each bucket; the buckets one after another have Q places."""
+    sources: Int[Tensor, " Q"]
+    """The position that each place is filled from: padding repeats the last position of its sequence. Its outputs are
+    dropped, so no gradient comes back through it."""
+    places: Int[Tensor, " P"]
+    """The place of each position."""
+
+
+def find_segments(lengths: Sequence[int], device: torch.device | str, *, one_bucket: bool = False) -> Segments:
+    """Return boundaries and buckets of sequences with these lengths.
+
+    Args:
+        lengths: at least 1 each, in the order in which the sequences are packed.
+        device: of the result.
+        one_bucket: put all sequences into one bucket.
+    """
+    min_share = 0.0 if one_bucket else BUCKET_MIN_SHARE
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    buckets: list[list[int]] = []
+    for i in order:
+        if not buckets or lengths[i] < min_share * lengths[buckets[-1][0]]:
+            buckets.append([])
+        buckets[-1].append(i)
+    widths = np.repeat([lengths[bucket[0]] for bucket in buckets], [len(bucket) for bucket in buckets])  # [B]
+    starts = np.empty(len(lengths), dtype=np.int64)
+    starts[order] = widths.cumsum() - widths
+    columns = np.arange(widths.sum()) - np.repeat(starts[order], widths)  # [Q]
+    in_order = np.array(lengths)[order]
+    sources = np.repeat(offsets[order], widths) + np.minimum(columns, np.repeat(in_order, widths) - 1)
+    places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+    return Segments(
+        offsets=torch.from_numpy(offsets.astype(np.int32)).to(device),
+        longest=max(lengths),
+        buckets=tuple((len(bucket), lengths[bucket[0]]) for bucket in buckets),
+        sources=torch.from_numpy(sources).to(device),
+        places=torch.from_numpy(places).to(device),
+    )
+
+
 Forward = Callable[[Int[Tensor, "b L"], Int[Tensor, "b L"], Int[Tensor, "b L"]], Float[Tensor, "b L X"]]
 """Maps token ids, attention mask and position ids of padded rows to a vector for every position."""
 
@@ -100,6 +172,10 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
     """Return the outputs of `forward` at the predictor of every response token, with one pass per bucket of `segments`.
 
     Padding is never read, because it comes after the end of its sequence.
+
+    Args:
+        forward: one pass over padded rows.
+        segments: of these sequences, from `find_segments`.
     """
     ids = sequences.input_ids[0].index_select(0, segments.sources)  # [Q]
     real = torch.zeros_like(ids).index_fill(0, segments.places, 1)  # [Q]
@@ -114,3 +190,100 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
         picked.append(outputs.flatten(0, 1).index_select(0, wanted[taken:num_taken] - start))
         start, taken = end, num_taken
     return torch.cat(picked).index_select(0, order.argsort())
+
+
+def use_packed_attention(model: Any) -> bool:
+    """Make a model attend within `segments`. Return False and change nothing where its family is not a tested one."""
+    from transformers import AttentionInterface
+
+    # code that came with a model may name a known family and still not look its attention up in the table
+    if model.config.model_type not in PACKED_FAMILIES or not type(model).__module__.startswith("transformers."):
+        return False
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return True
+
+
+@torch.compiler.disable
+def packed_attention(
+    module: Any,
+    query: Float[Tensor, "1 N P D"],
+    key: Float[Tensor, "1 M P D"],
+    value: Float[Tensor, "1 M P D"],
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **_kwargs: Any,
+) -> tuple[Float[Tensor, "1 P N D"], None]:
+    """Attend within the segments of one row, as a function of transformers' table. Without segments: one sequence.
+
+    Args:
+        scaling: of query times key; None: 1 / sqrt(D).
+        sliding_window: positions that a position sees, itself included; None: everything before it.
+
+    Raises:
+        TbaError: the call is no pass over one packed row, but, for example, generation.
+    """
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2] or dropout > 0.0 or attention_mask is not None:
+        raise TbaError(
+            f"{PACKED_ATTENTION!r} attention got query {list(query.shape)}, key {list(key.shape)}, dropout {dropout}: "
+            "it is for passes over one packed row; call model.set_attn_implementation('sdpa') for anything else"
+        )
+    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [P, N, D] each
+    segments = segments or find_segments([query.shape[2]], query.device)
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= FLASH_MAX_HEAD_DIM:
+        out = _flash([row.to(dtype) for row in rows], segments, scaling, sliding_window)
+    else:
+        out = _bucketed(module, rows, segments, scaling, sliding_window)
+    return out[None], None  # [1, P, N, D]
+
+
+def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sliding_window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = rows
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        segments.offsets,
+        segments.offsets,
+        segments.longest,
+        segments.longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _bucketed(
+    module: Any, rows: Sequence[Tensor], segments: Segments, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sizes = [num_rows * width for num_rows, width in segments.buckets]
+    spread = [row.index_select(0, segments.sources).split(sizes) for row in rows]
+    outs = []
+    for (num_rows, width), *parts in zip(segments.buckets, *spread, strict=True):
+        query, key, value = (part.unflatten(0, (num_rows, width)).transpose(1, 2) for part in parts)  # [b, N, L, D]
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, _window(width, sliding_window, query.device), scaling=scaling, is_causal=True
+        )
+        outs.append(out.flatten(0, 1))  # [b * L, N, D]
+    return torch.cat(outs).index_select(0, segments.places)  # [P, N, D]
+
+
+def _window(width: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """Return the mask of a window shorter than the sequence; None: every position sees all before it."""
+    if sliding_window is None or width <= sliding_window:
+        return None
+    column = torch.arange(width, device=device)
+    distance = column[:, None] - column[None, :]
+    return ((distance >= 0) & (distance < sliding_window))[None, None]

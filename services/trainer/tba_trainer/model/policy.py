@@ -15,8 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tba.config.sections import ModelSection, check_tokenizer
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
-from tba_trainer.model.fsdp import is_sharded, sharded_copy
-from tba_trainer.model.parameters import ADAPTER, assign, is_adapted
+from tba_trainer.model.parameters import ADAPTER, assign, is_adapted, is_sharded, sharded_copy
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_MODE_MAX_GAP = 1e-3
@@ -42,7 +41,7 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
         model = auto.from_pretrained(
             folder,
             dtype=torch.float32,
-            use_safetensors=True,
+            use_safetensors=True,  # never a pickle: loading one runs its code
             local_files_only=True,
             trust_remote_code=section.trust_remote_code,
         )
@@ -55,7 +54,7 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"trainer.device {device!r} cannot be used: {first_line}") from None
     model = _prepare(model, section, gradient_checkpointing)
-    if gradient_checkpointing:
+    if gradient_checkpointing:  # only then the model is in train mode
         _check_train_mode(model, section.path)
     return model
 
@@ -96,6 +95,7 @@ def _prepare(model: Any, section: ModelSection, gradient_checkpointing: bool) ->
     disable_dropout(model)
     model.eval()
     if gradient_checkpointing:
+        # the reentrant kind gives a layer no gradient where its input has none: with LoRA that is the first layer
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # Hugging Face checkpoints activations in train mode only; dropout is off all the same
     return model
@@ -127,6 +127,8 @@ def _check_train_mode(model: Any, path: str) -> None:
     rows, columns = torch.arange(4)[:, None], torch.arange(4)[None, :]
     ids = ((4 * rows + columns) % model.get_input_embeddings().num_embeddings).to(model.device)  # [4, 4]
     logits = []
+    # Two passes in train mode: a random depth, for example, may leave one of them whole. The forked generator keeps the
+    # run's random numbers as they are.
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         for train in (False, True, True):
             model.train(train)
@@ -145,7 +147,7 @@ def frozen_copy(model: Any, dtype: torch.dtype | None = None) -> Any:
     if is_sharded(model):
         return sharded_copy(model, dtype)
     copied = copy.deepcopy(model)
-    remove_adapter(copied)
+    remove_adapter(copied)  # what is left is the starting model: the adapter was never merged
     copied.requires_grad_(False)
     copied.eval()
     if dtype is not None:
@@ -167,7 +169,7 @@ def load_tensors(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
         odd = sorted(parameters.keys() ^ tensors.keys())[0]
         raise TbaError(f"{what}: its parameters are not those of the model ({odd!r} is on one side only)")
     for name, parameter in parameters.items():
-        tensor = tensors[name]
+        tensor = tensors[name]  # read from a file, or broadcast to the team: never two at once
         if parameter.shape != tensor.shape:
             raise TbaError(f"{what}: {name} has shape {list(tensor.shape)}, the model has {list(parameter.shape)}")
         assign(parameter, tensor)
@@ -181,6 +183,7 @@ def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path
     """
     check_tokenizer(folder)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
+    # an index names the shards of the starting model, and the published files have other names
     return {
         path.name: path
         for path in sorted(Path(folder).iterdir())
@@ -209,7 +212,7 @@ def add_adapter(model: Any, section: LoraSection) -> None:
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
-        lora_dropout=0.0,
+        lora_dropout=0.0,  # trainer log-probs must be those of the policy that samples
         bias="none",
         target_modules=list(layers),
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # gpt2 keeps weights transposed
@@ -219,6 +222,7 @@ def add_adapter(model: Any, section: LoraSection) -> None:
 
 def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...]) -> dict[str, Any]:
     """Return the layers that get an adapter, by full name."""
+    # The output head stays as it is: with an adapter on it, log-probs could not be computed in chunks (logprobs.py).
     head = model.get_output_embeddings()
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head

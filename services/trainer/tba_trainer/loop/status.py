@@ -1,4 +1,9 @@
-"""The trainer's state, version, named wait and gauges, and the thread that reports them to the buffer every second."""
+"""The state of a trainer: its lineage, its progress, and its named waits, which heartbeats report every second.
+
+Session     what a start of the trainer begins with; constant
+Progress    step, clock and counts of the lineage; the loop writes it, checkpoints read it
+Status      activity, version, named wait and gauges; the loop writes it, the heartbeat thread reads it
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,92 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tba.clients import BufferClient
 from tba.errors import TbaError
 from tba.logs import get_logger
-from tba.versions import PolicyVersion
+from tba.versions import LineageTree, PolicyVersion
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait
+from tba_trainer.learner.guards import GuardState
 
 HEARTBEAT_INTERVAL_S = 1.0
 log = get_logger("heartbeat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One start of the trainer: its lineage, and the state that the lineage begins with."""
+
+    trainer_id: str
+    lineage: int
+    token: str
+    """Fencing token of the lineage."""
+    parent: PolicyVersion
+    """Version that this lineage started from."""
+    first: PolicyVersion
+    """First version that this lineage announces: the starting model, or the parent's weights."""
+    start: PolicyVersion
+    """The run's first weights under their announced name: the starting model, or the fork's version."""
+    lineages: LineageTree
+    previous: PolicyVersion | None
+    """The checkpoint before the parent's; None: there is none."""
+    train_s: float
+    """Seconds trained before this start, along the active lineage."""
+    num_rollouts_trained: int
+    guards: GuardState
+    """State of the guards at the parent, with the rollbacks of the whole run."""
+    announces_start: bool
+    """True when the starting model is still to be announced."""
+    has_no_checkpoint: bool
+    """True when only another run's folders hold this state (a fork): it is checkpointed after the first step."""
+
+
+class Progress:
+    """Step, clock and counts of one lineage. Checkpoints and heartbeats read it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.step = session.parent.step
+        """The last step: its batch is acked, and applied or skipped."""
+        self.num_rollouts_trained = session.num_rollouts_trained
+        self.guards: GuardState = session.guards
+        self.settings_revision = 0
+        """Revision of the live settings that the last step used."""
+        self._started = time.monotonic()
+        self._train_s: float | None = None
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current weights, under the name that they were or will be announced by."""
+        # until the first step these are the parent's weights, which a resume announces under its own name
+        return self._session.first if self.step == self._session.parent.step else self.newest
+
+    @property
+    def newest(self) -> PolicyVersion:
+        """(lineage, step): the version that policy ages are measured from."""
+        return PolicyVersion(self._session.lineage, self.step)
+
+    @property
+    def last_good_step(self) -> int:
+        """The last step whose batch was applied while no condition held that rolls back or fails."""
+        return self.step - self.guards.num_since_good
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training along the active lineage: with waits, without the final evaluation and export."""
+        if self._train_s is not None:
+            return self._train_s
+        return self._session.train_s + time.monotonic() - self._started
+
+    def start_clock(self) -> None:
+        """Begin to count training time."""
+        # again, when the loop begins: loading the model and publishing the first version are no training time
+        self._started = time.monotonic()
+
+    def stop_clock(self) -> None:
+        """Freeze the training time."""
+        self._train_s = self.train_s
 
 
 class Status:
@@ -45,6 +127,7 @@ class Status:
         """Record a finished step and its metrics."""
         with self._lock:
             self._version = version
+            # replaced, not updated: a metric that this step does not have must not show its value of an older step
             self._gauges = {name: value for name, value in metrics.items() if value is not None}
             self._gauges["step"] = float(version.step)
 
@@ -57,7 +140,7 @@ class Status:
     def named_wait(self, name: str, deadline_s: float) -> Iterator[None]:
         """Report the block as a wait with this name, at most `deadline_s` long."""
         self.begin_wait(name, deadline_s)
-        try:
+        try:  # a wait that ends in an error has been waited all the same
             yield
         finally:
             with self._lock:
@@ -66,13 +149,14 @@ class Status:
     def begin_wait(self, name: str, deadline_s: float) -> None:
         """Begin a wait, or continue to wait under another name."""
         with self._lock:
-            self._end_wait()
+            self._end_wait()  # each name has its own account: the metric says what the trainer waited for
             self._wait = (name, self._now(), self._now() + deadline_s)
 
     @property
     def waited_s(self) -> float:
         """Seconds spent in named waits since the start."""
         with self._lock:
+            # with the wait in progress: a difference of two readings is then exact, whenever they are taken
             return sum(self._waited_by_name(self._now()).values())
 
     def beat(self, extra_gauges: Mapping[str, float]) -> Heartbeat:
@@ -134,11 +218,12 @@ class Heartbeats:
     def _run(self) -> None:
         failing = False
         while True:
+            # read before the beat: the last beat, after `close`, tells the final state
             last = self._closed.wait(HEARTBEAT_INTERVAL_S)
             try:
                 self._buffer.heartbeat(self._status.beat(self._gauges()))
                 failing = False
-            except TbaError as error:
+            except TbaError as error:  # a missed beat is no reason to stop: the next one says the same
                 if not failing:  # one line per outage, not one per second
                     log.warning("heartbeat_failed", error=str(error))
                 failing = True

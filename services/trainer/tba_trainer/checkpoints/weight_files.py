@@ -1,0 +1,253 @@
+"""Weights as files: named tensors in safetensors files of bounded size, and snapshots of a version to publish.
+
+    theta --SnapshotWriter.take--> WeightSnapshot: tensor files and canary of one version, between two optimizer steps
+
+Tensors are written as they come and read one at a time: no more than one file's tensors are in memory at once. The
+files lie in a temporary folder until they are in the store.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tba.config import Recipe
+from tba.early_signals import delete_on_quit
+from tba.versions import PolicyVersion
+from tba.wire import Canary
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.parameters import assign, has_adapter, published_tensors
+from tba_trainer.model.policy import TORCH_DTYPES, frozen_copy
+
+SUFFIX = ".safetensors"
+PREFIX = "tba-trainer-"
+"""Of the names of temporary folders."""
+_LOCK = "lock"
+Item = TypeVar("Item")
+_CANARY_PROMPT_TOKENS = 8
+_CANARY_RESPONSE_TOKENS = 8
+_CANARY_SEED = 0
+MIN_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.03, "bfloat16": 0.25})
+"""Smallest tolerance of canaries, in nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to
+2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. The exact check is `params_sha256`; the canary
+finds an engine that computes another model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightSnapshot:
+    """The weights of one version, ready to be published."""
+
+    version: PolicyVersion
+    parent: PolicyVersion | None
+    dtype: str
+    paths: tuple[Path, ...]
+    """safetensors files with the named parameters in `dtype`, in their own folder."""
+    canary: Canary
+
+    @property
+    def tensors(self) -> TensorFiles:
+        """The named parameters."""
+        return TensorFiles(self.paths)
+
+    def close(self) -> None:
+        """Delete the files."""
+        shutil.rmtree(self.paths[0].parent, ignore_errors=True)
+
+
+class SnapshotWriter:
+    """Takes snapshots of theta.
+
+    Args:
+        model: theta.
+        recipe: says the dtype and the size of the files, and how exact searchers must be.
+        folder: for the files of snapshots until they are published.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, *, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._dtype = recipe.model.dtype
+        self._max_bytes = recipe.store.shard_bytes
+        self._tolerance = max(recipe.trainer.canary_tolerance, MIN_TOLERANCE[self._dtype])
+        # the canary is computed from the published tensors in the published dtype: where theta differs (another dtype,
+        # an adapter that is not merged), a second copy of the model holds them
+        same = all(p.dtype == TORCH_DTYPES[self._dtype] for p in model.parameters()) and not has_adapter(model)
+        self._published = model if same else frozen_copy(model, TORCH_DTYPES[self._dtype])
+        self._logprobs = LogprobModel(self._published, temperature=1.0)
+
+    def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
+        """Write the current weights to files.
+
+        Args:
+            version: the name of the weights.
+            parent: the version published before it; None: it is the starting model.
+
+        Raises:
+            OSError: the local disk is full.
+        """
+        folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._folder))
+        # After an error here (a full disk) the tensors that are left are still gathered: the followers gather them all.
+        with closing(lockstep(self._tensors())) as tensors:
+            paths = write_model_files(tensors, folder, max_bytes=self._max_bytes)
+        return WeightSnapshot(
+            version=version, parent=parent, dtype=self._dtype, paths=tuple(paths), canary=self._canary()
+        )
+
+    def follow(self) -> None:
+        """Take part in the exchanges of the leader's `take`, in the other processes of a sharded model."""
+        for _ in self._tensors():
+            pass
+        self._canary()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the published tensors, gathered one at a time; copy each into the canary's model on its way."""
+        # on the way: the canary is then that of exactly the tensors that are written, rounded as they are
+        copies = {} if self._published is self._model else dict(self._published.named_parameters())
+        for name, tensor in published_tensors(self._model, TORCH_DTYPES[self._dtype]):
+            if copies:
+                assign(copies[name], tensor)
+            yield name, tensor
+
+    @torch.no_grad()
+    def _canary(self) -> Canary:
+        # Random tokens, the same for every version and lineage: the canary compares two computations, not texts.
+        vocab_size = int(self._model.get_input_embeddings().num_embeddings)
+        tokens = np.random.default_rng(_CANARY_SEED).integers(
+            0, vocab_size, _CANARY_PROMPT_TOKENS + _CANARY_RESPONSE_TOKENS, dtype=np.int32
+        )
+        prompt, response = tokens[:_CANARY_PROMPT_TOKENS], tokens[_CANARY_PROMPT_TOKENS:]
+        sequences = pack_sequences([prompt], [response], self._logprobs.device)
+        return Canary(
+            prompt_tokens=prompt.tolist(),
+            response_tokens=response.tolist(),
+            logprobs=self._logprobs.token_logprobs(sequences).tolist(),
+            tolerance=self._tolerance,
+        )
+
+
+def write_tensor_files(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, *, stem: str, max_bytes: int
+) -> Iterator[Path]:
+    """Write tensors, in the order in which they come, to `stem-00001.safetensors`, `stem-00002.safetensors`, ...
+
+    Args:
+        tensors: names and contiguous CPU tensors.
+        folder: for the files.
+        stem: the names' first part.
+        max_bytes: of tensors in one file; a single larger tensor gets a file of its own.
+
+    Yields:
+        Each file once it is complete; the caller may delete it. At least one, empty if there are no tensors.
+    """
+    # A file is written once it is full: the names cannot say "of N" before the last tensor is known.
+    number, num_bytes = 1, 0
+    pending: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        size_bytes = tensor.numel() * tensor.element_size()
+        # without `pending` a tensor larger than max_bytes would leave an empty file before its own
+        if pending and num_bytes + size_bytes > max_bytes:
+            yield _save(pending, folder / f"{stem}-{number:05d}{SUFFIX}")
+            number, num_bytes, pending = number + 1, 0, {}
+        pending[name] = tensor
+        num_bytes += size_bytes
+    yield _save(pending, folder / f"{stem}-{number:05d}{SUFFIX}")
+
+
+def write_model_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[Path]:
+    """Write tensors under the file names of a Hugging Face model.
+
+    That is `model.safetensors` for a single file, `model-00001-of-00003.safetensors` and so on for several.
+    """
+    paths = list(write_tensor_files(tensors, folder, stem="model", max_bytes=max_bytes))
+    if len(paths) == 1:
+        return [paths[0].rename(folder / f"model{SUFFIX}")]
+    return [path.rename(folder / f"{path.stem}-of-{len(paths):05d}{SUFFIX}") for path in paths]
+
+
+def lockstep(items: Iterable[Item]) -> Generator[Item]:
+    """Yield the items, and draw them to the last even when the consumer stops early and closes the iterator."""
+    # each item of a sharded model is a collective: processes that stop at different items would wait for each other
+    iterator = iter(items)
+    try:
+        for item in iterator:  # noqa: UP028 ("yield from" would close the iterator when this one is closed)
+            yield item
+    finally:
+        for _ in iterator:
+            pass
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of several files by name, in the order of the files; each is read on access."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                self._paths |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        # opened for each access: an open file would keep the disk space of a snapshot that is deleted meanwhile
+        with safe_open(self._paths[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> Path:
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:  # a full disk is in its text alone: callers expect an OSError
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    return path
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Create a folder for large files of this process under TMPDIR, and delete it at the end.
+
+    A killed process cannot clean up, and a snapshot is as large as the model, so the folders of killed processes are
+    deleted too.
+    """
+    _delete_abandoned(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        # the kernel releases this lock when the process is gone, whatever ended it
+        with (folder / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with delete_on_quit(folder):
+                yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_abandoned(parent: Path) -> None:
+    # A lock and not a process id: ids are used again, and in containers that share TMPDIR all trainers may be number 1.
+    for folder in parent.glob(f"{PREFIX}*"):
+        try:
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use, not ours, or not locked yet
+            continue

@@ -127,20 +127,15 @@ def operator_token(path: str | Path) -> str:
     return _of_operator(path)[0]
 
 
-class TokensFile:
-    """The digests of the tokens that a server accepts; follows the file.
+class TokensFile(WatchedFile[RoleTokens]):
+    """The tokens that a server accepts: role -> their digests; follows the file.
 
     Raises:
         ConfigError: the file is wrong. Later a wrong file is logged, and the tokens before it stay.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._watched = WatchedFile([path], lambda: digests(load_role_tokens(path)), what=f"auth.tokens_file {path}")
-
-    @property
-    def digests(self) -> RoleTokens:
-        """Role -> the digests of its tokens."""
-        return self._watched.value
+        super().__init__([path], lambda: digests(load_role_tokens(path)), what=f"auth.tokens_file {path}")
 
 
 def digests(tokens: RoleTokens) -> dict[str, tuple[str, ...]]:
@@ -148,16 +143,9 @@ def digests(tokens: RoleTokens) -> dict[str, tuple[str, ...]]:
     return {role: tuple(token_digest(token) for token in several) for role, several in tokens.items()}
 
 
-class ClientToken:
-    """The tokens that a client may send, in the order in which it tries them; follows the file."""
-
-    def __init__(self, watched: WatchedFile[tuple[str, ...]]) -> None:
-        self._watched = watched
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """One token, or two while the token is changed."""
-        return self._watched.value
+class ClientToken(WatchedFile[tuple[str, ...]]):
+    """The tokens that a client may send (one, or two while the token is changed), the one to try first; follows the
+    file."""
 
 
 def client_token(path: str | Path | None, role: str) -> ClientToken | None:
@@ -168,7 +156,7 @@ def client_token(path: str | Path | None, role: str) -> ClientToken | None:
     """
     if path is None:
         return None
-    return ClientToken(WatchedFile([path], lambda: _of_role(path, role), what=f"the token of {role} in {path}"))
+    return ClientToken([path], lambda: _of_role(path, role), what=f"the token of {role} in {path}")
 
 
 def operator_client_token(path: str | Path | None) -> ClientToken | None:
@@ -181,8 +169,8 @@ def operator_client_token(path: str | Path | None) -> ClientToken | None:
         return None
     if path == STDIN:
         tokens = _operator_tokens(sys.stdin.read(), "the token file on stdin")
-        return ClientToken(WatchedFile([], lambda: tokens, what="the operator's token"))
-    return ClientToken(WatchedFile([path], lambda: _of_operator(path), what=f"the operator's token in {path}"))
+        return ClientToken([], lambda: tokens, what="the operator's token")
+    return ClientToken([path], lambda: _of_operator(path), what=f"the operator's token in {path}")
 
 
 def server_tokens(path: str | Path | None) -> TokensFile | None:

@@ -1,9 +1,12 @@
-"""One HTTP call with bounded retries; problem documents come back as the errors of tba/errors.py."""
+"""HTTP calls with bounded retries; problem documents come back as the errors of tba/errors.py.
+
+`RewardClient` is the whole client of the reward service; that of the buffer is in buffer.py.
+"""
 
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +17,7 @@ import urllib3
 from pydantic import ValidationError
 from urllib3.util import parse_url
 
+from tba.api import RewardInfo, RewardsReply, ScoreItem, ScoreReply, ScoreRequest
 from tba.errors import (
     BadReplyError,
     BadRequestError,
@@ -249,7 +253,7 @@ class ServiceClient:
         if not isinstance(self._token, ClientToken):
             return (self._token,)
         # while tokens change, one of two services may have read the new file later than the other
-        tokens = self._token.tokens
+        tokens = self._token.value
         return tuple(sorted(tokens, key=lambda token: token != self._accepted))
 
 
@@ -313,3 +317,27 @@ def _error_of(response: Reply) -> ServiceError:
         case status if status >= 500 or status == 408:  # 408: the network was too slow for the body
             return UnavailableError(detail)
     return BadRequestError(detail)
+
+
+class RewardClient(ServiceClient):
+    """POST /v1/score and GET /v1/rewards."""
+
+    def score(self, items: Sequence[ScoreItem]) -> ScoreReply:
+        """Score completions; each item of the reply holds a reward or an error, never both.
+
+        Raises:
+            BadReplyError: the results are not those of the items.
+            ServiceError: the request as a whole failed.
+        """
+        body = ScoreRequest(items=list(items)).model_dump_json(exclude_none=True).encode()  # keeps null within data
+        reply = parse_reply(self._call("POST", "/v1/score", json=body), ScoreReply)
+        if [result.item_id for result in reply.results] != [item.item_id for item in items]:
+            raise BadReplyError(
+                f"{self.base_url}/v1/score answered {len(reply.results)} results for {len(items)} items, or in another "
+                "order; the scores are not used"
+            )
+        return reply
+
+    def rewards(self) -> list[RewardInfo]:
+        """Return the tasks that the service scores."""
+        return parse_reply(self._call("GET", "/v1/rewards"), RewardsReply).rewards

@@ -64,7 +64,7 @@ class Authenticator:
         return self._digests() is not None
 
     def _digests(self) -> RoleTokens | None:
-        return self._fixed if self._file is None else self._file.digests
+        return self._fixed if self._file is None else self._file.value
 
     def role_of(self, authorization: str) -> str | None:
         """Return the role whose token an Authorization header carries; None if tokens are not checked.

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from tba.config.sections import StoreSection
 from tba.errors import ConfigError, StoreError, StoreUnavailableError, WaitTimeoutError
-from tba.store.base import ObjectStore, check_prefix
-from tba.store.file import FileStore
+from tba.store.file import FileStore, ObjectStore, check_prefix
 from tba.tls import check_ca_file
 
 POLL_S = 1.0

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from tba.errors import ConfigError, MalformedError
 from tba.fields import StrictModel
-from tba.weights.digest import sha256_of_file
+from tba.weights import sha256_of_file
 from tba.wire.weight_manifest import Sha256
 from tba_cli.artifacts.huggingface import PICKLED_FILES
 from tba_cli.artifacts.prepared import HALF_DONE

@@ -36,7 +36,7 @@ from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import ChildError, ServiceError, WaitTimeoutError
-from tba.store.base import ObjectStore
+from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba.errors import ConfigError
-from tba.store.base import ObjectStore
+from tba.store import ObjectStore
 from tba_cli.reports.history import History
 from tba_cli.reports.html import render_report
 from tba_cli.reports.summary import summarise

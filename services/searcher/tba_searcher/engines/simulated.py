@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tba.config.searcher import SimulatedSection
 from tba.errors import ConfigError, DigestError
 from tba.versions import PolicyVersion
-from tba.weights.digest import params_sha256_of_files
+from tba.weights import params_sha256_of_files
 from tba.weights.repository import MODEL_CONFIG_NAME
 from tba.wire import Manifest, VersionSpan
 from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_request

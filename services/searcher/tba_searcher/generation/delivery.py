@@ -99,6 +99,7 @@ class Delivery:
         self._score_request: asyncio.Future[ScoreReply] | None = None
         self._reward_is_away = False
         self._is_draining = False
+        self._token_tasks = {task for task in recipe.reward.tasks if recipe.reward.takes_tokens(task)}
 
     @property
     def is_idle(self) -> bool:
@@ -195,9 +196,7 @@ class Delivery:
 
     def _tokens_for_scorer(self, visit: Visit, completion: Completion) -> list[int] | None:
         # only Python functions take tokens (as `completion_ids`); other scorers would get them for nothing
-        if not self._recipe.reward.takes_tokens(visit.lease.prompt.task):
-            return None
-        return completion.response_tokens.tolist()
+        return completion.response_tokens.tolist() if visit.lease.prompt.task in self._token_tasks else None
 
     async def _request_scores(self, items: list[ScoreItem]) -> Sequence[ScoreResult | str]:
         """Return one result per item, or one reason per item why it is not scored yet."""

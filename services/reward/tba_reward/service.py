@@ -19,12 +19,9 @@ from tba.config.reward import ExactSpec, LastNumberSpec, MakeNSpec, MathSpec, Re
 from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
 from tba.logs import get_logger
 from tba_reward.metrics import Metrics
-from tba_reward.scorer import OK, Failure, Item, clean
+from tba_reward.scorer import OK, Failure, InlineScorer, Item, clean
 from tba_reward.scorers import Tools, build_scorer
-from tba_reward.scorers.inline import InlineScorer
-from tba_reward.tasks.cache import CachedScorer, ScoreCache
-from tba_reward.tasks.component import RewardComponent
-from tba_reward.tasks.composite import CompositeReward, ItemReward
+from tba_reward.tasks import CachedScorer, CompositeReward, ItemReward, RewardComponent, ScoreCache
 
 BUILT_IN: Mapping[str, TaskReward] = {
     "addition": TaskReward(scorers=[ExactSpec(kind="exact", compare="integer")]),

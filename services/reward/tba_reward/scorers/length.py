@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tba.config.reward import LengthSpec
-from tba_reward.scorer import Example, Item, Params, Scorer, params_of, version_of
+from tba_reward.scorer import Example, InlineScorer, Item, Params, Scorer, params_of, version_of
 from tba_reward.scorers import Tools
-from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 1
 

@@ -28,9 +28,9 @@ from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
 from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_loaded, check_request
-from tba_searcher.engines.parameters import load_model, params_sha256, replace_params
 from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
+from tba_searcher.engines.weights import load_model, params_sha256, replace_params
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""

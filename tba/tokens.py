@@ -81,6 +81,7 @@ def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
     if not isinstance(document, dict) or not document or set(document) - set(ROLES):
         raise ConfigError(f"{what} must map roles ({', '.join(ROLES)}) to tokens")
     found = {role: _tokens_of(role, value, what) for role, value in document.items()}
+    # a shared token would give one role the rights of the other
     every = [token_digest(token) for tokens in found.values() for token in tokens]
     if len(set(every)) != len(every):
         raise ConfigError(f"{what}: two roles share a token, or a role has one twice; give each its own")
@@ -94,6 +95,7 @@ def _tokens_of(role: str, value: Any, what: str) -> tuple[str, ...]:
             f"{what}: {role} has {len(tokens)} tokens; it needs one, or {MAX_TOKENS_OF_A_ROLE} while it is changed"
         )
     for token in tokens:
+        # a typo in a digest would lock the role out, and nothing would say why
         if isinstance(token, str) and is_digest(token) and not _DIGEST.fullmatch(token):
             raise ConfigError(
                 f"{what}: the token of {role} begins with {DIGEST_PREFIX} and 64 small hexadecimal digits do not "
@@ -210,10 +212,12 @@ def _operator_tokens(text: str, what: str) -> tuple[str, ...]:
             document = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{what} is not JSON: {error}") from None
+        # the operator may do all that a viewer may, so its token is the better one
         of_roles = [document.get(role) or [] for role in ("operator", "viewer")]
         of_roles = [found if isinstance(found, list) else [found] for found in of_roles]
         to_send = [[x for x in found if not (isinstance(x, str) and is_digest(x))] for found in of_roles]
         tokens = to_send[0] or to_send[1]
+    # a text file of several words is something else than a token
     elif len(tokens) > 1:
         tokens = []
     if not tokens or not all(isinstance(token, str) and token for token in tokens):

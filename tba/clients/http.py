@@ -108,6 +108,7 @@ class ServiceClient:
         self._has_answered = False
         self._path = parse_url(self.base_url).path or ""
         trust = tls_options(self.base_url, ca_file)
+        # urllib3 must not retry: it would repeat refused calls, and know nothing of the deadline of all attempts
         self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False, **trust)
 
     def close(self) -> None:
@@ -159,6 +160,7 @@ class ServiceClient:
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s or self._timeout_s)
         attempts = stamina.retry_context(
             on=UnavailableError,
+            # stamina warns about a timeout of 0, so that "no retry" is one attempt
             attempts=None if self._retry_s > 0 else 1,
             timeout=max(self._retry_s, 0.001),
             wait_initial=0.1,
@@ -171,6 +173,7 @@ class ServiceClient:
                     if 200 <= reply.status < 300:
                         return reply
                     raise _error_of(reply)
+        # retried as if the service was away; after the deadline the person needs the real reason
         except _TokenRefusedError as error:
             raise UnauthorizedError(str(error)) from None
         raise AssertionError("retry_context either returns or raises")
@@ -194,6 +197,7 @@ class ServiceClient:
                 raise self._connection_error(error) from None
             self._has_answered = True
             reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
+            # any other answer shows that the token was accepted
             if reply.status != 401:
                 self._accepted = token
                 return reply
@@ -219,6 +223,7 @@ class ServiceClient:
             for token in self._tokens_to_try():
                 sent = headers if token is None else {**headers, "authorization": f"Bearer {token}"}
                 if answer is not None:
+                    # its body is never read, and the connection would stay in use
                     answer.close()
                 answer = self._http.urlopen(
                     "GET", self._path + path, headers=sent, redirect=False, timeout=timeout, preload_content=False
@@ -297,15 +302,18 @@ def _note_of(response: Reply) -> str | None:
 
 def _error_of(response: Reply) -> ServiceError:
     try:
+        # a proxy answers with HTML or nothing: then the status has to do
         problem = jsonlib.loads(response.content)
         detail = str(problem["detail"])
         slug = str(problem["type"]).rsplit(":", 1)[-1]
     except (ValueError, KeyError, TypeError):
         problem, detail, slug = {}, f"{response.url} answered {response.status}", ""
+    # the type of a problem document is stable; its status is shared by several errors
     if slug in _BY_SLUG:
         return _BY_SLUG[slug](detail)
     match response.status:
         case 429:
+            # another release, or a proxy in between, may send neither
             retry_after_s, wait = problem.get("retry_after_s"), problem.get("wait")
             return BusyError(detail, retry_after_s=float(retry_after_s or 1.0), wait=str(wait or "busy"))
         case 401 | 403:

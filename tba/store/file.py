@@ -142,10 +142,12 @@ def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | Non
         places: where the process may have written; the fullest disk counts if the error names no file.
         size_bytes: how much was to be written, if known.
     """
+    # EDQUOT: the disk has room, and the quota of this user has none
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     named = [error.filename2 or error.filename] if isinstance(error.filename, str) else list(places)
     folders = [next(path for path in (place, *place.parents) if path.is_dir()) for place in map(_absolute, named)]
+    # the error does not always name the file: then the fullest disk is the likeliest one
     folder = min(folders, key=lambda path: shutil.disk_usage(path).free)
     mount = next(path for path in (folder, *folder.parents) if os.path.ismount(path))
     usage = shutil.disk_usage(folder)
@@ -173,6 +175,7 @@ class FileStore:
 
     def check(self, *, write: bool = False) -> None:
         """Create the folder if needed; with `write`, prove that it takes create-only writes."""
+        # a folder need not exist before its first use, but one that cannot be made is a wrong store.url
         with self._errors("use the folder", ""):
             self._make_folder(self._root)
             self._remove_stale()
@@ -233,6 +236,7 @@ class FileStore:
             for folder, _, names in os.walk(top):
                 for name in names:
                     key = (Path(folder) / name).relative_to(self._root).as_posix()
+                    # another process may be writing one at this moment
                     if not name.startswith(_TEMPORARY) and key.startswith(prefix):
                         keys.append(key)
         return sorted(keys)
@@ -251,8 +255,10 @@ class FileStore:
                 with temporary.open("xb") as out:
                     fill(out)
                     out.flush()
+                    # without it a power cut may leave the new name with no content behind it
                     os.fsync(out.fileno())
                 if create_only:
+                    # a link fails if the key is taken, atomically; a rename would replace the object
                     os.link(temporary, path)
                 else:
                     os.replace(temporary, path)
@@ -267,6 +273,7 @@ class FileStore:
             try:
                 folder.mkdir(exist_ok=True)
             except FileExistsError:
+                # mkdir says "exists" also where a plain file has the name
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
             _fsync_folder(folder.parent)
 
@@ -287,6 +294,7 @@ class FileStore:
         except TbaError:
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            # a missing file is the normal answer to a read; anywhere else the root itself is gone
             if verb != "read":
                 raise StoreUnavailableError(f"cannot {verb} {where}: {error}; correct store.url") from error
             raise ObjectNotFoundError(f"object {where} does not exist") from error

@@ -68,6 +68,7 @@ def delete_incomplete(
         folders.setdefault(version, []).append(key)
     deleted = []
     for version, keys in sorted(folders.items()):
+        # an incomplete folder of the newest lineage may be one that a live trainer is writing now
         is_complete = f"{prefix}{version}/{MANIFEST_NAME}" in keys
         if is_complete or version.lineage >= before_lineage or version in keep:
             continue
@@ -147,6 +148,7 @@ class WeightVersions:
             raise MalformedError(
                 f"weight version {version}: {where} has the value {first['input']!r}: {first['msg']}"
             ) from None
+        # to compare the manifests is cheap, and uploading the same tensors a second time is not
         if self.exists(version):
             return self._require_same_content(manifest)
         for stored in stored_files:
@@ -154,6 +156,7 @@ class WeightVersions:
         for stored, path in zip(tensors, tensors_paths, strict=True):
             self._put_tensors(version, stored, path)
         try:
+            # two trainers may publish the same version at once: create-only decides which of them made it
             self._store.put(self._key(version, "manifest.json"), encode_manifest(manifest), create_only=True)
         except ObjectExistsError:
             return self._require_same_content(manifest)
@@ -177,6 +180,7 @@ class WeightVersions:
             raise ObjectNotFoundError(
                 f"weight version {version} of run {self._run} does not exist: there is no {key} in {self._store.url}"
             ) from None
+        # a bucket that was copied or renamed by hand, for example
         if manifest.run != self._run or manifest.version != str(version):
             raise MalformedError(
                 f"{key} in {self._store.url} is the manifest of version {manifest.version} of run {manifest.run}"
@@ -218,6 +222,7 @@ class WeightVersions:
 
     def delete(self, version: PolicyVersion) -> None:
         """Delete a version, manifest first, so that it never exists by half. Files shared by content stay."""
+        # a reader that has the manifest already misses an object soon, which it takes for a version that is gone
         self._store.delete(self._key(version, "manifest.json"))
         for key in self._store.list(self._key(version, "")):
             self._store.delete(key)
@@ -248,6 +253,7 @@ class WeightVersions:
             self._store.put_file(tensors.key, path, create_only=True)
         except ObjectExistsError:
             with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:
+                # a trainer killed after the upload leaves the same bytes, and they may be published; other bytes never
                 found = Path(folder) / tensors.name
                 self._store.get_file(tensors.key, found)
                 if sha256_of_file(found) == tensors.sha256:
@@ -273,6 +279,7 @@ class WeightVersions:
 
     def _download(self, objects: Sequence[StoredObject], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # in the same folder, so that the renames below cannot cross file systems
         incoming = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder))
         try:
             for stored in objects:
@@ -287,6 +294,7 @@ class WeightVersions:
                 if size_bytes != stored.size_bytes or found != stored.sha256:
                     raise self._damage_error(stored, f"{size_bytes} bytes with sha256 {found}")
             for stored in objects:
+                # only when every file is verified: an engine never sees a mixture of two versions
                 os.replace(incoming / stored.name, folder / stored.name)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
@@ -345,6 +353,7 @@ def params_sha256_of_files(paths: Sequence[Path]) -> str:
                 data = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             except OSError as error:
                 raise StoreError(f"file {path} cannot be read: {error}") from error
+            # tensor_header has checked the length and the offsets
             start = 8 + int.from_bytes(data[:8], "little")
             view = stack.enter_context(memoryview(data))
             for name, entry in header.items():

@@ -159,6 +159,7 @@ class RolloutDocument(Document):
         return _version(lineage, step)
 
 
+# all rollouts of a push carry few different versions, and this is called for each of them
 _version = lru_cache(maxsize=4096)(PolicyVersion)
 _DECODER = msgspec.msgpack.Decoder(RolloutDocument)
 _CHOICES = {"finish_reason": get_args(FinishReason), "reward_status": get_args(RewardStatus)}
@@ -189,6 +190,7 @@ def check_numbers(document: RolloutDocument) -> None:
     Raises:
         MalformedError: naming the array and the value.
     """
+    # the good case needs one pass; the loops below only find what to say
     if are_numbers_valid([document]):
         return
     what = f"rollout {document.rollout_id.hex()}"
@@ -197,6 +199,7 @@ def check_numbers(document: RolloutDocument) -> None:
         if lowest < 0:
             raise MalformedError(f"{what}: field {name!r} holds {lowest}; token ids must not be negative")
     logprobs = np.frombuffer(document.sampler_logprobs, "<f4")
+    # negated, so that NaN, which compares as false, is bad too
     bad = logprobs[~(np.abs(logprobs) <= MAX_NUMBER)]
     if len(bad):
         raise MalformedError(f"{what}: field 'sampler_logprobs' holds {bad[0]}, {_unbounded(float(bad[0]))}")
@@ -207,6 +210,7 @@ def _check_rules(document: RolloutDocument) -> None:
     # one expression for the good case, which is nearly every one; `_broken_rule` looks for the reason
     num_bytes = len(document.response_tokens)
     sampling, ref, reward, status = document.sampling, document.ref_logprob, document.reward, document.reward_status
+    # every token of the response belongs to exactly one span: policy age is measured from the oldest of them
     edge = 0
     for _, _, start, end in document.version_spans:
         if start != edge or end <= start:
@@ -219,6 +223,8 @@ def _check_rules(document: RolloutDocument) -> None:
         and len(document.sampler_logprobs) == num_bytes
         and document.prompt_tokens
         and not len(document.prompt_tokens) % 4
+        # the id goes into logs and terminals, where a control character could forge lines; isprintable is the cheap
+        # test
         and (document.searcher_id.isprintable() or control_character_error(document.searcher_id) is None)
         and sampling.temperature >= 0
         and 0 < sampling.top_p <= 1
@@ -272,6 +278,7 @@ def _broken_rule(document: RolloutDocument) -> MalformedError:
             f"{what}: sampling.temperature must be >= 0 and sampling.top_p in (0, 1], "
             f"got {sampling.temperature} and {sampling.top_p}"
         )
+    # a failed score must never look like a number, not even like 0
     if (reward is not None) != (status == "scored"):
         return MalformedError(
             f"{what}: reward is {reward} but reward_status is {status!r}; a number goes with 'scored' and nothing else"
@@ -368,6 +375,7 @@ def rollout_of(document: RolloutDocument) -> Rollout:
 
 
 def _array(raw: bytes, wire_dtype: str, dtype: type[T]) -> NDArray[T]:
+    # the wire is little-endian on every machine; on most machines this copies nothing
     return np.frombuffer(raw, dtype=wire_dtype).astype(dtype, copy=False)
 
 
@@ -410,6 +418,7 @@ def check_push(payloads: Sequence[bytes]) -> list[RolloutDocument | WireError]:
         except WireError as error:
             items.append(error)
     documents = [item for item in items if isinstance(item, RolloutDocument)]
+    # all arrays at once, because a check per rollout would cost more than its decoding; only a bad push is searched
     if documents and not are_numbers_valid(documents):
         for at, item in enumerate(items):
             if isinstance(item, RolloutDocument):
@@ -528,6 +537,7 @@ def decode_batch(data: bytes) -> Batch:
         MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.
     """
     document = unpack(data, _BATCH_DECODER, what="batch", schema=BATCH_SCHEMA, max_bytes=MAX_BATCH_BYTES)
+    # msgpack can carry NaN and infinity, and a deadline of NaN would never pass
     if not is_bounded(document.deadline_s):
         raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, no number that a time may be")
     items = iter(check_push([payload for group in document.groups for payload in group.rollouts]))
@@ -540,6 +550,7 @@ def decode_batch(data: bytes) -> Batch:
                 refused.append(RefusedRollout(prompt_id=group.prompt_id, reason=item.slug, detail=str(item)))
             else:
                 rollouts.append(rollout_of(item))
+        # the trainer counts what is missing; a group without rollouts would break its means
         if rollouts:
             kept = tuple(rollouts)
             groups.append(Group(prompt_id=group.prompt_id, source=group.source, fallback=group.fallback, rollouts=kept))

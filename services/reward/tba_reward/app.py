@@ -93,6 +93,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
     )
     async def score(body: Annotated[bytes, Depends(raw_body)], request: Request) -> ScoreReply:
         """Score completions: per item a reward or an error. An item that cannot be read gets an error of its own."""
+        # the limits of one request; those of all requests together are in the service
         most = {"max_items": section.max_items, "max_text_chars": section.max_text_chars}
         items = await in_thread(lambda: read_items(body, **most))  # 16 MiB take a second on a busy machine
         task = asyncio.create_task(service.score(items))
@@ -165,6 +166,7 @@ def read_items(body: bytes, *, max_items: int, max_text_chars: int) -> list[Scor
         raise LimitError(
             f"{len(items)} items, the limit is {max_items}; send smaller requests, or raise reward.max_items"
         )
+    # one search over the whole body: nearly every body has none, and no item is then looked at twice
     is_suspect = _SURROGATE.search(text) is not None
     return [
         _too_deep(item, at) if at in deep else _read_item(item, at, max_text_chars, is_suspect=is_suspect)
@@ -242,6 +244,7 @@ def _without_depths(text: str) -> tuple[str, frozenset[int]]:
 
 def _integer(text: str) -> int | float:
     """Return an integer; one with more than MAX_DIGITS digits is infinite, as a float of that size is."""
+    # Python refuses to parse more than 4,300 digits, and one number must not fail the other items
     return int(text) if len(text) <= MAX_DIGITS else float(text)
 
 
@@ -255,6 +258,7 @@ def _item_id(item: Any, at: int) -> str:
     # an answer cannot hold a lone surrogate
     if not isinstance(found, str) or not found or _SURROGATE.search(found):
         return f"item {at}"
+    # the client matches results by position; the id of a bad item is for people
     return found[:MAX_ID_CHARS]
 
 

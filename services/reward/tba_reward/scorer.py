@@ -159,9 +159,11 @@ def failure_of(error: BaseException) -> Failure:
 
 def checked(value: object) -> Outcome:
     """Return a value as a score if it is a bounded number (tba/fields.py), else a Failure."""
+    # Real and not float: numpy's numbers, fractions and True are scores too
     if not isinstance(value, Real):
         return Failure("exception", f"the score is {value!r:.100}, not a number")
     try:
+        # an integer of a thousand digits is possible in Python
         number = float(value)
     except OverflowError:
         return Failure("too_large", "the score is an integer that no float holds")
@@ -195,6 +197,7 @@ def score_any(golds: Sequence[object], rule: Callable[[object], bool]) -> float:
             if rule(gold):
                 return 1.0
         except BadDataError as error:
+            # the answer may still be equal to another gold answer, which then decides
             bad = bad or error
     if bad is not None:
         raise bad
@@ -236,6 +239,7 @@ async def try_example(scorer: Scorer, example: Example) -> str:
     outcome = (await scorer.score([example.item]))[0]
     if isinstance(outcome, Failure):
         return f"its example failed ({outcome.reason}: {outcome.detail})"
+    # a scorer that works but scores otherwise, for example with another release of a package, is caught here
     if outcome != example.score:
         return f"its example scored {outcome}, not {example.score}"
     return OK

@@ -138,6 +138,7 @@ class RewardService:
             if isinstance(item, ScoreResult):
                 results[at] = item
             elif item.task in self.tasks:
+                # a request may mix tasks: each one scores its own items, all tasks at once
                 by_task.setdefault(item.task, []).append(at)
             else:
                 detail = f"no reward for task {item.task!r}; known: {', '.join(self.tasks)}"
@@ -180,6 +181,7 @@ class RewardService:
                 for item in chosen
             ]
         )
+        # after scoring: the version of a model or an endpoint is known once it has answered
         version = task.version
         results = [_result(item.item_id, reward, version) for item, reward in zip(chosen, rewards, strict=True)]
         labels = ["scored" if result.error is None else result.error.reason for result in results]

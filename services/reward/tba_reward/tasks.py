@@ -115,6 +115,7 @@ class CachedScorer:
                 known[key] = score
         self._metrics.record_cache_hits(len(items) - len(asked))
         unknown = list(asked.items())
+        # the scorer still gets all chunks at once; only what is kept comes in pieces
         chunks = [unknown[at : at + CHUNK_ITEMS] for at in range(0, len(unknown), CHUNK_ITEMS)]
         for found in await asyncio.gather(*(self._ask(chunk) for chunk in chunks)):
             known |= found
@@ -209,6 +210,7 @@ class RewardComponent:
         """Stop it."""
         if self._starting is None:
             return
+        # its start may be under way, or be waiting for the next attempt
         self._starting.cancel()
         await asyncio.wait([self._starting])
         await self._scorer.close()
@@ -314,6 +316,7 @@ class CompositeReward:
     def version(self) -> str:
         """`task@digest`: changes whenever the same completion may be worth another reward."""
         scorers = [[each.version, each.name, each.spec.factor, each.spec.gate] for each in self.components]
+        # weights and gates too: the same scores under other weights are another reward
         document = json.dumps([scorers, self._gate_value])
         return f"{self.task}@{hashlib.sha256(document.encode()).hexdigest()[:VERSION_HEX]}"
 
@@ -376,6 +379,7 @@ class CompositeReward:
             reward.outcome = Failure(outcome.reason, detail)
 
     def _sum(self, scores: dict[str, float]) -> Outcome:
+        # fsum: the sum must not depend on the order of the scorers
         outcome = checked(math.fsum(each.spec.factor * scores[each.name] for each in self.components))
         if isinstance(outcome, Failure):
             return Failure(outcome.reason, f"the weighted sum: {outcome.detail}")

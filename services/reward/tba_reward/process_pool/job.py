@@ -93,6 +93,7 @@ class Job:
 def load_job(number: int, rule: WorkerRule, timeout_s: float) -> Job:
     """Return the job that loads a rule in a worker."""
     is_batch = rule.batch_items is not None
+    # numbers are never used twice: a late reply to a job that was given up matches nothing
     message = LoadRule(next(_numbers), number, rule.function, rule.params_json, rule.prepare, is_batch)
     return Job(number, encode(message), timeout_s, [asyncio.get_running_loop().create_future()])
 
@@ -107,6 +108,7 @@ def score_job(rule: int, items: Sequence[Item], timeout_s: float, futures: Seque
         ItemMessage(
             item.prompt,
             item.response,
+            # as JSON, which has whole numbers of any size; msgpack has not
             json.dumps(dict(item.data)),
             item.finish_reason,
             None if item.response_tokens is None else list(item.response_tokens),

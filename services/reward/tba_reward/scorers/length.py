@@ -11,6 +11,7 @@ IMPLEMENTATION = 1
 
 def build(spec: LengthSpec, tools: Tools) -> Scorer:
     """Return the scorer."""
+    # the shortest response that scores 1, whatever the bounds are
     shortest = "a" * spec.min_length if spec.unit == "chars" else "a " * spec.min_length
     example = Example(Item(prompt="", response=shortest), 1.0)
     return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)

@@ -63,6 +63,7 @@ class WeightLoader:
     @property
     def refused(self) -> set[PolicyVersion]:
         """Versions that failed a check, until they may be retried."""
+        # computed at each call, so that a refusal ends without a timer
         now_s = time.monotonic()
         return {version for version, refusal in self._refusals.items() if now_s < refusal.until_s}
 
@@ -99,6 +100,7 @@ class WeightLoader:
         Raises:
             StoreError, MalformedError
         """
+        # a folder of its own: an engine may still read the files of the version before
         folder = self._folder / f"model-{version}"
         manifest = self._versions.download(version, folder)
         return LoadedWeights(version, tuple(folder / stored.name for stored in manifest.tensors), manifest), folder
@@ -122,6 +124,7 @@ class WeightLoader:
 
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
         """Delete the tensors of all other versions."""
+        # a version of a large model has many gigabytes, and a new one comes every few minutes
         for version in set(self._weights) - set(versions):
             self._delete(version)
 
@@ -140,6 +143,7 @@ def swap_weights(engine: Engine, new: LoadedWeights, old: LoadedWeights) -> TbaE
     reason: TbaError | None
     try:
         engine.load_weights(new.paths, new.version)
+    # a dead engine cannot take the old weights either
     except EngineDiedError:
         raise
     except TbaError as error:
@@ -151,6 +155,7 @@ def swap_weights(engine: Engine, new: LoadedWeights, old: LoadedWeights) -> TbaE
     if reason is None:
         return None
     try:
+        # a load that failed may have replaced half of the parameters
         engine.load_weights(old.paths, old.version)
         if isinstance(reason, EngineCheckError):
             # the engine failed in an unknown way: check that it still computes what it should

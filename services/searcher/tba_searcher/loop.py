@@ -387,8 +387,7 @@ class SearcherLoop:
             try:
                 self._loader.add(await in_thread(lambda target=target: self._loader.download(target)))
             except (StoreUnavailableError, ObjectNotFoundError) as error:
-                # a pinned version that the trainer has deleted never comes back; the newest one may just not be
-                # complete yet
+                # a pinned version that was deleted never comes back; the newest one is soon followed by another
                 if target in pinned and isinstance(error, ObjectNotFoundError):
                     self._refuse_version(target, error)
                 elif self._status.waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:

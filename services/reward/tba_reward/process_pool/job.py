@@ -93,7 +93,6 @@ class Job:
 def load_job(number: int, rule: WorkerRule, timeout_s: float) -> Job:
     """Return the job that loads a rule in a worker."""
     is_batch = rule.batch_items is not None
-    # numbers are never used twice: a late reply to a job that was given up matches nothing
     message = LoadRule(next(_numbers), number, rule.function, rule.params_json, rule.prepare, is_batch)
     return Job(number, encode(message), timeout_s, [asyncio.get_running_loop().create_future()])
 

@@ -197,7 +197,7 @@ async def retry_until(
                 name = f"{service}-unreachable"
                 if waits.begin(owner, name, deadline_s) <= 0:
                     raise WaitTimeoutError(f"wait {name}: no answer for {deadline_s:g} s: {error}") from None
-                # hundreds of searchers may wait for the same service, and must not meet it with twenty calls a second each
+                # hundreds of searchers may wait for the same service, and must not call it twenty times a second each
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 await asyncio.sleep(pause_s)
                 if should_stop():

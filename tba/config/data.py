@@ -1,6 +1,6 @@
 """The section about prompts: where they come from, and how a row of a data set becomes a prompt with a gold answer.
 
-A `[[prepare]]` item is a model or a data set that must be on the disk before a run; `tba data prepare RECIPE` fetches it.
+A `[[prepare]]` item is a model or a data set that must be on the disk before a run: `tba data prepare` fetches it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ async def in_thread(call: Callable[[], T]) -> T:
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
+        # the caller was cancelled meanwhile
         if future.done():
             return
         if error is not None:

@@ -21,7 +21,7 @@ TIMEOUT_S = 4.0
 
 
 def readiness_problem(port: int) -> str | None:
-    """Return why the service on this loopback port is not readiness_problem; None if it is."""
+    """Return why the service on this loopback port is not ready; None if it is."""
     plain = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         return _ask(plain, port)
@@ -48,6 +48,7 @@ def heartbeat_problem(config: str) -> str | None:
     try:
         recipe = load_recipe(config)
         tokens = load_tokens(recipe.auth.tokens_file) or {}
+        # the tokens file of a container has the tokens of its own service alone; each of these may read the state
         token = next((tokens[role] for role in ("viewer", "operator", "trainer", "searcher") if role in tokens), None)
         info = BufferClient(recipe.buffer_url, token=token, retry_s=TIMEOUT_S).run()
     except TbaError as error:
@@ -58,10 +59,8 @@ def heartbeat_problem(config: str) -> str | None:
     if any(component.alive for component in own):
         return None
     if not own:
-        return f"the buffer has not heartbeat_problem of a component of host {name} yet"
-    return (
-        f"the buffer last heartbeat_problem of {own[-1].component_id} {min(c.heartbeat_age_s for c in own):.0f} s ago"
-    )
+        return f"the buffer has not heard of a component of host {name} yet"
+    return f"the buffer last heard of {own[-1].component_id} {min(c.heartbeat_age_s for c in own):.0f} s ago"
 
 
 def main() -> int:
@@ -82,6 +81,7 @@ def _ask(connection: http.client.HTTPConnection, port: int) -> str | None:
     try:
         connection.request("GET", "/readyz")
         response = connection.getresponse()
+        # bounded: this runs every few seconds, whatever listens on the port
         body = response.read(65536)
     finally:
         connection.close()

@@ -31,12 +31,14 @@ def configure_logging(log_format: Literal["auto", "console", "json"], *, service
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # the configuration is final: loggers need not look it up for every line
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, run_id=run)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
+            # uvicorn and other libraries log by the standard library: their lines look like ours
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )

@@ -53,8 +53,10 @@ def service_main(
         if args.debug:
             raise
         print(f"error: {name}: {error}", file=sys.stderr, flush=True)
+        # a supervisor must not restart a trainer that was replaced
         return EXIT_FENCED if isinstance(error, FencedError) else EXIT_ERROR
     except OSError as error:
+        # an OSError is a defect anywhere else, and a full disk is what operators meet
         what = explain_full_disk(error, os.getcwd(), tempfile.gettempdir())
         if what is None:
             raise

@@ -12,6 +12,7 @@ from tba.errors import ConfigError
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach `host`."""
+    # a name that is looked up could be anything, so every other name counts as outside
     if host == "localhost":
         return True
     try:
@@ -41,6 +42,7 @@ def check_ca_file(ca_file: str | None, setting: str = "tls.ca_file") -> None:
     if ca_file is None:
         return
     try:
+        # a wrong file would otherwise fail at the first call, in words about the server
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_file)
     except ssl.SSLError:
         raise ConfigError(f"{setting} {ca_file} holds no certificate in PEM format") from None
@@ -64,6 +66,7 @@ def explain_tls_error(
     found = _ssl_error(error)
     if isinstance(found, ssl.SSLCertVerificationError):
         return _explain_certificate_error(found, where=where, ca_file=ca_file, setting=setting)
+    # other failures of a handshake may pass: a server that restarts cuts connections off
     if found is not None and found.reason in _NO_TLS:
         return (
             f"{where} does not speak TLS ({found.reason}); write {plain}:// for it, or give that server a certificate"
@@ -110,6 +113,7 @@ def _ssl_error(error: BaseException) -> ssl.SSLError | None:
     for each in seen:  # grows
         if isinstance(each, ssl.SSLError):
             return each
+        # urllib3 and botocore keep the cause in args or `reason`, redis and the standard library in the chain
         beneath = (*each.args, getattr(each, "reason", None), each.__cause__, each.__context__)
         seen += [more for more in beneath if isinstance(more, BaseException) and more not in seen]
     return None

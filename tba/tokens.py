@@ -81,6 +81,7 @@ def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
     if not isinstance(document, dict) or not document or set(document) - set(ROLES):
         raise ConfigError(f"{what} must map roles ({', '.join(ROLES)}) to tokens")
     found = {role: _tokens_of(role, value, what) for role, value in document.items()}
+    # a shared token would give one role the rights of the other
     every = [token_digest(token) for tokens in found.values() for token in tokens]
     if len(set(every)) != len(every):
         raise ConfigError(f"{what}: two roles share a token, or a role has one twice; give each its own")
@@ -94,6 +95,7 @@ def _tokens_of(role: str, value: Any, what: str) -> tuple[str, ...]:
             f"{what}: {role} has {len(tokens)} tokens; it needs one, or {MAX_TOKENS_OF_A_ROLE} while it is changed"
         )
     for token in tokens:
+        # a typo in a digest would lock the role out, and nothing would say why
         if isinstance(token, str) and is_digest(token) and not _DIGEST.fullmatch(token):
             raise ConfigError(
                 f"{what}: the token of {role} begins with {DIGEST_PREFIX} and 64 small hexadecimal digits do not "
@@ -127,20 +129,15 @@ def operator_token(path: str | Path) -> str:
     return _of_operator(path)[0]
 
 
-class TokensFile:
-    """The digests of the tokens that a server accepts; follows the file.
+class TokensFile(WatchedFile[RoleTokens]):
+    """The tokens that a server accepts: role -> their digests; follows the file.
 
     Raises:
         ConfigError: the file is wrong. Later a wrong file is logged, and the tokens before it stay.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._watched = WatchedFile([path], lambda: digests(load_role_tokens(path)), what=f"auth.tokens_file {path}")
-
-    @property
-    def digests(self) -> RoleTokens:
-        """Role -> the digests of its tokens."""
-        return self._watched.value
+        super().__init__([path], lambda: digests(load_role_tokens(path)), what=f"auth.tokens_file {path}")
 
 
 def digests(tokens: RoleTokens) -> dict[str, tuple[str, ...]]:
@@ -148,16 +145,9 @@ def digests(tokens: RoleTokens) -> dict[str, tuple[str, ...]]:
     return {role: tuple(token_digest(token) for token in several) for role, several in tokens.items()}
 
 
-class ClientToken:
-    """The tokens that a client may send, in the order in which it tries them; follows the file."""
-
-    def __init__(self, watched: WatchedFile[tuple[str, ...]]) -> None:
-        self._watched = watched
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """One token, or two while the token is changed."""
-        return self._watched.value
+class ClientToken(WatchedFile[tuple[str, ...]]):
+    """The tokens that a client may send (one, or two while the token is changed), the one to try first; follows the
+    file."""
 
 
 def client_token(path: str | Path | None, role: str) -> ClientToken | None:
@@ -168,7 +158,7 @@ def client_token(path: str | Path | None, role: str) -> ClientToken | None:
     """
     if path is None:
         return None
-    return ClientToken(WatchedFile([path], lambda: _of_role(path, role), what=f"the token of {role} in {path}"))
+    return ClientToken([path], lambda: _of_role(path, role), what=f"the token of {role} in {path}")
 
 
 def operator_client_token(path: str | Path | None) -> ClientToken | None:
@@ -181,8 +171,8 @@ def operator_client_token(path: str | Path | None) -> ClientToken | None:
         return None
     if path == STDIN:
         tokens = _operator_tokens(sys.stdin.read(), "the token file on stdin")
-        return ClientToken(WatchedFile([], lambda: tokens, what="the operator's token"))
-    return ClientToken(WatchedFile([path], lambda: _of_operator(path), what=f"the operator's token in {path}"))
+        return ClientToken([], lambda: tokens, what="the operator's token")
+    return ClientToken([path], lambda: _of_operator(path), what=f"the operator's token in {path}")
 
 
 def server_tokens(path: str | Path | None) -> TokensFile | None:
@@ -222,10 +212,12 @@ def _operator_tokens(text: str, what: str) -> tuple[str, ...]:
             document = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{what} is not JSON: {error}") from None
+        # the operator may do all that a viewer may, so its token is the better one
         of_roles = [document.get(role) or [] for role in ("operator", "viewer")]
         of_roles = [found if isinstance(found, list) else [found] for found in of_roles]
         to_send = [[x for x in found if not (isinstance(x, str) and is_digest(x))] for found in of_roles]
         tokens = to_send[0] or to_send[1]
+    # a text file of several words is something else than a token
     elif len(tokens) > 1:
         tokens = []
     if not tokens or not all(isinstance(token, str) and token for token in tokens):

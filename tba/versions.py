@@ -57,6 +57,7 @@ class LineageTree:
 
     def add(self, lineage: int, parent: PolicyVersion) -> None:
         """Record that `lineage` resumed from `parent`; parents are always older lineages."""
+        # with it `ancestry` ends: every step of the way goes to an older lineage
         if parent.lineage >= lineage:
             raise MalformedError(f"lineage {lineage} cannot start from {parent}: a parent is an older lineage")
         self._parents[lineage] = parent
@@ -74,9 +75,11 @@ class LineageTree:
         Across lineages: steps since min(the rollout's step, the step at which the two lineages parted).
         """
         last_step = {v.lineage: v.step for v in self.ancestry(trainer)}
+        # lineages without a common ancestor share the starting model alone
         parted = 0
         for version in self.ancestry(rollout):
             if version.lineage in last_step:
                 parted = min(version.step, last_step[version.lineage])
                 break
+        # a rollout of a lineage that was abandoned may be ahead of a trainer that resumed earlier
         return max(0, trainer.step - min(rollout.step, parted))

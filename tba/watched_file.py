@@ -42,6 +42,7 @@ class WatchedFile(Generic[T]):
     @property
     def value(self) -> T:
         """The newest value that could be read; looks for a change at most once in RECHECK_S."""
+        # another thread is looking already: nobody waits for it, the old value is good for a moment
         if time.monotonic() >= self._next_check_s and self._lock.acquire(blocking=False):
             try:
                 self._check()

@@ -15,6 +15,7 @@ DESCRIPTION = "Post-train language models with Trajectory Balance with Asynchron
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; `args.command` is `module:function`, which takes the arguments and returns an exit code."""
+    # the flags of every command, so that they may stand behind its name, where people type them
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser = argparse.ArgumentParser(prog="tba", description=DESCRIPTION)
@@ -92,6 +93,7 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
             )
         else:
             command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
+        # a name and not the function: its module, with all that it imports, is loaded for this command alone
         command.set_defaults(command=f"tba_cli.commands.status:{name.replace('-', '_')}_command")
 
 

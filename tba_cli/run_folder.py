@@ -159,6 +159,7 @@ class RunFolder:
         """
         kept = self.path.parent / FAILED_STARTS / self.path.name
         keep_logs = keep_logs and self.logs_path.is_dir() and any(self.logs_path.iterdir())
+        # the reason of the failure is in them, and nothing else of the folder is worth keeping
         if keep_logs:
             shutil.rmtree(kept, ignore_errors=True)
             kept.parent.mkdir(mode=0o700, exist_ok=True)
@@ -180,6 +181,7 @@ class RunFolder:
         for folder in (self.secrets_path, self.secrets_path / "tokens"):
             folder.mkdir(mode=0o700, exist_ok=True)
         for path, text in texts.items():
+            # a new file: an old one would keep the mode that it has
             path.unlink(missing_ok=True)
             # made with this mode, so that nobody else can read it even for a moment
             with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -209,6 +211,7 @@ class RunFolder:
                 f"run folder {self.path} is in use by another `tba run` (process {holder}); "
                 "wait for its end, stop it, or give another name with --run-name"
             ) from None
+        # the process id is for people; the lock itself is the kernel's
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
         return lock_fd

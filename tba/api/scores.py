@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tba.api.run import WaitInfo
 from tba.fields import MAX_NUMBER, Name, StrictModel, is_bounded
-from tba.wire.rollout_struct import FinishReason
+from tba.wire.rollout import FinishReason
 
 ScoreReason = Literal[
     "abstained",

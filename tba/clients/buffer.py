@@ -118,6 +118,7 @@ class BufferClient(ServiceClient):
 
     def heartbeat(self, beat: Heartbeat) -> None:
         """Send a sign of life; a trainer's repeats how much was acknowledged by the reply to its last one."""
+        # a Redis that was restored from an old backup knows less than it has acknowledged; the trainer is the witness
         known = {ACKNOWLEDGED_HEADER: self._acknowledged} if self._acknowledged and beat.kind == "trainer" else {}
         reply = self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat), headers=known)
         self._acknowledged = reply.headers.get(ACKNOWLEDGED_HEADER, self._acknowledged)
@@ -163,7 +164,11 @@ class BufferClient(ServiceClient):
             FencedError: a newer lineage owns the run.
         """
         response = self._call(
-            "POST", "/v1/batches", json=request.model_dump_json().encode(), timeout_s=request.wait_s + 30.0
+            # the server itself waits `wait_s`: the client must not hang up before it answers
+            "POST",
+            "/v1/batches",
+            json=request.model_dump_json().encode(),
+            timeout_s=request.wait_s + 30.0,
         )
         self._note_revision(response)
         return decode_batch(response.content)
@@ -222,6 +227,7 @@ class BufferClient(ServiceClient):
         """Return the live settings with every change of them."""
         info = self.settings()
         changes = list(info.changes)
+        # the reply is bounded, so a long run needs several
         while info.next is not None:
             info = self.settings(after=info.next)
             changes += info.changes
@@ -238,6 +244,7 @@ class BufferClient(ServiceClient):
             FencedError: the token is not that of the active lineage.
         """
         body = request.model_dump(mode="json", exclude={"settings"})
+        # a setting that is set to None goes back to the recipe; one that is left out stays as it is
         body["settings"] = request.settings.model_dump(mode="json", exclude_unset=True)
         response = self._call("PATCH", "/v1/run/settings", json=json.dumps(body).encode())
         self._note_revision(response)
@@ -285,11 +292,12 @@ class BufferClient(ServiceClient):
             "cursor": cursor,
             "text_chars": text_chars,
         }
+        # a query without a value would be read as an empty text
         known = {name: value for name, value in query.items() if value is not None}
         return parse_reply(self._call("GET", "/v1/rollouts", params=known), RolloutPage)
 
     def get_rollout(self, rollout_id: str) -> RolloutDetail:
-        """Everything that is stored of one rollout."""
+        """Return everything that is stored of one rollout."""
         return parse_reply(self._call("GET", f"/v1/rollouts/{rollout_id}"), RolloutDetail)
 
     def start_rescore(self, request: RescoreRequest) -> RescoreInfo:
@@ -313,7 +321,7 @@ class BufferClient(ServiceClient):
         return parse_reply(self._call("POST", "/v1/rescore/cancel"), RescoreInfo)
 
     def ledger(self, *, after: int = 0, limit: int = 1000) -> LedgerReply:
-        """Acked batches in order, from position `after`."""
+        """Return the acked batches in order, from position `after`."""
         reply = self._call("GET", "/v1/ledger", params={"after": after, "limit": limit})
         return parse_reply(reply, LedgerReply)
 

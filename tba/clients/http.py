@@ -1,9 +1,12 @@
-"""One HTTP call with bounded retries; problem documents come back as the errors of tba/errors.py."""
+"""HTTP calls with bounded retries; problem documents come back as the errors of tba/errors.py.
+
+`RewardClient` is the whole client of the reward service; that of the buffer is in buffer.py.
+"""
 
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +17,7 @@ import urllib3
 from pydantic import ValidationError
 from urllib3.util import parse_url
 
+from tba.api import RewardInfo, RewardsReply, ScoreItem, ScoreReply, ScoreRequest
 from tba.errors import (
     BadReplyError,
     BadRequestError,
@@ -104,6 +108,7 @@ class ServiceClient:
         self._has_answered = False
         self._path = parse_url(self.base_url).path or ""
         trust = tls_options(self.base_url, ca_file)
+        # urllib3 must not retry: it would repeat refused calls, and know nothing of the deadline of all attempts
         self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False, **trust)
 
     def close(self) -> None:
@@ -155,6 +160,7 @@ class ServiceClient:
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s or self._timeout_s)
         attempts = stamina.retry_context(
             on=UnavailableError,
+            # stamina warns about a timeout of 0, so that "no retry" is one attempt
             attempts=None if self._retry_s > 0 else 1,
             timeout=max(self._retry_s, 0.001),
             wait_initial=0.1,
@@ -167,6 +173,7 @@ class ServiceClient:
                     if 200 <= reply.status < 300:
                         return reply
                     raise _error_of(reply)
+        # retried as if the service was away; after the deadline the person needs the real reason
         except _TokenRefusedError as error:
             raise UnauthorizedError(str(error)) from None
         raise AssertionError("retry_context either returns or raises")
@@ -190,6 +197,7 @@ class ServiceClient:
                 raise self._connection_error(error) from None
             self._has_answered = True
             reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
+            # any other answer shows that the token was accepted
             if reply.status != 401:
                 self._accepted = token
                 return reply
@@ -215,6 +223,7 @@ class ServiceClient:
             for token in self._tokens_to_try():
                 sent = headers if token is None else {**headers, "authorization": f"Bearer {token}"}
                 if answer is not None:
+                    # its body is never read, and the connection would stay in use
                     answer.close()
                 answer = self._http.urlopen(
                     "GET", self._path + path, headers=sent, redirect=False, timeout=timeout, preload_content=False
@@ -249,7 +258,7 @@ class ServiceClient:
         if not isinstance(self._token, ClientToken):
             return (self._token,)
         # while tokens change, one of two services may have read the new file later than the other
-        tokens = self._token.tokens
+        tokens = self._token.value
         return tuple(sorted(tokens, key=lambda token: token != self._accepted))
 
 
@@ -293,15 +302,18 @@ def _note_of(response: Reply) -> str | None:
 
 def _error_of(response: Reply) -> ServiceError:
     try:
+        # a proxy answers with HTML or nothing: then the status has to do
         problem = jsonlib.loads(response.content)
         detail = str(problem["detail"])
         slug = str(problem["type"]).rsplit(":", 1)[-1]
     except (ValueError, KeyError, TypeError):
         problem, detail, slug = {}, f"{response.url} answered {response.status}", ""
+    # the type of a problem document is stable; its status is shared by several errors
     if slug in _BY_SLUG:
         return _BY_SLUG[slug](detail)
     match response.status:
         case 429:
+            # another release, or a proxy in between, may send neither
             retry_after_s, wait = problem.get("retry_after_s"), problem.get("wait")
             return BusyError(detail, retry_after_s=float(retry_after_s or 1.0), wait=str(wait or "busy"))
         case 401 | 403:
@@ -313,3 +325,27 @@ def _error_of(response: Reply) -> ServiceError:
         case status if status >= 500 or status == 408:  # 408: the network was too slow for the body
             return UnavailableError(detail)
     return BadRequestError(detail)
+
+
+class RewardClient(ServiceClient):
+    """POST /v1/score and GET /v1/rewards."""
+
+    def score(self, items: Sequence[ScoreItem]) -> ScoreReply:
+        """Score completions; each item of the reply holds a reward or an error, never both.
+
+        Raises:
+            BadReplyError: the results are not those of the items.
+            ServiceError: the request as a whole failed.
+        """
+        body = ScoreRequest(items=list(items)).model_dump_json(exclude_none=True).encode()  # keeps null within data
+        reply = parse_reply(self._call("POST", "/v1/score", json=body), ScoreReply)
+        if [result.item_id for result in reply.results] != [item.item_id for item in items]:
+            raise BadReplyError(
+                f"{self.base_url}/v1/score answered {len(reply.results)} results for {len(items)} items, or in another "
+                "order; the scores are not used"
+            )
+        return reply
+
+    def rewards(self) -> list[RewardInfo]:
+        """Return the tasks that the service scores."""
+        return parse_reply(self._call("GET", "/v1/rewards"), RewardsReply).rewards

@@ -40,17 +40,20 @@ def read_events(chunks: Iterable[bytes]) -> Iterator[SentEvent]:
             name, data, num_bytes = "", [], 0
             continue
         num_bytes += len(line)
+        # a server that never ends an event must not fill the memory
         if num_bytes > MAX_EVENT_BYTES:
             raise BadReplyError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
         try:
             field, _, value = line.decode().partition(":")
         except UnicodeDecodeError as error:
             raise BadReplyError(f"the stream of events is no UTF-8: {error}") from None
+        # the standard takes one space after the colon, and no more
         value = value.removeprefix(" ")
         if field == "event":
             name = value
         elif field == "data":
             data.append(value)
+        # the standard ignores an id with NUL in it
         elif field == "id" and "\0" not in value:
             last_id = value
 
@@ -64,6 +67,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         for line in whole:
             yield b"".join([*rest, line]).removesuffix(b"\r")
             rest, num_rest = [], 0
+        # a chunk may end inside a line; the pieces are joined once, so a long line is not copied for every chunk
         rest.append(last)
         num_rest += len(last)
         if num_rest > MAX_EVENT_BYTES:

@@ -1,6 +1,6 @@
 """The section about prompts: where they come from, and how a row of a data set becomes a prompt with a gold answer.
 
-What a recipe needs on the disk before it can run: `[[prepare]]` items, which `tba data prepare RECIPE` fetches.
+A `[[prepare]]` item is a model or a data set that must be on the disk before a run: `tba data prepare` fetches it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class PrepareItem(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> PrepareItem:
+        # three ways to get the folder; two of them would disagree about its content
         if sum(source is not None for source in (self.hub, self.maker, self.manual)) != 1:
             raise ValueError(f"{self.path}: give exactly one of hub, maker and manual")
         for name in ("revision", "files", "tokenizer"):
@@ -53,6 +54,7 @@ class PrepareItem(StrictModel):
     def origin(self) -> dict[str, str | int | list[str] | None]:
         """The source of the content: recorded in the folder, and compared if the folder exists."""
         if self.maker is not None:
+            # a folder with another origin holds another content, and is not taken for this item
             return {"maker": self.maker, "seed": self.seed}
         return {"hub": self.hub, "revision": self.revision, "files": self.files, "tokenizer": self.tokenizer}
 
@@ -208,6 +210,7 @@ class DataSection(StrictModel):
                 "data: give exactly one of `generator` (a built-in task), `path` (JSONL or Parquet) and the sections "
                 "[data.train] and [data.heldout] (data sets)"
             )
+        # data sets have columns of their own, in [data.train] and [data.heldout]
         if self.columns is not None and self.path is None:
             raise ValueError("[data.columns] says what the columns of data.path are: give that too")
 

@@ -88,6 +88,7 @@ class PublishedSection(StrictModel):
 
     def _check_metric(self, number: PublishedNumber) -> None:
         """Refuse a number that could never be compared."""
+        # the task may have dots in its name: mode is the first part, the metric the last
         mode, _, rest = number.metric.partition(".")
         task, _, what = rest.rpartition(".")
         of_task = task and (what in TASK_METRICS or (mode == "sampled" and _PASS_AT_METRIC.fullmatch(what)))
@@ -106,6 +107,7 @@ class PublishedSection(StrictModel):
             f"tasks is {self.tasks}": bool(of_task) and bool(self.tasks) and task not in self.tasks,
             f"pass_at is {self.pass_at}": what.startswith("pass@") and int(what[5:] or 0) not in self.pass_at,
         }
+        # found at the start: an evaluation takes hours, and a number that is not measured would be missed at its end
         for reason, is_so in missing.items():
             if is_so:
                 raise ValueError(

@@ -46,6 +46,7 @@ class LiveSettings(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_policy_temperature(cls, value: Any) -> Any:
+        # unknown to the model anyway; but a person who tries it has a wrong idea of it, and gets the reason
         if isinstance(value, dict) and "policy_temperature" in value:
             raise ValueError(
                 "policy_temperature is constant within a run: what is trained is the policy at that temperature; "
@@ -92,6 +93,7 @@ def with_live(recipe: Recipe, settings: LiveSettings) -> Recipe:
     if not changed:
         return recipe
     beta, preset = settings.beta, recipe.objective.preset
+    # a whole recipe with this beta would be refused as well, in words about the recipe file
     if beta is not None and recipe.objective.needs_beta and beta.lowest(recipe.trainer.num_steps) <= 0:
         raise ConfigError(
             f"live settings: beta cannot be 0 at any step of this run, because {preset} needs it above 0; set it higher"
@@ -100,7 +102,9 @@ def with_live(recipe: Recipe, settings: LiveSettings) -> Recipe:
     for name, value in changed.items():
         section, key = RECIPE_KEYS[name]
         document[section][key] = value.model_dump() if isinstance(value, Schedule) else value
+    # rules between settings hold for live settings too, for example beta and the preset
     live = parse_recipe(document, where="the run with its live settings")
+    # the trainer has loaded no reference model, and rollouts carry no ref log-probs
     if live.objective.needs_reference and not recipe.objective.needs_reference:
         raise ConfigError(
             f"beta above 0 gives {recipe.objective.preset} a KL to a reference, and this run was started without one "

@@ -122,6 +122,7 @@ class ObjectiveSection(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _beta_of_the_preset(cls, document: Any) -> Any:
+        # before validation, since a default of the field cannot depend on the preset
         if isinstance(document, dict) and "beta" not in document and document.get("preset") in BASELINE_BETAS:
             return {**document, "beta": Schedule(value=BASELINE_BETAS[document["preset"]])}
         return document
@@ -137,6 +138,7 @@ class ObjectiveSection(StrictModel):
             )
         settings = {"reference_reset_steps": "reset", "ema_decay": "ema", "ema_every_steps": "ema"}
         for name, needed in settings.items():
+            # a setting without effect is a misunderstanding: better refused at the start than found after the run
             if anchor != needed and getattr(self, name) not in (None, FORMER_DEFAULTS.get(name)):
                 raise ValueError(
                     f'{name} = {getattr(self, name)} belongs to anchor = "{needed}", but {self._anchor_text()}; '
@@ -210,6 +212,7 @@ class ObjectiveSection(StrictModel):
         """The target of the KL; None: there is no KL at any step."""
         if (member := self.member) is not None:
             return member.anchor
+        # a schedule may begin at 0 and rise: the reference must be there from the first step
         return (self.anchor or "fixed") if self.beta.highest > 0 else None
 
     @property

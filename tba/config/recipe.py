@@ -83,6 +83,7 @@ class Recipe(StrictModel):
         self.data.check_source()
         if self.run.fork_version is not None and self.run.snapshot is None:
             raise ValueError("run.fork_version names a version of the run in run.snapshot: give that too")
+        # these rules are between sections: a section alone cannot know them
         self._check_snapshot()
         self._check_offline()
         self._check_unused()
@@ -140,6 +141,7 @@ class Recipe(StrictModel):
         tasks = sorted({*self.reward.tasks, *BUILT_IN_TASKS})
         for task in self.searcher.tasks:
             if task not in tasks:
+                # a misspelt task would silently keep the defaults of every other task
                 near = difflib.get_close_matches(task, tasks, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(
@@ -265,6 +267,7 @@ def load_recipe(
     for name, text in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            # two underscores part section and key, since keys have single ones
             _set(document, keys, parse_toml_value(text), where=f"environment variable {name}")
     for item in sets:
         dotted, sep, text = item.partition("=")
@@ -283,6 +286,7 @@ def _with_hub_model(recipe: Recipe) -> Recipe:
     section = recipe.model
     is_folder = (
         section.warm_start is not None
+        # `tba data prepare` makes the folders below models/, which need not be there yet
         or section.path.startswith("models/")
         or Path(section.path).is_dir()
         or any(item.path == section.path for item in recipe.prepare)
@@ -371,10 +375,12 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
     if not loc:  # a rule between sections names its keys and values itself
         return f"{message}{more}"
     if first["type"] == "extra_forbidden":
+        # only the recipe has names of older releases
         if model is Recipe and (renamed := new_name(loc)) is not None:
             return f"{_renamed_text(key, renamed)}{more}"
         near = difflib.get_close_matches(loc[-1], _known_keys(loc[:-1], model), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; remove it or correct its name"
+        # the message goes to logs, and a misspelt key may hold a secret
         is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
         return f"unknown key {key!r} (value {'not shown' if is_secret else repr(first['input'])}){hint}{more}"
     if first["type"] == "missing":

@@ -44,6 +44,7 @@ def with_new_names(document: Mapping[str, Any], section: str = "") -> dict[str, 
         *path, last = old.split(".")
         for table in _tables(renamed, path, section):
             if last in table:
+                # a document that has both names was written by this release: its own name wins
                 table.setdefault(new.rpartition(".")[2], table.pop(last))
     for key, names in RENAMED_VALUES.items():
         *path, last = key.split(".")
@@ -56,6 +57,7 @@ def with_new_names(document: Mapping[str, Any], section: str = "") -> dict[str, 
 def _tables(document: dict[str, Any], path: Sequence[str], section: str) -> Iterator[dict[str, Any]]:
     """Yield the tables at a path of the recipe that lie in a section of it; those of a list one by one."""
     inside = section.split(".") if section else []
+    # the section that is given alone has no such key
     if path[: len(inside)] != inside:
         return
     found: list[Any] = [document]

@@ -127,6 +127,7 @@ class FormatSpec(ReadSpec):
     @classmethod
     def _check_pattern(cls, pattern: str) -> str:
         try:
+            # here and not in a worker: a recipe that cannot score must not start
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
@@ -332,10 +333,12 @@ class PythonSpec(ScorerSpec):
     @field_validator("kwargs")
     @classmethod
     def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        # the function would get the keyword twice, and raise for every item
         taken = sorted({"prompts", "completions", "completion_ids", "finish_reasons"} & kwargs.keys())
         if taken:
             raise ValueError(f"{taken[0]!r} is what the service itself passes; give the argument another name")
         try:
+            # they travel to worker processes as JSON, and are part of the reward version
             json.dumps(kwargs, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"kwargs must be what JSON can say, so no dates, NaN or infinity: {error}") from None
@@ -371,6 +374,7 @@ class TaskReward(StrictModel):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two scorers are called {twice[0]!r}; give one of them another `name`")
+        # a gate alone may have weight 0, all of them together may not
         if not any(spec.factor for spec in self.scorers):
             raise ValueError("every weight is 0, so that the reward never says anything; give one scorer a weight")
         return self
@@ -387,6 +391,7 @@ class RewardSection(StrictModel):
     @classmethod
     def _without_plugins(cls, value: Any) -> Any:
         """Accept the empty `plugins` in the stored recipe of a run of release 0.1."""
+        # a key of older releases: resolved recipes of their runs hold it, empty
         if not isinstance(value, dict) or "plugins" not in value:
             return value
         if value["plugins"]:
@@ -444,6 +449,7 @@ class RewardSection(StrictModel):
             return self.request_timeout_s
         slowest_s = 0.0
         for spec in (spec for task in self.tasks.values() for spec in task.scorers):
+            # the batch, and then its items one by one
             num_calls = 2 if isinstance(spec, PythonSpec) and spec.batch_items > 1 else 1
             slowest_s = max(slowest_s, num_calls * ((spec.timeout_s or self.item_timeout_s) + _REQUEST_SLACK_S))
         return max(60.0, slowest_s)

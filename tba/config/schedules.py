@@ -36,6 +36,7 @@ class Schedule(StrictModel):
     @classmethod
     def _of_number(cls, value: Any) -> Any:
         """Read a bare number as a constant schedule."""
+        # a bool is an int in Python, and `true` is no number here
         if isinstance(value, int | float) and not isinstance(value, bool):
             return {"value": value}
         if not isinstance(value, dict | Schedule):
@@ -50,6 +51,7 @@ class Schedule(StrictModel):
             resolved = handler.resolve_ref_schema(found)
             whole = dict(resolved)
             resolved.clear()
+            # editors check a recipe against this schema, and most recipes write a bare number
             number = {"type": "number", "minimum": 0, "description": "Constant."}
             resolved.update({"title": whole.pop("title"), "anyOf": [number, whole]})
         return found
@@ -91,6 +93,7 @@ class Schedule(StrictModel):
     def at(self, step: int) -> float:
         """Return the value at optimizer step `step` (0 is the first)."""
         if step < self.warmup_steps:
+            # +1: a warm-up that began at 0 would waste its first step
             return self.value * (step + 1) / self.warmup_steps
         if self.kind == "constant" or self.steps is None:
             return self.value
@@ -98,6 +101,7 @@ class Schedule(StrictModel):
             start, length = self.steps - self.decay_steps, self.decay_steps
         else:
             start, length = self.warmup_steps, self.steps - self.warmup_steps
+        # beyond `steps` the value stays at `final`
         done = min(1.0, max(0.0, (step - start) / length))
         if self.kind == "linear":
             return self.value + (self.final - self.value) * done

@@ -187,6 +187,8 @@ class SearcherSection(StrictModel):
                 "temperature_mix takes the place of sampling_temperature, and both are given; remove one of them"
             )
         mix = self.temperature_mix
+        # vLLM refuses single requests, so that without this check every visit would be refused and nobody would know
+        # why
         hottest = self.sampling_temperature.highest if mix is None else mix.high
         if self.engine == "vllm" and hottest > VLLM_MAX_TEMPERATURE:
             name = "sampling_temperature" if mix is None else "temperature_mix"
@@ -194,6 +196,7 @@ class SearcherSection(StrictModel):
                 f"{name} reaches {hottest:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: it would refuse "
                 "every prompt; lower it"
             )
+        # engines reserve keys and values for max_response_tokens once, at their start
         for task, section in self.tasks.items():
             longest = section.max_response_tokens or self.max_response_tokens
             if longest > self.max_response_tokens:
@@ -211,6 +214,7 @@ class SearcherSection(StrictModel):
     @property
     def distortions(self) -> list[str]:
         """The settings that make the behaviour policy another distribution than softmax(logits / temperature)."""
+        # an objective that takes the behaviour policy for an earlier theta is biased by any of these
         found = [] if self.temperature_mix is None else ["temperature_mix"]
         found += ["top_p"] if self.top_p < 1 else []
         found += ["top_k"] if self.top_k > 0 else []

@@ -277,6 +277,7 @@ def check_tokenizer(folder: str | Path) -> None:
     Raises:
         ConfigError: the folder has none.
     """
+    # each of these files is enough for some tokenizer class; which one, only transformers knows
     if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"model.path {folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there with "

@@ -106,6 +106,7 @@ class GuardsSection(StrictModel):
         Raises:
             ValueError: one sentence.
         """
+        # the effective share of N weights is 1/N at the least, where one rollout has all the weight
         alarm = self.ess_collapse
         if alarm.action != "none" and alarm.min_ess <= 1 / num_rollouts:
             raise ValueError(

@@ -151,6 +151,7 @@ def load_report(path: Path) -> EvaluationReport:
         ConfigError: it is missing or damaged.
     """
     try:
+        # a report of another release may have other fields, and numbers of another meaning
         return EvaluationReport.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         first_line = str(error).partition("\n")[0]

@@ -17,6 +17,7 @@ Nested = Sequence[Sequence[float]]
 def mean_of_prompts(values: Nested) -> Estimate:
     """Return the mean over prompts of the mean of each prompt's known values; prompts without any are left out."""
     known = [list(map(float, part)) for part in values if len(part)]
+    # one prompt has no spread over prompts: then the completions are the sample
     means = known[0] if len(known) == 1 else [math.fsum(part) / len(part) for part in known]
     return Estimate(
         value=math.fsum(means) / len(means) if means else None,
@@ -28,6 +29,7 @@ def mean_of_prompts(values: Nested) -> Estimate:
 
 def success_rate(successes: Sequence[Sequence[bool | None]]) -> Estimate:
     """Return the share of successes; None is unknown, left out of the value, and bounded by `low` and `high`."""
+    # unknown scores say nothing, so they are left out, and the two bounds say how much that could matter
     rate = mean_of_prompts([[float(one) for one in part if one is not None] for part in successes])
     if all(one is not None for part in successes for one in part):
         return rate
@@ -51,6 +53,7 @@ def exp_of_ratio(numerators: Nested, denominators: Nested) -> Estimate:
         return Estimate(value=None, stderr=None, num_prompts=0, num_completions=0)
     top, bottom = np.array(pairs, np.float64).T
     ratio = top.sum() / bottom.sum()
+    # the residuals of the ratio, linearised: numerator and denominator are correlated
     error = _stderr_of_mean(((top - ratio * bottom) / bottom.mean()).tolist())
     value = finite_exp(ratio)
     return Estimate(

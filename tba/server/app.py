@@ -58,6 +58,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        # an honest client is refused before its bytes are read; a chunked body is counted below
         declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             response = error_response(self._error(int(declared)))
@@ -102,6 +103,7 @@ class _BodyDeadline:
         """Return the next message, or None at the deadline (wait "request-body")."""
         if self._is_whole:  # the application waits for the disconnect of its client, without a deadline
             return await self._receive()
+        # slow but steady bytes earn more time, so a large body over a thin line passes, and a trickle does not
         left_s = BODY_IDLE_S + self.num_bytes / MIN_BODY_BYTES_PER_S - self._waited_s
         started_s = time.monotonic()
         try:
@@ -164,6 +166,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,  # a redirect would lead to the Host that the client sent
     )
+    # middleware runs in reverse order: the limit of the body is outside, the token is checked before it is read
     app.add_middleware(TokenGate, auth=auth, throttle=AuthThrottle(registry))
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     app.state.auth = auth
@@ -190,6 +193,7 @@ def create_app(
     @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus text."""
+        # with Redis away the other numbers still say what is going on
         if refresh_metrics is not None:
             with suppress(UnavailableError):
                 await refresh_metrics()

@@ -64,7 +64,7 @@ class Authenticator:
         return self._digests() is not None
 
     def _digests(self) -> RoleTokens | None:
-        return self._fixed if self._file is None else self._file.digests
+        return self._fixed if self._file is None else self._file.value
 
     def role_of(self, authorization: str) -> str | None:
         """Return the role whose token an Authorization header carries; None if tokens are not checked.
@@ -75,9 +75,11 @@ class Authenticator:
         known = self._digests()
         if known is None:
             return None
+        # the name of the scheme is case-insensitive (RFC 9110)
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer" or not given:
             raise UnauthorizedError("no bearer token; send `Authorization: Bearer TOKEN`")
+        # digests have equal lengths: comparing them tells nothing about the token, not even how long it is
         sent = DIGEST_PREFIX + hashlib.sha256(given.encode()).hexdigest()
         for role, of_role in known.items():
             if any(hmac.compare_digest(digest, sent) for digest in of_role):
@@ -168,6 +170,7 @@ class AuthThrottle:
     async def delay(self, address: str) -> None:
         """Count a refusal, and return once it may be answered."""
         self._refused.inc()
+        # waiting answers cost memory: when too many wait, the delay itself would be the attack
         if self._note(address) <= FREE_REFUSALS or self.is_full:
             return
         self._num_delayed += 1
@@ -181,6 +184,7 @@ class AuthThrottle:
         now_s = self._clock()
         client = self._by_address.setdefault(address, _Address())
         self._by_address.move_to_end(address)
+        # an attacker with many addresses must not fill the memory
         if len(self._by_address) > MAX_ADDRESSES:
             self._by_address.popitem(last=False)
         if now_s - client.last_s > WINDOW_S:

@@ -34,6 +34,7 @@ def install_openapi(app: FastAPI) -> None:
         document = of_fastapi()
         components = document.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
+        # FastAPI keeps the document and returns the same one every time
         if "Problem" not in schemas:
             schemas["Problem"] = Problem.model_json_schema()
             components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
@@ -59,6 +60,7 @@ def _complete(app: FastAPI, document: dict[str, Any]) -> None:
             operation["responses"] = dict(sorted(responses.items()))
             if roles:
                 operation["security"] = [{"bearer": [role]} for role in roles]
+                # OpenAPI has no place for roles of a bearer token, so the text names them too
                 operation["description"] = f"{operation.get('description', '')}\n\nRoles: {', '.join(roles)}.".strip()
             for response in operation["responses"].values():
                 if "application/msgpack" in response.get("content", {}):

@@ -54,11 +54,13 @@ def _invalid(errors: Sequence[Any]) -> str:
     said = [_invalid_field(error) for error in errors[:MAX_ERRORS_SAID]]
     if len(errors) > MAX_ERRORS_SAID:
         said.append(f"and {len(errors) - MAX_ERRORS_SAID} more")
+    # the value may hold lone surrogates, which no JSON response can carry
     return "; ".join(said).encode(errors="backslashreplace").decode()
 
 
 def _invalid_field(error: dict[str, Any]) -> str:
     where = ".".join(str(part)[:MAX_WHERE_CHARS] for part in error["loc"])[:MAX_WHERE_CHARS] or "body"
+    # no field has a wrong value here: the words of the parser say more
     if error["type"] == "json_invalid":
         return f"{where}: not JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if error["type"] == "missing":
@@ -78,6 +80,7 @@ def install_problem_handlers(app: FastAPI) -> None:
         return problem_response(status=422, slug="invalid-body", detail=_invalid(error.errors()))
 
     @app.exception_handler(UnicodeEncodeError)
+    # a lone surrogate in JSON is valid for the parser and for nobody after it
     async def _text(_: Request, error: UnicodeEncodeError) -> JSONResponse:
         detail = f"a text of the request cannot be written as UTF-8: {error.reason}"
         return problem_response(status=422, slug="invalid-body", detail=detail)
@@ -87,6 +90,7 @@ def install_problem_handlers(app: FastAPI) -> None:
         if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:  # FastAPI could not parse it
             detail = f"body: cannot be read as JSON: {error.__cause__}"
             return problem_response(status=422, slug="invalid-body", detail=detail)
+        # 404 and 405 of the router: their slug is the name of the status
         phrase = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
         return problem_response(
             status=error.status_code,

@@ -1,7 +1,6 @@
 """The object store of weight versions, checkpoints and snapshots: S3, or a folder of one machine."""
 
-from tba.store.base import ObjectStore
-from tba.store.file import FileStore
+from tba.store.file import FileStore, ObjectStore
 from tba.store.open import open_store
 
 __all__ = ["FileStore", "ObjectStore", "open_store"]

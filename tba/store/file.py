@@ -1,8 +1,10 @@
-"""The embedded store: one folder of one machine (or of a shared file system with hard links).
+"""The contract of an object store, and the embedded one: a folder of one machine (or a shared one with hard links).
 
-A write is: temporary file in the same folder, fsync, rename (or hard link, which fails if the key is taken), fsync of
-the folder. A process that is killed at any point leaves the old object, the new one, or a temporary file that no key
-can name.
+Every implementation passes tests/contract/test_store_contract.py.
+
+A write of the embedded store is: temporary file in the same folder, fsync, rename (or hard link, which fails if the key
+is taken), fsync of the folder. A process that is killed at any point leaves the old object, the new one, or a temporary
+file that no key can name.
 """
 
 from __future__ import annotations
@@ -10,16 +12,122 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
-from tba.store.base import check_key, check_prefix
+
+MAX_KEY_CHARS = 900
+"""S3 allows 1,024 bytes; the rest is for the prefix of the store."""
+
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*")
+
+
+class ObjectStore(Protocol):
+    """Whole objects under keys like `runs/demo/weights/1-40/manifest.json`.
+
+    A write is durable when the call returns, and atomic: readers see the whole object or none. A write that was
+    retried after a broken answer succeeds if the object it finds has the content to be written. All methods may be
+    called from several threads, and raise StoreUnavailableError with one sentence that says what to do.
+    """
+
+    url: str
+    """Where the objects are, for messages."""
+
+    def check(self, *, write: bool = False) -> None:
+        """Check at start-up that the store can be used.
+
+        Args:
+            write: also check that objects can be written and that create-only writes are honoured.
+
+        Raises:
+            StoreUnavailableError: unreachable, bucket missing, access denied, or create-only writes not honoured.
+        """
+        ...
+
+    def create_bucket(self) -> None:
+        """Make the bucket or folder of the objects if there is none.
+
+        Raises:
+            StoreUnavailableError: that is not allowed.
+        """
+        ...
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write an object.
+
+        Raises:
+            ObjectExistsError: `create_only`, and the key is taken.
+        """
+        ...
+
+    def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
+        """Write an object from a file, streamed.
+
+        Raises:
+            ObjectExistsError: `create_only`, and the key is taken.
+        """
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Read an object.
+
+        Raises:
+            ObjectNotFoundError: no object has this key.
+        """
+        ...
+
+    def get_file(self, key: str, path: Path) -> None:
+        """Read an object into a file, streamed; the file appears under its name when it is complete.
+
+        Raises:
+            ObjectNotFoundError: no object has this key.
+        """
+        ...
+
+    def size_bytes(self, key: str) -> int | None:
+        """Return the size of an object; None if there is none."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens when there is none."""
+        ...
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        """Return all keys that start with `prefix`, sorted. The prefix is plain text: `a/b` also finds `a/bc`."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """Return the key if every store can hold it.
+
+    Raises:
+        StoreError: empty, too long, absolute, an empty part, or a part that is not a plain file name.
+    """
+    if not key or len(key) > MAX_KEY_CHARS or not all(_PART.fullmatch(part) for part in key.split("/")):
+        raise StoreError(
+            f"object key {key!r} is not allowed: use 1 to {MAX_KEY_CHARS} characters, parts joined by single slashes, "
+            "each a letter or digit followed by letters, digits and . _ = + @ -"
+        )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the prefix if keys can start with it; empty is allowed.
+
+    Raises:
+        StoreError: see `check_key`.
+    """
+    if prefix:
+        check_key(prefix.removesuffix("/"))
+    return prefix
+
 
 _TEMPORARY = ".tmp-"
 _STALE_AFTER_S = 24 * 3600.0
@@ -34,10 +142,12 @@ def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | Non
         places: where the process may have written; the fullest disk counts if the error names no file.
         size_bytes: how much was to be written, if known.
     """
+    # EDQUOT: the disk has room, and the quota of this user has none
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     named = [error.filename2 or error.filename] if isinstance(error.filename, str) else list(places)
     folders = [next(path for path in (place, *place.parents) if path.is_dir()) for place in map(_absolute, named)]
+    # the error does not always name the file: then the fullest disk is the likeliest one
     folder = min(folders, key=lambda path: shutil.disk_usage(path).free)
     mount = next(path for path in (folder, *folder.parents) if os.path.ismount(path))
     usage = shutil.disk_usage(folder)
@@ -65,6 +175,7 @@ class FileStore:
 
     def check(self, *, write: bool = False) -> None:
         """Create the folder if needed; with `write`, prove that it takes create-only writes."""
+        # a folder need not exist before its first use, but one that cannot be made is a wrong store.url
         with self._errors("use the folder", ""):
             self._make_folder(self._root)
             self._remove_stale()
@@ -125,6 +236,7 @@ class FileStore:
             for folder, _, names in os.walk(top):
                 for name in names:
                     key = (Path(folder) / name).relative_to(self._root).as_posix()
+                    # another process may be writing one at this moment
                     if not name.startswith(_TEMPORARY) and key.startswith(prefix):
                         keys.append(key)
         return sorted(keys)
@@ -143,8 +255,10 @@ class FileStore:
                 with temporary.open("xb") as out:
                     fill(out)
                     out.flush()
+                    # without it a power cut may leave the new name with no content behind it
                     os.fsync(out.fileno())
                 if create_only:
+                    # a link fails if the key is taken, atomically; a rename would replace the object
                     os.link(temporary, path)
                 else:
                     os.replace(temporary, path)
@@ -159,6 +273,7 @@ class FileStore:
             try:
                 folder.mkdir(exist_ok=True)
             except FileExistsError:
+                # mkdir says "exists" also where a plain file has the name
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
             _fsync_folder(folder.parent)
 
@@ -179,6 +294,7 @@ class FileStore:
         except TbaError:
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            # a missing file is the normal answer to a read; anywhere else the root itself is gone
             if verb != "read":
                 raise StoreUnavailableError(f"cannot {verb} {where}: {error}; correct store.url") from error
             raise ObjectNotFoundError(f"object {where} does not exist") from error

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from tba.config.sections import StoreSection
 from tba.errors import ConfigError, StoreError, StoreUnavailableError, WaitTimeoutError
-from tba.store.base import ObjectStore, check_prefix
-from tba.store.file import FileStore
+from tba.store.file import FileStore, ObjectStore, check_prefix
 from tba.tls import check_ca_file
 
 POLL_S = 1.0
@@ -51,6 +50,7 @@ def wait_for_store(
             store.check(write=True)
             return
         except StoreUnavailableError as error:
+            # only once: a bucket that is missing again was deleted by somebody else
             if create_bucket and is_bucket_missing(error):
                 store.create_bucket()
                 on_progress(f"made the bucket of {store.url}")
@@ -58,6 +58,7 @@ def wait_for_store(
                 continue
             if is_bucket_missing(error):
                 raise StoreUnavailableError(f"{error}; `tba setup --create-bucket` makes it") from error.__cause__
+            # wrong keys stay wrong, and a person waits for the answer
             if not is_retryable(error):
                 raise
             if time.monotonic() > deadline_s:

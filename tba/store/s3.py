@@ -44,8 +44,7 @@ from tba.errors import (
     StoreTlsError,
     StoreUnavailableError,
 )
-from tba.store.base import check_key, check_prefix
-from tba.store.file import new_file
+from tba.store.file import check_key, check_prefix, new_file
 from tba.tls import explain_missing_tls, explain_tls_error
 
 S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RetriesExceededError, RecursionError)

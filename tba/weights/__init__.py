@@ -1,7 +1,13 @@
 """Weight versions in the object store: published by the trainer, downloaded by searchers (docs/architecture.md)."""
 
-from tba.weights.digest import params_sha256_of_files, sha256_of_file, tensor_header
-from tba.weights.repository import WeightVersions, delete_incomplete, write_index
+from tba.weights.repository import (
+    WeightVersions,
+    delete_incomplete,
+    params_sha256_of_files,
+    sha256_of_file,
+    tensor_header,
+    write_index,
+)
 
 __all__ = [
     "WeightVersions",

@@ -1,4 +1,4 @@
-"""Weight versions in the store: publish, find, download and delete.
+"""Weight versions in the store (publish, find, download, delete), and the digests that prove what they hold.
 
     runs/<run>/weights/<lineage>-<step>/model.safetensors   written first, create-only; a large model in several files:
                                         model-00001-of-00003.safetensors, ...
@@ -11,20 +11,24 @@ wrote or deleted the version. It is no version; publishing it again completes it
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 
-from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError
+from tba.errors import DigestError, MalformedError, ObjectExistsError, ObjectNotFoundError, StoreError
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
-from tba.weights.digest import params_sha256_of_files, sha256_of_file, tensor_header
 from tba.wire.weight_manifest import (
     MAX_MANIFEST_BYTES,
     Canary,
@@ -32,6 +36,7 @@ from tba.wire.weight_manifest import (
     StoredObject,
     decode_manifest,
     encode_manifest,
+    params_digest,
     sha256_hex,
 )
 
@@ -63,6 +68,7 @@ def delete_incomplete(
         folders.setdefault(version, []).append(key)
     deleted = []
     for version, keys in sorted(folders.items()):
+        # an incomplete folder of the newest lineage may be one that a live trainer is writing now
         is_complete = f"{prefix}{version}/{MANIFEST_NAME}" in keys
         if is_complete or version.lineage >= before_lineage or version in keep:
             continue
@@ -142,6 +148,7 @@ class WeightVersions:
             raise MalformedError(
                 f"weight version {version}: {where} has the value {first['input']!r}: {first['msg']}"
             ) from None
+        # to compare the manifests is cheap, and uploading the same tensors a second time is not
         if self.exists(version):
             return self._require_same_content(manifest)
         for stored in stored_files:
@@ -149,6 +156,7 @@ class WeightVersions:
         for stored, path in zip(tensors, tensors_paths, strict=True):
             self._put_tensors(version, stored, path)
         try:
+            # two trainers may publish the same version at once: create-only decides which of them made it
             self._store.put(self._key(version, "manifest.json"), encode_manifest(manifest), create_only=True)
         except ObjectExistsError:
             return self._require_same_content(manifest)
@@ -172,6 +180,7 @@ class WeightVersions:
             raise ObjectNotFoundError(
                 f"weight version {version} of run {self._run} does not exist: there is no {key} in {self._store.url}"
             ) from None
+        # a bucket that was copied or renamed by hand, for example
         if manifest.run != self._run or manifest.version != str(version):
             raise MalformedError(
                 f"{key} in {self._store.url} is the manifest of version {manifest.version} of run {manifest.run}"
@@ -213,6 +222,7 @@ class WeightVersions:
 
     def delete(self, version: PolicyVersion) -> None:
         """Delete a version, manifest first, so that it never exists by half. Files shared by content stay."""
+        # a reader that has the manifest already misses an object soon, which it takes for a version that is gone
         self._store.delete(self._key(version, "manifest.json"))
         for key in self._store.list(self._key(version, "")):
             self._store.delete(key)
@@ -243,6 +253,7 @@ class WeightVersions:
             self._store.put_file(tensors.key, path, create_only=True)
         except ObjectExistsError:
             with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:
+                # a trainer killed after the upload leaves the same bytes, and they may be published; other bytes never
                 found = Path(folder) / tensors.name
                 self._store.get_file(tensors.key, found)
                 if sha256_of_file(found) == tensors.sha256:
@@ -268,6 +279,7 @@ class WeightVersions:
 
     def _download(self, objects: Sequence[StoredObject], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # in the same folder, so that the renames below cannot cross file systems
         incoming = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder))
         try:
             for stored in objects:
@@ -282,6 +294,7 @@ class WeightVersions:
                 if size_bytes != stored.size_bytes or found != stored.sha256:
                     raise self._damage_error(stored, f"{size_bytes} bytes with sha256 {found}")
             for stored in objects:
+                # only when every file is verified: an engine never sees a mixture of two versions
                 os.replace(incoming / stored.name, folder / stored.name)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
@@ -305,3 +318,68 @@ def _tokenizer_sha256(files: Sequence[StoredObject]) -> str:
     """Return the sha256 over `name sha256` lines of every file except the configs of model and generation."""
     lines = [f"{file.name} {file.sha256}\n" for file in files if file.name not in _NOT_TOKENIZER]
     return sha256_hex("".join(lines).encode())
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the lower-case hex sha256 of a file's bytes.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise StoreError(f"file {path} cannot be read: {error.strerror}") from error
+
+
+def params_sha256_of_files(paths: Sequence[Path]) -> str:
+    """Return the `params_digest` over every tensor of safetensors files: names, dtypes as safetensors writes them
+    ("F32", "BF16", "F16"), shapes and raw little-endian bytes. The distribution of tensors over files does not matter.
+
+    Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors).
+
+    Raises:
+        MalformedError: not a safetensors file, or a tensor is in two files.
+        StoreError: a file cannot be read.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}
+    with ExitStack() as stack:
+        for path in paths:
+            header = tensor_header(path)
+            try:
+                # mapped and not read: the files may be larger than memory
+                file = stack.enter_context(path.open("rb"))
+                data = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            except OSError as error:
+                raise StoreError(f"file {path} cannot be read: {error}") from error
+            # tensor_header has checked the length and the offsets
+            start = 8 + int.from_bytes(data[:8], "little")
+            view = stack.enter_context(memoryview(data))
+            for name, entry in header.items():
+                if name in tensors:
+                    raise MalformedError(f"tensor {name!r} is in {path} and in another file of the same version")
+                begin, end = entry["data_offsets"]
+                raw = stack.enter_context(view[start + begin : start + end])
+                tensors[name] = (entry["dtype"], tuple(entry["shape"]), raw)
+        return params_digest(tensors)
+
+
+def tensor_header(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Read the header of a safetensors file: tensor name -> dtype, shape, data_offsets.
+
+    Raises:
+        MalformedError: not a safetensors file.
+        StoreError: the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="np"):  # checks the header: lengths, offsets, no holes, no overlaps
+            pass
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except SafetensorError as error:
+        raise MalformedError(f"file {path} is not a whole safetensors file: {error}") from error
+    except OSError as error:
+        raise StoreError(f"file {path} cannot be read: {error}") from error
+    header.pop("__metadata__", None)
+    return header

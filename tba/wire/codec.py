@@ -28,6 +28,7 @@ def new_rollout_id() -> bytes:
     coordination."""
     milliseconds = time.time_ns() // 1_000_000
     raw = bytearray(milliseconds.to_bytes(6, "big") + os.urandom(10))
+    # version 7 and the variant of RFC 9562: other tools read the time out of such an id
     raw[6] = (raw[6] & 0x0F) | 0x70
     raw[8] = (raw[8] & 0x3F) | 0x80
     return bytes(raw)
@@ -51,6 +52,7 @@ class Document(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A map on the wire: exactly the fields that its class names, of exactly their types."""
 
 
+# made once: to make one costs more than to encode a small document
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -81,6 +83,7 @@ def unpack(
     Raises:
         LimitError, SchemaVersionError, MalformedError: naming the field and the value.
     """
+    # before decoding, which may need many times the size of the bytes
     if len(data) > max_bytes:
         raise LimitError(f"{what}: {len(data)} bytes exceed the limit of {max_bytes}; send smaller requests")
     try:

@@ -1,22 +1,44 @@
-"""The rollout: one sampled completion with everything that training on it needs."""
+"""The rollout (one sampled completion with everything that training on it needs), a push of them, and a batch.
+
+msgspec checks the structure of a rollout (fields, types, lengths, ranges) while it decodes; `_check_rules` checks the
+rules between fields, and `are_numbers_valid` the arrays of many rollouts at once. The plain document is read only to
+explain a refusal.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, TypeVar
+from functools import lru_cache
+from itertools import islice
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from tba.errors import LimitError, WireError
+from tba.errors import LimitError, MalformedError, WireError
+from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_SEED, MAX_STEP, control_character_error, is_bounded
 from tba.versions import PolicyVersion
-from tba.wire.codec import Document, float32_bytes, int32_bytes, pack, unpack
-from tba.wire.rollout_struct import SCHEMA, RolloutDocument, are_numbers_valid, check_numbers, read_document
+from tba.wire.codec import Document, Name, float32_bytes, int32_bytes, pack, unpack
+from tba.wire.validation_errors import shorten
 
 T = TypeVar("T", bound=np.generic)
+SCHEMA = 1
+ID_BYTES = 16
+MAX_TOKENS = 131_072
+MAX_TEXT_CHARS = 1_000_000
+MAX_LOGPROB = np.float32(1e-4)
+"""A log-prob is at most 0; float32 softmax may round a little above."""
+
+Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+Lineage = Annotated[int, Meta(ge=0, le=MAX_LINEAGE)]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+Edge = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+FinishReason = Literal["stop", "stop_string", "length", "abort"]
+RewardStatus = Literal["scored", "pending", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +117,186 @@ class Rollout:
         return replace(self, reward=None, reward_status="failed", reward_reason=reason)
 
 
+class SamplingDocument(Document):
+    """`sampling` of a rollout."""
+
+    temperature: float
+    top_p: float
+    top_k: Annotated[int, Meta(ge=0, le=10_000_000)]
+    seed: Annotated[int, Meta(ge=-MAX_SEED, le=MAX_SEED)] | None
+    stop: list[str]
+
+
+class RolloutDocument(Document):
+    """One rollout; tokens and log-probs are raw little-endian bytes (int32, float32)."""
+
+    schema: Literal[1]
+    rollout_id: bytes
+    run: Name
+    task: Name
+    prompt_id: Name
+    visit_id: Name
+    prompt_tokens: Tokens
+    response_tokens: Tokens
+    response_text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+    finish_reason: FinishReason
+    version_spans: Annotated[list[tuple[Lineage, Step, Edge, Edge]], Meta(min_length=1)]
+    sampling: SamplingDocument
+    sampler_logprobs: Tokens
+    ref_logprob: tuple[float, Lineage, Step] | None
+    reward: float | None
+    reward_status: RewardStatus
+    reward_reason: str | None
+    reward_version: str | None
+    searcher_id: Name
+    started_at_s: float
+    finished_at_s: float
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The oldest version that made a token of this rollout."""
+        lineage, step, _, _ = min(self.version_spans)
+        return _version(lineage, step)
+
+
+# all rollouts of a push carry few different versions, and this is called for each of them
+_version = lru_cache(maxsize=4096)(PolicyVersion)
+_DECODER = msgspec.msgpack.Decoder(RolloutDocument)
+_CHOICES = {"finish_reason": get_args(FinishReason), "reward_status": get_args(RewardStatus)}
+
+
+def read_document(data: bytes) -> RolloutDocument:
+    """Decode one rollout and check everything except the values of its arrays.
+
+    Raises:
+        MalformedError, SchemaVersionError, LimitError: naming the field and the value.
+    """
+    document = unpack(data, _DECODER, what="rollout", schema=SCHEMA, choices=_CHOICES)
+    _check_rules(document)
+    return document
+
+
+def are_numbers_valid(documents: Sequence[RolloutDocument]) -> bool:
+    """Return whether every token id is at least 0 and every log-prob is bounded and not above 0."""
+    tokens = np.frombuffer(b"".join([part for d in documents for part in (d.prompt_tokens, d.response_tokens)]), "<i4")
+    logprobs = np.frombuffer(b"".join([d.sampler_logprobs for d in documents]), "<f4")
+    # max() is NaN if any log-prob is NaN, and the comparison then fails
+    return bool(tokens.min() >= 0 and logprobs.max() <= MAX_LOGPROB and logprobs.min() >= -MAX_NUMBER)
+
+
+def check_numbers(document: RolloutDocument) -> None:
+    """Check the values of the arrays.
+
+    Raises:
+        MalformedError: naming the array and the value.
+    """
+    # the good case needs one pass; the loops below only find what to say
+    if are_numbers_valid([document]):
+        return
+    what = f"rollout {document.rollout_id.hex()}"
+    for name in ("prompt_tokens", "response_tokens"):
+        lowest = np.frombuffer(getattr(document, name), "<i4").min()
+        if lowest < 0:
+            raise MalformedError(f"{what}: field {name!r} holds {lowest}; token ids must not be negative")
+    logprobs = np.frombuffer(document.sampler_logprobs, "<f4")
+    # negated, so that NaN, which compares as false, is bad too
+    bad = logprobs[~(np.abs(logprobs) <= MAX_NUMBER)]
+    if len(bad):
+        raise MalformedError(f"{what}: field 'sampler_logprobs' holds {bad[0]}, {_unbounded(float(bad[0]))}")
+    raise MalformedError(f"{what}: field 'sampler_logprobs' holds {logprobs.max():.4g}, above 0")
+
+
+def _check_rules(document: RolloutDocument) -> None:
+    # one expression for the good case, which is nearly every one; `_broken_rule` looks for the reason
+    num_bytes = len(document.response_tokens)
+    sampling, ref, reward, status = document.sampling, document.ref_logprob, document.reward, document.reward_status
+    # every token of the response belongs to exactly one span: policy age is measured from the oldest of them
+    edge = 0
+    for _, _, start, end in document.version_spans:
+        if start != edge or end <= start:
+            edge = -1
+            break
+        edge = end
+    if (
+        len(document.rollout_id) == ID_BYTES
+        and edge * 4 == num_bytes > 0
+        and len(document.sampler_logprobs) == num_bytes
+        and document.prompt_tokens
+        and not len(document.prompt_tokens) % 4
+        # the id goes into logs and terminals, where a control character could forge lines; isprintable is the cheap
+        # test
+        and (document.searcher_id.isprintable() or control_character_error(document.searcher_id) is None)
+        and sampling.temperature >= 0
+        and 0 < sampling.top_p <= 1
+        and (ref is None or is_bounded(ref[0]))
+        and is_bounded(sampling.temperature)
+        and is_bounded(document.started_at_s)
+        and is_bounded(document.finished_at_s)
+        and (
+            (reward is not None and is_bounded(reward) and document.reward_version)
+            if status == "scored"
+            else (reward is None and (status == "pending" or document.reward_reason))
+        )
+    ):
+        return
+    raise _broken_rule(document)
+
+
+def _broken_rule(document: RolloutDocument) -> MalformedError:
+    if len(document.rollout_id) != ID_BYTES:
+        return MalformedError(
+            f"rollout: field 'rollout_id' must be {ID_BYTES} bytes, got {len(document.rollout_id)} "
+            f"({shorten(document.rollout_id)})"
+        )
+    what = f"rollout {document.rollout_id.hex()}"
+    if problem := control_character_error(document.searcher_id):
+        return MalformedError(f"{what}: field 'searcher_id' {problem} (value {document.searcher_id!r})")
+    sampling, ref, reward, status = document.sampling, document.ref_logprob, document.reward, document.reward_status
+    numbers = {
+        "sampling.temperature": sampling.temperature,
+        "sampling.top_p": sampling.top_p,
+        "ref_logprob": 0.0 if ref is None else ref[0],
+        "reward": 0.0 if reward is None else reward,
+        "started_at_s": document.started_at_s,
+        "finished_at_s": document.finished_at_s,
+    }
+    for name, value in numbers.items():
+        if not is_bounded(value):
+            return MalformedError(f"{what}: field {name!r} is {value}, {_unbounded(value)}")
+    for name in ("prompt_tokens", "response_tokens", "sampler_logprobs"):
+        if len(getattr(document, name)) % 4:
+            return MalformedError(
+                f"{what}: field {name!r} has {len(getattr(document, name))} bytes, not a multiple of 4"
+            )
+    num_tokens, num_logprobs = len(document.response_tokens) // 4, len(document.sampler_logprobs) // 4
+    if not document.prompt_tokens or not num_tokens:
+        return MalformedError(f"{what}: prompt_tokens and response_tokens must not be empty")
+    if num_logprobs != num_tokens:
+        return MalformedError(f"{what}: {num_logprobs} sampler_logprobs for {num_tokens} response_tokens")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        return MalformedError(
+            f"{what}: sampling.temperature must be >= 0 and sampling.top_p in (0, 1], "
+            f"got {sampling.temperature} and {sampling.top_p}"
+        )
+    # a failed score must never look like a number, not even like 0
+    if (reward is not None) != (status == "scored"):
+        return MalformedError(
+            f"{what}: reward is {reward} but reward_status is {status!r}; a number goes with 'scored' and nothing else"
+        )
+    if status == "failed" and not document.reward_reason:
+        return MalformedError(f"{what}: a failed reward needs a reward_reason, got {document.reward_reason!r}")
+    if status == "scored" and not document.reward_version:
+        return MalformedError(f"{what}: a scored reward needs a reward_version, got {document.reward_version!r}")
+    return MalformedError(
+        f"{what}: version_spans must cover the {num_tokens} response tokens in order and without gaps, "
+        f"got {shorten(document.version_spans)}"
+    )
+
+
+def _unbounded(value: float) -> str:
+    return f"beyond {MAX_NUMBER:g}" if math.isfinite(value) else "not a finite number"
+
+
 def encode_rollout(rollout: Rollout) -> bytes:
     """Encode one rollout as msgpack, without validation; `decode_rollout` validates."""
     ref, sampling = rollout.ref_logprob, rollout.sampling
@@ -144,7 +346,7 @@ def decode_rollout(data: bytes) -> Rollout:
 
 def rollout_of(document: RolloutDocument) -> Rollout:
     """Convert a document whose numbers are checked."""
-    sampling, ref = document.sampling, document.ref_logprob
+    s, ref = document.sampling, document.ref_logprob
     return Rollout(
         rollout_id=document.rollout_id,
         run=document.run,
@@ -159,13 +361,7 @@ def rollout_of(document: RolloutDocument) -> Rollout:
             VersionSpan(version=PolicyVersion(lineage, step), start=start, end=end)
             for lineage, step, start, end in document.version_spans
         ),
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop=tuple(sampling.stop),
-        ),
+        sampling=Sampling(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=s.seed, stop=tuple(s.stop)),
         sampler_logprobs=_array(document.sampler_logprobs, "<f4", np.float32),
         ref_logprob=None if ref is None else RefLogprob(value=ref[0], version=PolicyVersion(ref[1], ref[2])),
         reward=document.reward,
@@ -179,6 +375,7 @@ def rollout_of(document: RolloutDocument) -> Rollout:
 
 
 def _array(raw: bytes, wire_dtype: str, dtype: type[T]) -> NDArray[T]:
+    # the wire is little-endian on every machine; on most machines this copies nothing
     return np.frombuffer(raw, dtype=wire_dtype).astype(dtype, copy=False)
 
 
@@ -191,7 +388,7 @@ class _PushDocument(Document):
     rollouts: Annotated[list[bytes], Meta(max_length=MAX_ROLLOUTS_PER_PUSH)]
 
 
-_DECODER = msgspec.msgpack.Decoder(_PushDocument)
+_PUSH_DECODER = msgspec.msgpack.Decoder(_PushDocument)
 
 
 def encode_push(payloads: Sequence[bytes]) -> bytes:
@@ -205,7 +402,7 @@ def decode_push(data: bytes, *, max_bytes: int) -> list[bytes]:
     Raises:
         MalformedError, SchemaVersionError, LimitError
     """
-    payloads = unpack(data, _DECODER, what="push", schema=PUSH_SCHEMA, max_bytes=max_bytes).rollouts
+    payloads = unpack(data, _PUSH_DECODER, what="push", schema=PUSH_SCHEMA, max_bytes=max_bytes).rollouts
     if not payloads:
         raise LimitError(f"push: 0 rollouts; a push holds 1 to {MAX_ROLLOUTS_PER_PUSH}")
     return payloads
@@ -221,6 +418,7 @@ def check_push(payloads: Sequence[bytes]) -> list[RolloutDocument | WireError]:
         except WireError as error:
             items.append(error)
     documents = [item for item in items if isinstance(item, RolloutDocument)]
+    # all arrays at once, because a check per rollout would cost more than its decoding; only a bad push is searched
     if documents and not are_numbers_valid(documents):
         for at, item in enumerate(items):
             if isinstance(item, RolloutDocument):
@@ -229,3 +427,138 @@ def check_push(payloads: Sequence[bytes]) -> list[RolloutDocument | WireError]:
                 except WireError as error:
                     items[at] = error
     return items
+
+
+BATCH_SCHEMA = 1
+MAX_BATCH_BYTES = 1 << 30
+
+Source = Literal["recent", "replay"]
+Position = Annotated[int, Meta(ge=0, le=MAX_SEED)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """K rollouts of one prompt that one slot drew together.
+
+    `source` is where the slot drew from; `fallback` is true when MOP wanted recent data and there was not enough.
+    """
+
+    prompt_id: str
+    source: str
+    fallback: bool
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedRollout:
+    """A rollout of a batch that cannot be trained on: `reason` is for counters, `detail` for people."""
+
+    prompt_id: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The groups of one optimizer step. `seed` and `log_position` reproduce the draw."""
+
+    batch_id: str
+    deadline_s: float
+    """Unix seconds; afterwards the batch is void and an ack is refused."""
+    seed: int
+    log_position: int
+    groups: tuple[Group, ...]
+    refused: tuple[RefusedRollout, ...] = ()
+    """Invalid rollouts; they are in no group, which may be smaller for it, or missing."""
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts, group after group."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnGroup:
+    """A group as the buffer holds it: payload bytes, which it does not decode again."""
+
+    prompt_id: str
+    source: str
+    fallback: bool
+    payloads: Sequence[bytes]
+
+
+def encode_batch(
+    *, batch_id: str, deadline_s: float, seed: int, log_position: int, groups: Sequence[DrawnGroup]
+) -> bytes:
+    """Encode one batch as msgpack."""
+    return pack(
+        {
+            "schema": BATCH_SCHEMA,
+            "batch_id": batch_id,
+            "deadline_s": float(deadline_s),
+            "seed": seed,
+            "log_position": log_position,
+            "groups": [
+                {
+                    "prompt_id": group.prompt_id,
+                    "source": group.source,
+                    "fallback": group.fallback,
+                    "rollouts": list(group.payloads),
+                }
+                for group in groups
+            ],
+        }
+    )
+
+
+class _GroupDocument(Document):
+    prompt_id: Name
+    source: Source
+    fallback: bool
+    rollouts: Annotated[list[bytes], Meta(min_length=1)]
+
+
+class _BatchDocument(Document):
+    schema: Literal[1]
+    batch_id: Name
+    deadline_s: float
+    seed: Position
+    log_position: Position
+    groups: Annotated[list[_GroupDocument], Meta(min_length=1)]
+
+
+_BATCH_DECODER = msgspec.msgpack.Decoder(_BatchDocument)
+
+
+def decode_batch(data: bytes) -> Batch:
+    """Decode and validate one batch and every rollout in it; an invalid rollout costs no other one.
+
+    Raises:
+        MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.
+    """
+    document = unpack(data, _BATCH_DECODER, what="batch", schema=BATCH_SCHEMA, max_bytes=MAX_BATCH_BYTES)
+    # msgpack can carry NaN and infinity, and a deadline of NaN would never pass
+    if not is_bounded(document.deadline_s):
+        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, no number that a time may be")
+    items = iter(check_push([payload for group in document.groups for payload in group.rollouts]))
+    groups: list[Group] = []
+    refused: list[RefusedRollout] = []
+    for group in document.groups:
+        rollouts = []
+        for item in islice(items, len(group.rollouts)):
+            if isinstance(item, WireError):
+                refused.append(RefusedRollout(prompt_id=group.prompt_id, reason=item.slug, detail=str(item)))
+            else:
+                rollouts.append(rollout_of(item))
+        # the trainer counts what is missing; a group without rollouts would break its means
+        if rollouts:
+            kept = tuple(rollouts)
+            groups.append(Group(prompt_id=group.prompt_id, source=group.source, fallback=group.fallback, rollouts=kept))
+    return Batch(
+        batch_id=document.batch_id,
+        deadline_s=document.deadline_s,
+        seed=document.seed,
+        log_position=document.log_position,
+        groups=tuple(groups),
+        refused=tuple(refused),
+    )

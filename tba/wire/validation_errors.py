@@ -37,6 +37,7 @@ def validation_error(
         return MalformedError(f"{what}: the body is not one valid msgpack document ({reason})")
     if not isinstance(document, dict):
         return MalformedError(f"{what}: expected a msgpack map, got {type(document).__name__}")
+    # before the fields: another schema number explains every field that differs
     found_schema = document.get("schema")
     if type(found_schema) is int and found_schema != schema:
         return SchemaVersionError(
@@ -44,6 +45,7 @@ def validation_error(
             "run the same tba release on every service"
         )
     rollout_id = document.get("rollout_id")
+    # one push holds many rollouts: the id tells the sender which one
     if isinstance(rollout_id, bytes) and len(rollout_id) == 16:
         what = f"{what} {rollout_id.hex()}"
     return _field_error(document, str(error), what, choices)
@@ -69,6 +71,7 @@ def _field_error(document: Any, text: str, what: str, choices: Mapping[str, tupl
     if (key := _KEY.fullmatch(text)) is not None:
         where = ".".join(_path_steps(key[1])) or what
         return MalformedError(f"{what}: every key of {where} must be str")
+    # msgspec may word an error otherwise some day: then its own text is better than nothing
     if (expected := _EXPECTED.fullmatch(text)) is None:
         return MalformedError(f"{what}: {text}")
     kind, path = expected.groups()

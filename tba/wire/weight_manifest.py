@@ -100,6 +100,7 @@ def decode_manifest(data: bytes) -> Manifest:
     Raises:
         MalformedError: it is too large, or the first field that is wrong.
     """
+    # a store may be written by others: parse no more than a manifest can have
     if len(data) > MAX_MANIFEST_BYTES:
         raise MalformedError(f"weight manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
     try:
@@ -122,6 +123,7 @@ def params_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], bytes | memo
         tensors: name -> (dtype name, shape, raw little-endian bytes).
     """
     digest = hashlib.sha256()
+    # trainer and engines hold the parameters in different orders
     for name in sorted(tensors):
         add_param(digest, name, *tensors[name])
     return digest.hexdigest()
@@ -129,5 +131,6 @@ def params_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], bytes | memo
 
 def add_param(digest: hashlib._Hash, name: str, dtype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> None:
     """Add the next parameter to a `params_digest` that is computed step by step; names must come in sorted order."""
+    # with name, dtype and shape: equal bytes under another name are another model
     digest.update(f"{name}|{dtype}|{'x'.join(map(str, shape))}|".encode())
     digest.update(raw)

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from tba.errors import ConfigError, MalformedError
 from tba.fields import StrictModel
-from tba.weights.digest import sha256_of_file
+from tba.weights import sha256_of_file
 from tba.wire.weight_manifest import Sha256
 from tba_cli.artifacts.huggingface import PICKLED_FILES
 from tba_cli.artifacts.prepared import HALF_DONE
@@ -37,6 +37,7 @@ class FolderFile(StrictModel):
     @field_validator("path")
     @classmethod
     def _stays_inside(cls, path: str) -> str:
+        # the store may be written by others, and a pull must not write outside of its folder
         parts = path.split("/")
         if PurePosixPath(path).is_absolute() or "\\" in path or "\0" in path or {"", ".", ".."} & set(parts):
             raise ValueError(f"{path!r} is not a path inside a folder")
@@ -66,6 +67,7 @@ def folder_digest(files: Sequence[FolderFile]) -> str:
     """Return the digest of a folder with these files; their order does not matter."""
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.path):
+        # with the path: a file that was renamed makes another folder
         digest.update(f"{file.sha256} {file.size_bytes} {file.path}\n".encode())
     return digest.hexdigest()
 

@@ -53,8 +53,10 @@ def name_of(path: str, kind: Kind) -> str:
         ConfigError: the store cannot hold such a name.
     """
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", ".", "~")]
+    # machines keep models in different places; the part behind `models/` is the same on all of them
     home = _HOMES[kind]
     if home in parts[:-1]:
+        # the last `models/` of the path: a folder above it may be called so too
         parts = parts[len(parts) - parts[::-1].index(home) :]
     else:
         parts = parts[-1:]
@@ -98,6 +100,7 @@ def required_folders(recipe: Recipe, service: Service | None = None) -> list[Req
     paths: dict[tuple[Kind, str], str] = {}
     for folder in found.values():
         other = paths.setdefault((folder.kind, folder.name), folder.path)
+        # one would silently replace the other in the store
         if other != folder.path:
             raise ConfigError(
                 f"{folder.path} and {other} are both called {folder.name!r} in the store; give one of them another name"

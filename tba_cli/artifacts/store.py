@@ -21,10 +21,10 @@ from tba.errors import (
     StoreUnavailableError,
     WaitTimeoutError,
 )
-from tba.store.base import ObjectStore
+from tba.store import ObjectStore
 from tba.store.file import new_file
 from tba.store.open import is_bucket_missing, is_retryable
-from tba.weights.digest import sha256_of_file
+from tba.weights import sha256_of_file
 from tba_cli.artifacts.manifest import (
     RECORD,
     FolderFile,

@@ -47,6 +47,7 @@ def save_command(args: argparse.Namespace) -> int:
 def load_command(args: argparse.Namespace) -> int:
     """Begin a run that has not begun with a snapshot, and wait for it."""
     SnapshotSource.parse(args.source)
+    # a typo is found here, before the buffer is asked
     if args.version is not None:
         PolicyVersion.parse(args.version)
     client = open_client(args)
@@ -54,6 +55,7 @@ def load_command(args: argparse.Namespace) -> int:
     try:
         origin = client.load_snapshot(LoadRequest(source=args.source, version=args.version))
         while origin.state == "loading":
+            # a line per change: a load of minutes must not print twice a second
             if origin.num_checked + origin.num_loaded != shown:
                 shown = origin.num_checked + origin.num_loaded
                 _print_progress(
@@ -89,6 +91,7 @@ def seed_command(args: argparse.Namespace) -> int:
         file = Path(folder) / "prompts.jsonl"
         file.write_text("".join(f"{prompt.model_dump_json()}\n" for prompt in prompts if prompt.split == "train"))
         command = [sys.executable, "-m", "tba_searcher.seed_rollouts", *words, "--prompts", str(file)]
+        # its own output and exit code are those of this command
         return subprocess.run(command, env=environ, check=False).returncode
 
 
@@ -107,6 +110,7 @@ def accept_loss_command(args: argparse.Namespace) -> int:
     """Let a run continue without the acknowledged changes that Redis has lost."""
     client = open_client(args)
     try:
+        # read before, since accepting it clears it
         loss = client.run().loss
         info = client.accept_loss(AcceptLoss(reason=args.reason))
     finally:

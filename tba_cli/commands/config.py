@@ -39,6 +39,7 @@ def check_command(args: argparse.Namespace) -> int:
         things = "1 thing" if num_wrong == 1 else f"{num_wrong} things"
         print(f"{args.recipe}: {things} would fail; each line above says what to do")
         return EXIT_FAILED
+    # skipped is not passed: the line says that something was not looked at
     num_left = sum(result.level == "skip" for result in results)
     left = f"; {num_left} things were not looked at" if num_left else ""
     print(f"{args.recipe}: ok (run {recipe.run.name!r}, {recipe.trainer.num_steps} steps){left}")
@@ -95,6 +96,7 @@ def _shape(args: argparse.Namespace, recipe: Recipe) -> tuple[ModelShape, str]:
         return SHAPES["quickstart"], "what [model.warm_start] makes"
     item = next((item for item in recipe.prepare if item.path == recipe.model.path), None)
     if item is not None and item.maker is not None:
+        # reward models and victims have makers as well, and are no policies
         if item.maker not in MAKER_SHAPES:
             raise ConfigError(
                 f"model.path {folder} is not here, and the maker {item.maker!r} makes no policy; the makers of "
@@ -118,6 +120,7 @@ def _load(args: argparse.Namespace, recipe: Recipe) -> Load:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0 and below 1e9")
     searcher = recipe.searcher
     return Load(
+        # half of the limits: most rollouts are shorter than they may be
         prompt_tokens=args.prompt_tokens or max(1, searcher.max_prompt_tokens // 2),
         response_tokens=args.response_tokens or max(1, searcher.max_response_tokens // 2),
         step_s=args.step_s,
@@ -146,6 +149,7 @@ def _lines(recipe: Recipe, shape: ModelShape, load: Load, found: Estimate) -> li
 
 def _size(num_bytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
+        # below 1000 and not 1024: three digits are enough to read
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024

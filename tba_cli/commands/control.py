@@ -66,6 +66,7 @@ def _split(args: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
         if name in document:
             raise ConfigError(f"{name!r} is given twice, the second time as {item!r}; give every setting once")
         if sep:
+            # None takes the change back, which is not the same as a value that equals the recipe now
             document[name] = None if text.strip() == AS_RECIPE else parse_toml_value(text)
     return runs[0] if runs else None, document
 
@@ -91,6 +92,7 @@ def whole_scaling(client: BufferClient) -> ScalingInfo:
     """Return the state of the searchers with every change, over all pages."""
     info = client.scaling()
     changes = list(info.changes)
+    # the reply holds one page
     while info.next is not None:
         info = client.scaling(after=info.next)
         changes += info.changes
@@ -150,6 +152,7 @@ def _number(text: str | None) -> int | None:
     """
     if text is None or text == AS_RECIPE:
         return None
+    # int() would take "1_0", " 4" and digits of other scripts
     if not text.isascii() or not text.isdigit():
         raise ConfigError(f"{text!r} is neither a number of searchers nor the word recipe; for example: tba scale 4")
     return int(text)

@@ -48,6 +48,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
     console = EvaluationConsole(loudness_of(args))
     subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args)
     recipe = subject.recipe
+    # its numbers would look like those of a model
     if recipe.searcher.engine == "simulated":
         raise ConfigError(
             'searcher.engine = "simulated" makes its completions up; give --set searcher.engine=embedded, or vllm'
@@ -69,6 +70,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
         folder.clear()
         folder.logs_path.mkdir()
         write_prompts(folder.path / PROMPTS_NAME, prompts)
+        # in the result's folder, which has room for it; /tmp may be small
         with tempfile.TemporaryDirectory(dir=folder.path, prefix="weights-") as weights:
             job = _job(subject, Path(weights), folder)
             console.info(f"evaluating {job.subject} on {len(prompts)} held-out prompts")
@@ -117,6 +119,7 @@ def _start(subject: Subject, weights: Path) -> Path:
 def _of_recipe(args: argparse.Namespace) -> Subject:
     """Return a model folder under the settings of a recipe: --model, else its starting model."""
     if args.version is not None:
+        # a recipe may belong to many runs
         raise ConfigError(f"--version names a version of a run, and {args.source} is a recipe; name the run instead")
     recipe = with_absolute_paths(load_recipe(args.source, sets=args.set))
     if args.model is not None:
@@ -135,6 +138,7 @@ def _of_run(args: argparse.Namespace) -> Subject:
         raise ConfigError(
             f"{args.source!r} is neither a recipe ({' or '.join(RECIPE_SUFFIXES)}) nor a run: there is no {path}"
         )
+    # without the variables of this shell: the run was started with others
     recipe = with_absolute_paths(load_recipe(path, sets=args.set, environ={}))
     if args.model is not None:
         if args.version is not None:

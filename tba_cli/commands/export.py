@@ -62,6 +62,7 @@ def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
         half = Path(name) / "export"
         write(half)
         if not exists:
+            # one step: nobody sees a folder that is half written
             half.rename(out)
             return
         for path in half.iterdir():
@@ -74,11 +75,13 @@ def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVe
     Raises:
         ConfigError: there is no such version.
     """
+    # the store and not the buffer decides: a version may be announced and deleted since
     existing = versions.versions()
     if not existing:
         raise ConfigError(f"run {source.facts.recipe.run.name!r} has published no version yet")
     known = ", ".join(map(str, existing[-8:]))
     if which == "last":
+        # the buffer knows which one was announced last; without it the newest of the store has to do
         return source.latest or existing[-1]
     if which == "best":
         if source.facts.best is None:

@@ -63,6 +63,7 @@ def check_command(args: argparse.Namespace) -> int:
         finally:
             client.close()
     violations = check.violations()
+    # one lost entry can make every later one a violation
     for violation in violations[:MAX_SHOWN]:
         print(violation)
     if len(violations) > MAX_SHOWN:

@@ -60,6 +60,7 @@ def _lines(rollout: RolloutInfo) -> list[str]:
     return [
         f"{rollout.rollout_id}  reward {reward}{escape_controls(why)}, version {rollout.version}, age "
         f"{rollout.policy_age_steps} steps, {rollout.num_response_tokens} tokens, {rollout.finish_reason}",
+        # a model may write anything, also the escapes that rewrite a terminal
         escape_controls(f"  prompt {rollout.prompt_id}: {prompt}"),
         escape_controls(f"  completion: {rollout.response_text!r}{more}"),
     ]
@@ -112,6 +113,7 @@ def progress_line(job: RescoreInfo) -> str:
 def _wait(client: BufferClient, job: RescoreInfo) -> RescoreInfo:
     shown = ""
     while job.state == "running":
+        # a line per change, and not per poll
         if (line := progress_line(job)) != shown:
             print(line, file=sys.stderr, flush=True)
             shown = line

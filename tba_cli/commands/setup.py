@@ -63,6 +63,7 @@ def push_command(args: argparse.Namespace) -> int:
     # services look for a folder of the recipe under the name that the recipe gives it
     known = _known(recipe, args.folder)
     kind = known.kind if known is not None else args.kind
+    # a name that the store cannot hold is refused before gigabytes are hashed
     name = check_name(args.name, kind, args.folder) if args.name is not None else name_of(args.folder, kind)
     if known is not None and name != known.name:
         raise ConfigError(

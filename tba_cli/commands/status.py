@@ -63,6 +63,7 @@ def status_command(args: argparse.Namespace) -> int:
     try:
         if args.follow:
             return follow(client, as_json=args.json)
+        # three calls: the numbers may be a moment apart, which nobody can see in a status
         info, stats, settings = client.run(), client.stats(), client.settings()
     finally:
         client.close()
@@ -138,6 +139,7 @@ def _change(args: argparse.Namespace, name: Command) -> int:
 
 def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[str]:
     """Return the state of the run, one fact per line."""
+    # no rollout has been stored so far: a quotient would be infinite
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
     lines = [
         state_line(info),
@@ -244,8 +246,10 @@ def follow(client: BufferClient, *, as_json: bool) -> int:
             if as_json
             else [f"{_now()} {escape_controls(line)}" for line in formatter.lines(event)]
         )
+        # flushed line by line: a pipe reads it as it happens
         for line in lines:
             print(line, flush=True)
+        # a run that was over before the first event is told by `run`, one that ends later by `change`
         if (state := event.data.get("state")) in OVER and event.event in ("run", "change"):
             return int(state == "failed")
     return 0
@@ -268,12 +272,14 @@ def lasting_events(
                 if is_away:
                     on_progress("the buffer answers again")
                 answered_s, pause_s, is_away = time.monotonic(), MIN_PAUSE_S, False
+                # kept with every event: after a cut the buffer continues behind it
                 last_id = event.id
                 yield event
             answered_s = time.monotonic()  # the buffer ended the stream in good order
         except BusyError as error:
             on_progress(f"{error}; trying again")
             answered_s = time.monotonic()
+            # too many streams are open: the buffer says when to come back
             pause_s = max(pause_s, error.retry_after_s)
         except UnavailableError as error:
             if time.monotonic() - answered_s > away_s:
@@ -332,6 +338,7 @@ class EventFormatter:
     def _changed(self, changed: dict[str, Any]) -> list[str]:
         info = RunInfo.model_validate(self._run)
         lines = []
+        # the state says the most, and its line has the step as well
         if changed.keys() & {"state", "state_reason", "lineage"}:
             lines.append(state_line(info))
             if "last_change" in changed and info.last_change is not None:

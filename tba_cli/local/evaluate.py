@@ -72,6 +72,7 @@ def evaluate_here(
             was silent for `eval.published.silence_s`.
     """
     tasks = tasks_of(recipe, read_prompts(job.prompts))
+    # a service that scores these tasks already has its models loaded
     url = reward_url or _url_that_answers(recipe, tasks, console)
     config = with_reward(recipe, url)
     if url is None:
@@ -101,6 +102,7 @@ async def start_reward(processes: ProcessManager, config: Recipe, folder: RunFol
         WaitTimeoutError: it was not ready within `local.start_timeout_s`.
     """
     console.info(f"starting a reward service at {config.reward_url}")
+    # our own service needs digests alone; a tokens file of the recipe is taken as it is
     own = folder.tokens_path("reward") if config.auth.tokens_file == str(folder.tokens_path("all")) else None
     environ = child_environ(os.environ, num_threads=1, gpus=config.local.gpus.reward, tokens_file=own)
     await processes.start(ProcessSpec(name="reward", command=_command(folder, "tba_reward"), environ=environ))
@@ -136,6 +138,7 @@ async def _end_of(child: ChildProcess, console: EvaluationConsole, *, silence_s:
     """
     assert child.exit_code is not None
     console.progress_at_s = time.monotonic()
+    # each line of progress moves the deadline: an evaluation may take hours, a step of it may not
     while (left_s := console.progress_at_s + silence_s - time.monotonic()) > 0:
         done, _ = await asyncio.wait({child.exit_code}, timeout=left_s)
         if done:
@@ -181,6 +184,7 @@ def with_reward(recipe: Recipe, url: str | None) -> Recipe:
         url = f"{recipe.tls.scheme}://{LOOPBACK}:{port}"
     document["reward"]["url"] = url
     if document["log_format"] == "auto":
+        # the children write to a pipe, where `auto` would choose JSON
         document["log_format"] = "console"
     return parse_recipe(document, where="recipe")
 

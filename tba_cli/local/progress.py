@@ -78,6 +78,7 @@ class RunWatcher:
                 self._view.show(progress)
                 if info.state == "done":
                     return info
+                # the buffer keeps `failed` until the new trainer has its lineage, which is no second failure
                 if info.state == "failed" and info.lineage != failed_lineage:
                     raise ChildError(f"the run failed: {info.state_reason or 'no reason was given'}")
                 await self._on_run(info)

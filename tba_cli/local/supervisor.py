@@ -36,7 +36,7 @@ from tba.api import Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import ChildError, ServiceError, WaitTimeoutError
-from tba.store.base import ObjectStore
+from tba.store import ObjectStore
 from tba.tokens import operator_client_token
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager
@@ -143,6 +143,7 @@ class Supervisor:
         try:
             return await self._until_first_end()
         finally:
+            # first: other commands must not find services that are about to end
             self._folder.endpoints_path.unlink(missing_ok=True)
             await self._processes.stop()
             self._reaper.close()
@@ -182,6 +183,7 @@ class Supervisor:
         if found is None:
             return False
         info, stats = found
+        # a run that failed says why, and stays for a person to look at
         return info.state != "failed" and info.step == 0 and not stats.rollouts_generated
 
     def _ask_once(self, ask: Callable[[BufferClient], T]) -> T | None:
@@ -245,6 +247,7 @@ class Supervisor:
         timing = load_timing(self._folder)
         start = Start(started_at_s=time.time(), resumed=self._folder.has_begun)
         self._write_timing(starts=(*timing.starts, start))
+        # in order: the buffer is not ready before Redis has read its file
         await self._processes.start(self._services.redis())
         await self._within("redis", wait_for_redis(self._redis_port, self._folder.redis_password_path))
         await self._processes.start(self._services.buffer())
@@ -283,6 +286,7 @@ class Supervisor:
             origin = await until_loaded(self._client, self._console, silence_s=self._recipe.local.start_timeout_s)
             self._console.info(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
         await asyncio.to_thread(self._check_tasks)
+        # half: JSON escapes can lengthen a text
         max_chunk_bytes = self._recipe.buffer.max_body_bytes // 2
         # idempotent: a resume uploads the same prompts again
         await asyncio.to_thread(upload_prompts, self._client, self._prompts, max_chunk_bytes=max_chunk_bytes)

@@ -42,6 +42,7 @@ def native_prompt(values: Mapping[str, Any], *, null_is_absent: bool) -> Prompt:
     Raises:
         RowError: a column is missing, unknown, or has a wrong value.
     """
+    # Parquet has a value for every column in every row; JSON Lines may leave one out
     given = _without_nulls(values) if null_is_absent else dict(values)
     data = given.get("data")
     if isinstance(data, str):
@@ -99,6 +100,7 @@ class TextTemplate:
         except ValueError as error:
             raise ConfigError(f"{where} {template!r}: {error}; {{{{ and }}}} stand for braces") from None
         for _, name, spec, conversion in self._parts:
+            # formatting would depend on types, which differ from file to file
             if name is not None and (not name or spec or conversion):
                 raise ConfigError(f"{where} {template!r}: a column is named as {{name}}, without formatting")
         self.columns = list(dict.fromkeys(name for _, name, _, _ in self._parts if name))
@@ -166,10 +168,12 @@ class SplitRule:
         if self.num_heldout is None:
             return frozenset()
         different = set(prompt_ids)
+        # ids that come twice are one prompt
         if self.num_heldout >= len(different):
             raise ConfigError(
                 f"num_heldout {self.num_heldout} of {len(different)} prompts leaves none to train on; hold out fewer"
             )
+        # by digest: more rows later leave most of the held-out prompts as they are
         return frozenset(heapq.nsmallest(self.num_heldout, different, key=_digest))
 
     def split_of(self, prompt_id: str, chosen: frozenset[str]) -> Split:
@@ -220,6 +224,7 @@ def _key(where: str, key: Any) -> str:
 
 def _text(values: Mapping[str, Any], name: str) -> str:
     value = column(values, name)
+    # True is an int in Python, and "True" no text of a prompt
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise RowError(f"column {name!r}: {short(value)} is neither text nor a number")
     return str(value)
@@ -257,6 +262,7 @@ def extracted(rule: ColumnValue, value: Any) -> Any:
         return _json_value(value, rule.marker, rule.column)
     if rule.extract == "before":
         return value.partition(rule.marker)[0]
+    # the last marker: solutions name the marker in their text too, before the answer
     _, found, rest = value.rpartition(rule.marker)
     if not found or not rest.strip():
         raise RowError(f"column {rule.column!r}: {short(value)} holds no answer after {rule.marker!r}")
@@ -280,6 +286,7 @@ def _braced(text: str) -> str | None:
     """Return the text between the first brace and the one that closes it, or None where none does."""
     depth, escaped = 0, False
     for index, char in enumerate(text):
+        # a brace behind a backslash is a character of the answer, as in \{1, 2\}
         if escaped or char == "\\":
             escaped = not escaped
             continue

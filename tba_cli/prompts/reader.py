@@ -52,6 +52,7 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
     else:
         source = open_file(Path(data.path or ""))
         prompts, where = list(_file_prompts(recipe, source)), source.name
+    # found here, before anything is started or uploaded
     for split in ("train", "heldout"):
         if not any(prompt.split == split for prompt in prompts):
             raise ConfigError(f"{where} holds no prompt with split {split!r}; a run needs prompts of both splits")
@@ -64,6 +65,7 @@ def heldout_prompts(recipe: Recipe) -> list[Prompt]:
     Raises:
         ConfigError: as `prompts_of`.
     """
+    # a data set to train on may have millions of rows
     if recipe.data.heldout is not None:
         return split_prompts(recipe.data.heldout, "heldout", _renderer(recipe)).prompts
     return [prompt for prompt in prompts_of(recipe) if prompt.split == "heldout"]

@@ -109,6 +109,7 @@ def make_history(
         lineage=info.lineage,
         step=info.step,
         parents=info.parents,
+        # the ids would make most of the file, and nothing here is computed from them
         ledger=[_without_rollout_ids(line) for line in ledger],
         evals=info.evals,
         best=info.best,
@@ -155,6 +156,7 @@ def load_end(folder: RunFolder) -> Ended:
         return Ended.model_validate_json(folder.ended_path.read_bytes())
     except (OSError, ValidationError):
         pass
+    # a killed supervisor wrote no ended.json: the newest file shows how long it lived
     signs = [folder.recipe_path, folder.polls_path, *folder.logs_path.glob("*.log")]
     at_s = max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
     return Ended(at_s=at_s, reason="killed, or the machine went down: its last sign of life")
@@ -169,6 +171,7 @@ def load_polls(path: Path) -> list[Poll]:
     polls: list[Poll] = []
     for line in lines:
         try:
+            # a resume appends behind a line that was cut short, so a bad line may be in the middle
             polls.append(Poll.model_validate_json(line))
         except ValidationError:
             continue

@@ -71,6 +71,7 @@ class Panel:
 def render_report(history: History, summary: Mapping[str, Any]) -> tuple[str, bytes]:
     """Return (HTML with the pictures inside, PNG with all four pictures)."""
     figures = "\n".join(
+        # the pictures are in the page itself: one file can be sent, and needs no server
         f'<figure><img alt="{html.escape(panel.title)}" src="data:image/png;base64,{_panel_png(panel, history)}">'
         f"<figcaption><b>{html.escape(panel.title)}.</b> {html.escape(panel.caption)}</figcaption></figure>"
         for panel in PANELS
@@ -172,6 +173,7 @@ def rate_course(polls: list[Poll], counter: str) -> tuple[list[float], list[floa
     for before, after in gapless_pairs(polls):
         grown += getattr(after, counter) - getattr(before, counter)
         passed_s += after.at_s - before.at_s
+        # a poll is one second: single ones would be noise
         if passed_s >= RATE_WINDOW_S:
             times_s.append(after.at_s - polls[0].at_s)
             rates.append(grown / passed_s)

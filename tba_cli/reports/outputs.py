@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba.errors import ConfigError
-from tba.store.base import ObjectStore
+from tba.store import ObjectStore
 from tba_cli.reports.history import History
 from tba_cli.reports.html import render_report
 from tba_cli.reports.summary import summarise
@@ -16,6 +16,7 @@ from tba_cli.run_folder import RunFolder
 
 def write_outputs(folder: RunFolder, history: History) -> dict[str, Any]:
     """Write history.json, the report and, last, summary.json (its presence means: finished); return the summary."""
+    # before anything is written: a defect here must not leave a run that looks finished
     summary = summarise(history)
     folder.write_json(folder.history_path, history.model_dump(mode="json"))
     page, overview = render_report(history, summary)
@@ -54,6 +55,7 @@ def delete_run_objects(store: ObjectStore, *, run: str, allowed: bool) -> int:
         ConfigError: there are some, and `allowed` is False.
     """
     keys = store.list(f"runs/{run}/")
+    # weights of two runs under one name would be mixed
     if keys and not allowed:
         raise ConfigError(
             f"object store {store.url} already holds {len(keys)} objects of a run named {run!r}; "

@@ -97,6 +97,7 @@ def _comparison(item: Comparison) -> tuple[str, ...]:
     if found is None or found.value is None or item.difference is None:
         return *published, "unknown", "", *where
     error = found.stderr
+    # a difference means something only beside the noise of our own number
     ours = _number(found.value) + ("" if error is None else f" ± {_number(error)}")
     difference = f"{item.difference:+.4g}" + (f" ({item.difference / error:+.1f} standard errors)" if error else "")
     return *published, ours, difference, *where
@@ -104,6 +105,7 @@ def _comparison(item: Comparison) -> tuple[str, ...]:
 
 def _padded_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table whose columns are as wide as their widest cell."""
+    # Markdown does not need it; people read the file in a terminal as well
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [_row(head, widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
     return "\n".join([*lines, *(_row(row, widths) for row in rows)])
@@ -123,6 +125,7 @@ def evaluations_html(evals: Sequence[EvalInfo], best: BestVersion | None) -> str
     if not done:
         return "<p>No evaluation was finished.</p>"
     ks = sorted({k for item in done for k in item.pass_at})
+    # a column without a single value would only make the table wider
     cells = [(name, get) for name, get in _html_columns(ks) if any(get(item) is not None for item in done)]
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("version", *(name for name, _ in cells)))
     rows = []

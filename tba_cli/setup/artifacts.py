@@ -45,6 +45,7 @@ def set_up_folders(
     _make_starting_model(recipe, artifacts, on_progress)
     prepared = {item.path for item in recipe.prepare}
     nowhere = [folder for folder in folders if not _is_somewhere(folder, artifacts)]
+    # only when something is missing: a prepared folder in the store is pulled, and nothing is fetched a second time
     if nowhere and prepare and any(folder.path in prepared for folder in nowhere):
         _fetch_stored(
             [folder for folder in folders if folder.path in prepared],
@@ -126,5 +127,6 @@ def _warm_start(recipe: Recipe, on_progress: OnProgress) -> None:
     on_progress(f"making the starting model {recipe.model.path} (once)")
     with tempfile.TemporaryDirectory(prefix="tba-setup-") as place:
         config = Path(place) / "recipe.json"
+        # the resolved recipe: the child must not read the variables of this shell again
         config.write_text(recipe.model_dump_json())
         run_program("tba_cli.starter_models.warm_start", ["--config", str(config)])

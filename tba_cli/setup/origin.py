@@ -50,6 +50,7 @@ class Origin:
             checkpoint = self.store.list(f"{prefix}/checkpoints/{self.version}/")
             if any(key.endswith("/manifest.json") for key in checkpoint):
                 yield from sorted(checkpoint, key=lambda key: key.endswith("/manifest.json"))
+        # manifests last: a copy that is cut short is no snapshot
         yield self.source.manifest_key
 
 
@@ -143,6 +144,7 @@ async def until_loaded(client: BufferClient, console: Console, *, silence_s: flo
             return origin
         now, progress = time.monotonic(), (origin.num_checked, origin.num_loaded)
         if progress != before:
+            # a large snapshot takes long, and is fine as long as it moves
             moved_s, before = now, progress
         elif now - moved_s > silence_s:
             raise WaitTimeoutError(
@@ -189,11 +191,13 @@ def _check(origin: Origin, recipe: Recipe) -> None:
         return
     versions = WeightVersions(origin.store, origin.source.run)
     if not versions.exists(version):
+        # the newest few: a run may have thousands
         known = ", ".join(map(str, versions.versions()[-8:])) or "none"
         raise ConfigError(
             f"run {origin.source.run!r} has no weight version {version} in {origin.store.url} (any more: "
             f"trainer.keep_versions); the newest are {known}"
         )
+    # the position of its publication says which rollouts are older than the fork
     if manifest.mark_of(version) is None:
         raise ConfigError(
             f"snapshot {origin.source} was saved before version {version} was announced; save another one"

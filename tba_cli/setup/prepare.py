@@ -106,6 +106,7 @@ def _fetch(item: PrepareItem) -> None:
         raise
     if item.kind == "model" and any(folder.glob("pytorch_model*.bin")):
         run_program("tba_cli.starter_models.convert", ["convert", item.path])
+    # last: until then the folder counts as a part of a download
     write_record(item, commit=commit)
 
 
@@ -144,6 +145,7 @@ def _lengths(recipe: Recipe, answer: dict[str, Any], num_prompts: int) -> str:
         raise ConfigError(
             f"searcher.max_prompt_tokens + max_response_tokens is {total}, and {recipe.model.path} takes at most {room}"
         )
+    # a few long prompts are normal, and only counted
     num_over = sum(tokens > limit for tokens in answer["text_tokens"])
     if num_over == num_prompts:
         raise ConfigError(f"every prompt is longer than searcher.max_prompt_tokens ({limit}); raise it")
@@ -181,6 +183,7 @@ def _show_prompts(prompts: Sequence[Prompt], console: Console) -> None:
         shown = chosen[0].model_dump_json(indent=2)
         console.result(shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]} ...")
     texts = {prompt.text for prompt in prompts if prompt.split == "train"}
+    # by text, since ids may differ; a held-out prompt that is trained on measures memory
     both = sum(prompt.text in texts for prompt in prompts if prompt.split == "heldout")
     if both:
         console.result(f"{both} held-out prompts have the text of a prompt that is trained on")

@@ -61,6 +61,7 @@ def shape_of_config(config: Mapping[str, Any], *, num_params: int | None = None)
         num_params=num_params or 0,
         num_layers=layers,
         hidden_size=hidden,
+        # a config without it has one key head per query head
         num_kv_heads=size("num_key_value_heads") or heads,
         head_size=size("head_dim") or hidden // heads,
         vocab_size=vocab,
@@ -198,6 +199,7 @@ def known_shape(name: str) -> ModelShape | None:
     """
     text = _PYTHIA.sub(r"pythia-\1", name.lower().rpartition("/")[2])
     names = [known for known in SHAPES if text == known or text.startswith(f"{known}-")]
+    # the longest name: `gpt2-medium` begins with `gpt2-` as well
     return SHAPES[max(names, key=len)] if names else None
 
 
@@ -219,6 +221,7 @@ def shape_of_folder(folder: Path) -> ModelShape:
         raise ConfigError(
             f"{folder} holds no *.safetensors to count the parameters of; name a size, such as --model 7b"
         )
+    # counted, and not computed: a folder may hold any architecture
     shape = shape_of_config(config, num_params=sum(map(_num_params, files)))
     if shape is None:
         raise ConfigError(
@@ -232,6 +235,7 @@ def _num_params(path: Path) -> int:
     """Return the number of parameters in a safetensors file, read from its header alone."""
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(8), "little")
+        # the first eight bytes of any other file, read as a length, are far above it
         if num_bytes > MAX_HEADER_BYTES:
             raise ConfigError(f"{path} is not a safetensors file: its header would have {num_bytes} bytes")
         try:

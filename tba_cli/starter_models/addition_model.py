@@ -70,6 +70,7 @@ def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: in
         "cpu_s": time.process_time() - begun_cpu_s,
     }
     target = Path(path)
+    # a name with the pid: two runs may make the same model at once, and the last one to end wins
     half_made = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(half_made, ignore_errors=True)
     model.save_pretrained(half_made)
@@ -120,6 +121,7 @@ def train(
         Steps of the first phase, and the validation accuracy after each.
     """
     validation_problems = addition.all_problems("validation")
+    # a fixed seed: accuracies of different runs are about the same problems
     random.Random("validation").shuffle(validation_problems)
     validation_problems = validation_problems[:NUM_VALIDATION]
     validation = _encode([(p.text, p.answer) for p in validation_problems], tokenizer)
@@ -137,6 +139,7 @@ def train(
             (p.text, addition.noisy_answer(p, rng, drop_carry=section.drop_carry, wrong_digit=section.wrong_digit))
             for p in _take(problems, BATCH_SIZE)
         ]
+        # falls to 0, so that the last batches do not decide where it ends
         rate = NOISY_LEARNING_RATE * (1 - step / section.noise_steps)
         _update(model, optimizer, _encode(pairs, tokenizer), rate)
     return {
@@ -167,6 +170,7 @@ def _encode(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) ->
     """Return prompt ids [B, P] (all of one length), and answer ids with eos [B, R], padded on the right with -100."""
     prompts = tokenizer([text for text, _ in pairs], add_special_tokens=False)["input_ids"]
     answers = tokenizer([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
+    # +1: the end of sequence
     longest = max(map(len, answers)) + 1
     rows = [[*ids, tokenizer.eos_token_id, *[-100] * (longest - 1 - len(ids))] for ids in answers]
     return torch.tensor(prompts), torch.tensor(rows)
@@ -184,6 +188,7 @@ def _update(
 ) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    # per token, so that batches with long answers do not count for more
     loss = -_answer_logprobs(model, *batch).sum() / (batch[1] >= 0).sum()
     optimizer.zero_grad(set_to_none=True)
     loss.backward()

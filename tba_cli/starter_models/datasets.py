@@ -70,6 +70,7 @@ def math_500_row(rng: random.Random) -> Row:
 
 def rows(make: Callable[[random.Random], Row], count: int, *, seed: int, split: str) -> list[Row]:
     """Return `count` rows of one split."""
+    # a stream of its own per split: more rows to train on leave the held-out ones as they are
     rng = random.Random(f"{make.__name__}:{split}:{seed}")
     return [make(rng) for _ in range(count)]
 
@@ -93,6 +94,7 @@ def corpus() -> list[str]:
         "system\nYou are a helpful assistant.\nuser\nassistant\nsafe\nunsafe\nS1",
         " ".join(chr(code) for code in range(33, 127)),
     ]
+    # repeated, or they would be too rare to get tokens
     return made + templates * 8
 
 

@@ -149,6 +149,7 @@ def write_model(folder: Path, kind: Kind, *, seed: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
         **kind.sizes,
     )
+    # the caller's random numbers must not depend on which models were made
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)

@@ -372,7 +372,7 @@ def test_a_reward_that_an_older_buffer_stored_is_failed_and_named(
     client.upload_prompts(make_prompts(2, 3))
     start_lineage(client)
     with pytest.MonkeyPatch.context() as older:
-        older.setattr("tba.wire.rollout_struct.is_bounded", np.isfinite)
+        older.setattr("tba.wire.rollout.is_bounded", np.isfinite)
         older.setattr("tba_buffer.index.rollout_index.MAX_NUMBER", 1.7e308)
         pushed = client.push([encode_rollout(make_rollout(reward=value)) for value in (1e308, 1e308, 1.0)])
     assert [item.outcome for item in pushed.outcomes] == ["new"] * 3

@@ -19,7 +19,7 @@ import httpx2
 import pytest
 
 from tba.api import ScoreItem
-from tba.clients.reward import RewardClient
+from tba.clients import RewardClient
 from tests.support.redis_process import free_port
 
 ROOT = Path(__file__).parents[2]

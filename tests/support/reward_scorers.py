@@ -9,8 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import Failure, Item, Outcome
-from tba_reward.tasks.component import RewardComponent
-from tba_reward.tasks.composite import CompositeReward
+from tba_reward.tasks import CompositeReward, RewardComponent
 
 from tba.config.reward import ExactSpec, TaskReward
 

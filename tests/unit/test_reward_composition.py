@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from tba_reward import tasks
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import Failure, Item, Outcome
-from tba_reward.tasks import component
-from tba_reward.tasks.cache import CHUNK_ITEMS, CachedScorer, ScoreCache, content_key
-from tba_reward.tasks.composite import ItemReward
+from tba_reward.tasks import CHUNK_ITEMS, CachedScorer, ItemReward, ScoreCache, content_key
 
 from tests.support.reward_scorers import ScriptedScorer, composition, item
 
@@ -106,7 +105,7 @@ async def test_a_version_changes_with_whatever_changes_the_reward() -> None:
 
 
 async def test_a_part_that_does_not_start_is_unreachable_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(component, "RESTART_S", 0.0)
+    monkeypatch.setattr(tasks, "RESTART_S", 0.0)
     scorer = ScriptedScorer(1.0)
     scorer.start_errors = [OSError("no such model")]
     task = composition({"a": (scorer, {})})

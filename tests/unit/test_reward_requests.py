@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_reward.request_parsing import read_items
+from tba_reward.app import read_items
 
 from tba.api import ScoreItem, ScoreResult
 from tba.errors import LimitError, MalformedError, WireError

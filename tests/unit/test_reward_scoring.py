@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from tba_reward.metrics import Metrics
-from tba_reward.scorer import Example, Failure, Item, Outcome, Params
-from tba_reward.scorers.inline import InlineScorer
+from tba_reward.scorer import Example, Failure, InlineScorer, Item, Outcome, Params
 from tba_reward.service import RewardService
-from tba_reward.tasks.component import BROKEN_ITEMS, RewardComponent
-from tba_reward.tasks.composite import CompositeReward
+from tba_reward.tasks import BROKEN_ITEMS, CompositeReward, RewardComponent
 
 from tba.api import ScoreError, ScoreItem, ScoreResult
 from tba.config.reward import HttpSpec, RewardModelSpec, TaskReward

@@ -11,8 +11,7 @@ from tba_reward.metrics import Metrics
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorers import Tools
-from tba_reward.tasks.cache import ScoreCache
-from tba_reward.tasks.composite import CompositeReward
+from tba_reward.tasks import CompositeReward, ScoreCache
 
 from tba.config import Recipe, parse_recipe
 from tba.config.reward import BUILT_IN_TASKS, RewardSection, TaskReward

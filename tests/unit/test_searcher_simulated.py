@@ -19,7 +19,7 @@ from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine, Simu
 from tba.config.searcher import SimulatedSection
 from tba.errors import ConfigError, DigestError
 from tba.versions import START, PolicyVersion
-from tba.weights.digest import params_sha256_of_files
+from tba.weights import params_sha256_of_files
 from tba.wire import Sampling, VersionSpan
 from tests.support.buffer import ROOT, SERVICE_PATHS, make_recipe
 

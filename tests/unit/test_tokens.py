@@ -84,7 +84,7 @@ def test_a_digest_checks_a_token_and_cannot_be_sent(tmp_path: Path) -> None:
             auth.role_of(f"Bearer {stolen}")
     sent = client_token(path, "searcher")
     assert sent is not None
-    assert sent.tokens == (NEW,)
+    assert sent.value == (NEW,)
     assert load_tokens(path) == {"searcher": NEW}
     with pytest.raises(ConfigError, match="has only the digest of the token of 'operator'"):
         client_token(path, "operator")
@@ -97,7 +97,7 @@ def test_a_digest_checks_a_token_and_cannot_be_sent(tmp_path: Path) -> None:
 def test_what_a_server_remembers_is_no_token(tmp_path: Path) -> None:
     file = server_tokens(write(tmp_path / "tokens.json", {"searcher": [NEW, OLD]}))
     assert file is not None
-    assert file.digests == {"searcher": (token_digest(NEW), token_digest(OLD))}
+    assert file.value == {"searcher": (token_digest(NEW), token_digest(OLD))}
     assert token_digest(token_digest(NEW)) == token_digest(NEW)
 
 
@@ -106,7 +106,7 @@ def test_a_token_file_may_come_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         sent = operator_client_token("-")
         assert sent is not None
-        assert sent.tokens == sent.tokens == (OLD,)
+        assert sent.value == sent.value == (OLD,)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(ConfigError, match="the token file on stdin must hold one token"):
         operator_client_token("-")
@@ -119,12 +119,12 @@ def test_a_changed_file_holds_at_once_and_old_tokens_die(tmp_path: Path) -> None
     assert auth.role_of(f"Bearer {OLD}") == "searcher"
     write(path, {"searcher": [NEW, OLD], "operator": OTHER})
     assert auth.role_of(f"Bearer {NEW}") == auth.role_of(f"Bearer {OLD}") == "searcher"
-    assert sent.tokens == (NEW, OLD)
+    assert sent.value == (NEW, OLD)
     write(path, {"searcher": NEW, "operator": OTHER})
     with pytest.raises(UnauthorizedError):
         auth.role_of(f"Bearer {OLD}")
     assert auth.role_of(f"Bearer {NEW}") == "searcher"
-    assert sent.tokens == (NEW,)
+    assert sent.value == (NEW,)
 
 
 @pytest.mark.parametrize("broken", ['{"searcher": "new-tok', "", "[]", '{"searcher": "short"}', None])
@@ -142,13 +142,13 @@ def test_a_broken_new_file_keeps_the_old_tokens_and_says_so_once(
         write(path, broken)
     for _ in range(3):
         assert auth.role_of(f"Bearer {OLD}") == "searcher"
-        assert sent.tokens == (OLD,)
+        assert sent.value == (OLD,)
     assert said.error.call_count == 2, "once by the server, once by the client"
     assert "new-tok" not in str(said.mock_calls)
     assert OLD not in str(said.mock_calls)
     write(path, {"searcher": NEW})
     assert auth.role_of(f"Bearer {NEW}") == "searcher"
-    assert sent.tokens == (NEW,)
+    assert sent.value == (NEW,)
 
 
 def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
@@ -160,8 +160,8 @@ def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
     write(path, {"searcher": NEW})
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", Mock(side_effect=OSError(24, "Too many open files")))
-        assert sent.tokens == (OLD,)
-    assert sent.tokens == (NEW,)  # and the file has not changed since
+        assert sent.value == (OLD,)
+    assert sent.value == (NEW,)  # and the file has not changed since
 
 
 def test_a_file_that_a_link_leads_to_elsewhere_is_read_again(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_person_may_have_a_file_with_one_token(tmp_path: Path) -> None:
     path = write(tmp_path / "token", f"{OLD}\n")
     sent = operator_client_token(path)
     assert sent is not None
-    assert sent.tokens == (OLD,)
+    assert sent.value == (OLD,)
     for wrong in ("", "two words", '{"searcher": "x"}'):
         with pytest.raises(ConfigError, match="must hold one token"):
             operator_client_token(write(path, wrong))

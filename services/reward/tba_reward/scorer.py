@@ -1,11 +1,14 @@
-"""The types of scoring: an item, its outcome, the `Scorer` protocol, and the rules that most scorers apply."""
+"""The types of scoring: an item, its outcome, the `Scorer` protocol, the rules that most scorers apply; and the scorer
+that applies a rule inside the service."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -69,7 +72,7 @@ class Scorer(Protocol):
     example a package that is not installed. Most kinds return one of these scorers, and have nothing to do but to write
     a `Rule`:
 
-        InlineScorer       (scorers/inline.py)           a rule in a thread of the service; its time must be bounded by
+        InlineScorer       (below)                       a rule in a thread of the service; its time must be bounded by
                                                          the length of the text
         ProcessPoolScorer  (scorers/in_process_pool.py)  a rule in worker processes that are killed at the deadline
         ModelServerScorer  (scorers/in_model_server.py)  a neural network in a process of its own
@@ -156,9 +159,11 @@ def failure_of(error: BaseException) -> Failure:
 
 def checked(value: object) -> Outcome:
     """Return a value as a score if it is a bounded number (tba/fields.py), else a Failure."""
+    # Real and not float: numpy's numbers, fractions and True are scores too
     if not isinstance(value, Real):
         return Failure("exception", f"the score is {value!r:.100}, not a number")
     try:
+        # an integer of a thousand digits is possible in Python
         number = float(value)
     except OverflowError:
         return Failure("too_large", "the score is an integer that no float holds")
@@ -192,6 +197,7 @@ def score_any(golds: Sequence[object], rule: Callable[[object], bool]) -> float:
             if rule(gold):
                 return 1.0
         except BadDataError as error:
+            # the answer may still be equal to another gold answer, which then decides
             bad = bad or error
     if bad is not None:
         raise bad
@@ -233,6 +239,68 @@ async def try_example(scorer: Scorer, example: Example) -> str:
     outcome = (await scorer.score([example.item]))[0]
     if isinstance(outcome, Failure):
         return f"its example failed ({outcome.reason}: {outcome.detail})"
+    # a scorer that works but scores otherwise, for example with another release of a package, is caught here
     if outcome != example.score:
         return f"its example scored {outcome}, not {example.score}"
     return OK
+
+
+INLINE_CHUNK_ITEMS = 64
+INLINE_CHUNK_CHARS = 100_000
+# beside the event loop, which answers health checks meanwhile; more threads would only compete for the interpreter
+_INLINE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
+
+
+class InlineScorer:
+    """Applies a rule to one item after the other, off the event loop; requests take turns after each chunk of items.
+
+    Args:
+        rule: a function without state.
+        params: its settings.
+        version: see `version_of`.
+        example: scored at start.
+    """
+
+    def __init__(self, rule: Rule, params: Params, *, version: str, example: Example) -> None:
+        self._rule, self._params, self._example = rule, params, example
+        self._version = version
+        self._health = "its example was not scored yet"
+
+    @property
+    def version(self) -> str:
+        """The digest of rule and params."""
+        return self._version
+
+    async def start(self) -> None:
+        """Score the example."""
+        self._health = await try_example(self, self._example)
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to stop."""
+
+    def health(self) -> str:
+        """Return `ok` once the example has got its score."""
+        return self._health
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return one outcome per item, in order."""
+        loop, outcomes = asyncio.get_running_loop(), list[Outcome]()
+        for chunk in _inline_chunks(items):
+            outcomes += await loop.run_in_executor(_INLINE_THREAD, self._score_chunk, chunk)
+        return outcomes
+
+    def _score_chunk(self, items: Sequence[Item]) -> list[Outcome]:
+        return [outcome_of(self._rule, item, self._params) for item in items]
+
+
+def _inline_chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """Yield the items in order: at most INLINE_CHUNK_ITEMS at a time, none after INLINE_CHUNK_CHARS are reached."""
+    chunk, num_chars = list[Item](), 0
+    for item in items:
+        chunk.append(item)
+        num_chars += len(item.prompt) + len(item.response)
+        if len(chunk) >= INLINE_CHUNK_ITEMS or num_chars >= INLINE_CHUNK_CHARS:
+            yield chunk
+            chunk, num_chars = [], 0
+    if chunk:
+        yield chunk

@@ -19,12 +19,9 @@ from tba.config.reward import ExactSpec, LastNumberSpec, MakeNSpec, MathSpec, Re
 from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
 from tba.logs import get_logger
 from tba_reward.metrics import Metrics
-from tba_reward.scorer import OK, Failure, Item, clean
+from tba_reward.scorer import OK, Failure, InlineScorer, Item, clean
 from tba_reward.scorers import Tools, build_scorer
-from tba_reward.scorers.inline import InlineScorer
-from tba_reward.tasks.cache import CachedScorer, ScoreCache
-from tba_reward.tasks.component import RewardComponent
-from tba_reward.tasks.composite import CompositeReward, ItemReward
+from tba_reward.tasks import CachedScorer, CompositeReward, ItemReward, RewardComponent, ScoreCache
 
 BUILT_IN: Mapping[str, TaskReward] = {
     "addition": TaskReward(scorers=[ExactSpec(kind="exact", compare="integer")]),
@@ -141,6 +138,7 @@ class RewardService:
             if isinstance(item, ScoreResult):
                 results[at] = item
             elif item.task in self.tasks:
+                # a request may mix tasks: each one scores its own items, all tasks at once
                 by_task.setdefault(item.task, []).append(at)
             else:
                 detail = f"no reward for task {item.task!r}; known: {', '.join(self.tasks)}"
@@ -183,6 +181,7 @@ class RewardService:
                 for item in chosen
             ]
         )
+        # after scoring: the version of a model or an endpoint is known once it has answered
         version = task.version
         results = [_result(item.item_id, reward, version) for item, reward in zip(chosen, rewards, strict=True)]
         labels = ["scored" if result.error is None else result.error.reason for result in results]

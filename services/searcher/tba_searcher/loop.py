@@ -168,6 +168,7 @@ class SearcherLoop:
         """Read the newest version and the state of the run from a reply of the buffer."""
         if reply.latest_version is not None:
             self._newest = PolicyVersion.parse(reply.latest_version)
+        # replies of pushes and leases may both say it; the run ends once
         if reply.run_state in ("done", "failed") and not self._run_is_over.is_set():
             log.info("run is over", run_state=reply.run_state)
             self._run_is_over.set()
@@ -377,6 +378,7 @@ class SearcherLoop:
             impossible = [v for v in self._queue.open_visits() if v.pinned in refused]
             if impossible:
                 await self._return_visits(impossible)
+            # an evaluation holds up training while its version is not here
             target = next((v for v in (*pinned, self._newest) if v not in refused), None)
             if target is None or self._loader.get(target) is not None:
                 self._status.waits.end("pulling")
@@ -385,6 +387,7 @@ class SearcherLoop:
             try:
                 self._loader.add(await in_thread(lambda target=target: self._loader.download(target)))
             except (StoreUnavailableError, ObjectNotFoundError) as error:
+                # a pinned version that was deleted never comes back; the newest one is soon followed by another
                 if target in pinned and isinstance(error, ObjectNotFoundError):
                     self._refuse_version(target, error)
                 elif self._status.waits.begin("pulling", "object-store", self._recipe.searcher.retry_s) <= 0:

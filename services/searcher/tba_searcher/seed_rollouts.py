@@ -95,6 +95,7 @@ def seed_buffer(recipe: Recipe, path: Path, prompts_file: Path) -> int:
             _wait_for_start(versions)
             versions.download(START, Path(folder) / "start")
             payloads = list(_payloads(recipe, Path(folder) / "start", _rows(path), path, prompts))
+        # half of the limit: the rest is for what the push adds around the payloads
         limits = {"max_rollouts": recipe.searcher.push_max_rollouts, "max_bytes": recipe.buffer.max_body_bytes // 2}
         for part in split_into_pushes(payloads, **limits):
             for item in client.push(part).outcomes:
@@ -142,6 +143,7 @@ def _rows(path: Path) -> list[SeedRow]:
     decoder = msgspec.json.Decoder(SeedRow)
     rows = []
     try:
+        # bytes: only line feeds and carriage returns end a line, and not U+2028, which a text may hold
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
@@ -167,6 +169,7 @@ def _payloads(
     from tba_searcher.engines.torch.reference_logprobs import StartingModel  # imports torch: after all cheap checks
 
     codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
+    # all rows before the model is loaded: a wrong line is found at once, and nothing is pushed then
     seeds = [_seed(recipe, codec, row, f"{path}, line {number}", prompts) for number, row in enumerate(rows, start=1)]
     model = StartingModel(
         folder,
@@ -209,6 +212,7 @@ def _seed(recipe: Recipe, codec: TextCodec, row: SeedRow, where: str, prompts: d
 
 def _rollout(recipe: Recipe, seed: SeedRollout, logprobs: NDArray[np.float32], *, written_at_s: float) -> Rollout:
     row = seed.row
+    # without the log-probs, which differ by rounding: the same row must have the same id
     content = msgspec.msgpack.encode((recipe.run.name, seed.prompt.prompt_id, seed.response_tokens.tolist()))
     rollout_id = hashlib.sha256(content).digest()[:16]
     carries_ref = recipe.objective.reference_placement == "searcher"
@@ -222,6 +226,7 @@ def _rollout(recipe: Recipe, seed: SeedRollout, logprobs: NDArray[np.float32], *
         response_tokens=seed.response_tokens,
         response_text=row.response,
         finish_reason="stop",
+        # the log-probs are those of version 0-0, so that the policy age counts from there
         version_spans=(VersionSpan(version=START, start=0, end=len(seed.response_tokens)),),
         sampling=Sampling(temperature=recipe.model.policy_temperature),
         sampler_logprobs=logprobs,
@@ -241,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tba_searcher.seed_rollouts", add_help=False)
     parser.add_argument("--rows", required=True, type=Path, metavar="FILE", help="JSON Lines")
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="the train prompts, JSON Lines")
+    # what is left are the options of every service
     args, rest = parser.parse_known_args(argv)
     return service_main("seeding", lambda recipe: seed_buffer(recipe, args.rows, args.prompts), rest)
 

@@ -209,6 +209,7 @@ class Searcher:
     async def _finish_asking(self, task: asyncio.Task[Any]) -> None:
         """Wait, at most `searcher.drain_s`, until a lease that was granted during the stop is returned."""
         until = time.monotonic() + self._recipe.searcher.drain_s
+        # a call in a thread cannot be cancelled: the buffer may grant its lease after the stop
         while self._is_asking and not task.done():
             if time.monotonic() > until:
                 log.warning("lease request not answered; leases that it was granted expire", detail="the drain is over")
@@ -261,6 +262,7 @@ class Searcher:
                 log.info("run is over", run_state=reply.run_state)
                 return None
             version = None if reply.latest_version is None else PolicyVersion.parse(reply.latest_version)
+            # a reference that is refused makes the version useless as well
             needed = {version, START} if self._recipe.searchers_hold_start else {version}
             if version is not None and not needed & self._loader.refused:
                 self._waits.end("start")
@@ -268,6 +270,7 @@ class Searcher:
             if self._waits.begin("start", "no-version", retry_s) <= 0:
                 log.warning("wait renewed", wait="no-version", deadline_s=retry_s)
                 self._waits.end("start")
+            # a buffer that answers at once must not be asked without a pause
             await asyncio.sleep(max(reply.retry_after_s, 0.2))
 
     async def _ask_state(self) -> LeaseReply:
@@ -276,6 +279,7 @@ class Searcher:
         self._is_asking = True
         try:
             reply = await self._ask(lambda: self._buffer.lease(request))
+            # the searcher has no engine yet, and another one could sample them now
             if reply.leases:
                 lease_ids = [lease.lease_id for lease in reply.leases]
                 back = LeaseReturn(searcher_id=self._status.searcher_id, lease_ids=lease_ids)
@@ -313,10 +317,12 @@ class Searcher:
         seed = engine_seed(recipe.run.seed, self._status.searcher_id)
         log.info("engine starts", engine=settings.engine, version=str(weights.version))
         engine = build_engine(recipe, folder, weights.version, weights.manifest, seed=seed)
+        # the same checks as for every later version: a first version may be damaged too
         if (error := verification_error(engine, weights.manifest)) is not None:
             engine.close()  # the engine of the next version needs the memory
             raise error
         codec = open_codec(recipe, folder)
+        # the model and its tokenizer may name different ones, and each of them ends a response
         eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
         log.info("engine ready", version=str(weights.version), eos_ids=eos_ids, num_slots=settings.num_slots)
         self._status.counts["weight_loads"] += 1

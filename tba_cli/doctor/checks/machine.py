@@ -53,6 +53,7 @@ print(json.dumps({**answer, "refused": refused}))
 def devices_of(recipe: Recipe) -> dict[str, str]:
     """Return every device that the recipe names for `tba run`, by its key; `auto` takes what is there."""
     devices = {"trainer.device": recipe.trainer.device}
+    # the simulated engine has no model, and an offline run no searcher
     if recipe.searcher.engine != "simulated" and not recipe.is_offline:
         devices["searcher.device"] = recipe.searcher.device
     for task, reward in recipe.reward.tasks.items():
@@ -77,6 +78,7 @@ def check_devices(recipe: Recipe) -> None:
         raise ConfigError(f"torch cannot be imported: {answer}; install it again")
     for key, device in asked.items():
         if (refused := answer["refused"].get(device)) is not None:
+            # a GPU that is not there at all needs another remedy than a wrong number of one
             fix = _no_gpu(answer) if device.startswith("cuda") and not answer["gpus"] else f"correct {key}"
             raise ConfigError(f"{key} {device!r} cannot be used: {refused}; {fix}")
     number = _highest_gpu(recipe)
@@ -110,6 +112,7 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
     if isinstance(answer, str):
         yield fail("gpu-torch", f"torch cannot be imported: {answer}", "install it again; the sentence says what broke")
         return
+    # torch may count GPUs that this CUDA build cannot use
     gpus = answer["gpus"] if answer["usable"] else []
     names = ", ".join(f"{name} ({free / 2**30:.0f} of {total / 2**30:.0f} GiB free)" for name, free, total in gpus)
     if not users:
@@ -122,6 +125,7 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         yield fail("gpu", f"{' and '.join(users)} want a GPU, and torch sees none; {build}; {seen}", _no_gpu(answer))
         return
     yield ok("gpu", f"{names}; {seen}; torch {answer['torch']}, CUDA {answer['cuda']}")
+    # containers that see the same GPU run out of its memory, hours later
     if target.num_gpus is not None and len(gpus) != target.num_gpus:
         yield fail(
             "gpu-count",
@@ -135,12 +139,14 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
             f"trainer.num_processes is {num_needed}, and {len(gpus)} GPU(s) are seen here",
             "give the trainer more GPUs (compose: device_ids, chart: trainer.gpu.count), or lower num_processes",
         )
+    # the smallest: a process may get any of them
     yield from _memory(target, users, min(free for _, free, _ in gpus))
 
 
 def _memory(target: Target, users: list[str], free_bytes: int) -> Iterator[CheckResult]:
     recipe = target.recipe
     try:
+        # config.json is enough, so that no weights are read
         shape = shape_of_folder(Path(recipe.model.path))
     except (ConfigError, OSError):
         yield skip("gpu-memory", f"{recipe.model.path} is not here, so nobody knows how much memory it takes")
@@ -213,12 +219,14 @@ def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
         return f"no answer within {TORCH_TIMEOUT_S:.0f} s"
     if done.returncode != 0:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    # the last line: torch and its plugins may print before it
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def check_disk(target: Target) -> Iterator[CheckResult]:
     """Check the free space where the services write, shared memory, and the limit of open files."""
     for what, path in _places(target).items():
+        # weights are written to the store and to temporary files alone
         weights_bytes = 0 if what in ("runs", "caches") else _weights_bytes(target)
         yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, weights_bytes))
     yield from _shared_memory(target)
@@ -253,6 +261,7 @@ def _free(what: str, path: Path, *, need_bytes: int) -> CheckResult:
     there = path.expanduser().absolute()
     while not there.exists():
         there = there.parent
+    # read-only root file systems are usual in clusters
     if not os.access(there, os.W_OK):
         return fail(
             "disk-writable",
@@ -288,6 +297,7 @@ def _shared_memory(target: Target) -> Iterator[CheckResult]:
         if users:
             yield fail("shared-memory", f"there is no {SHARED_MEMORY}, which {users[0]} needs", "mount a tmpfs there")
         return
+    # containers have 64 MiB unless they ask for more, and then NCCL fails in words about something else
     total = shutil.disk_usage(SHARED_MEMORY).total
     text = f"{SHARED_MEMORY} has {total / GIB:.2f} GiB"
     if users and total < MIN_SHM_BYTES:
@@ -308,12 +318,14 @@ def check_ports(target: Target) -> Iterator[CheckResult]:
             continue
         section = target.recipe.buffer if service == "buffer" else target.recipe.reward
         where = f"{section.host}:{section.port} ({service}.port)"
+        # nothing to compare: the port is chosen at the start
         if section.port == 0:
             yield skip("port", f"{service}.port is 0: `tba run` picks a free one")
             continue
         try:
             choose_ports([PortRequest(f"{service}.port", section.host, section.port)])
         except ConfigError as error:
+            # the doctor may run beside the services, in their own container
             if _is_service(target, service):
                 yield ok("port", f"{where}: the {service} service listens there")
             else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tba.config.sections import check_tokenizer
 from tba.errors import ConfigError, MalformedError, StoreError
 from tba.store import open_store
-from tba.weights.digest import tensor_header
+from tba.weights import tensor_header
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
 from tba_cli.artifacts.huggingface import check_allowed
 from tba_cli.artifacts.prepared import HALF_DONE

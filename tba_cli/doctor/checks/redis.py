@@ -47,6 +47,7 @@ def check_redis(target: Target) -> Iterator[CheckResult]:
             yield fail("redis", str(error), "install one of those")
         return
     try:
+        # one connection for both, so that they are about the same server
         info, config = ask_redis(target.recipe, _read_state)
     except RedisProblemError as error:
         yield from _ask_buffer(target, error)
@@ -86,6 +87,7 @@ def ask_redis(recipe: Recipe, ask: Callable[[Any], T]) -> T:
         if access.password_file is not None:
             *user, password = access.credentials()
             login = {"password": password, **({"username": user[0]} if user else {})}
+        # RESP2 and no retries: the answer of the server as it is, and at once
         client = Redis.from_url(
             access.url,
             **access.tls,
@@ -134,6 +136,7 @@ def clock_offset_s(client: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         raise RedisProblemError("Redis did not answer with its time") from None
     after_s = time.time()
+    # half of the round trip is the uncertainty, as in NTP
     return seconds + micros / 1e6 - (before_s + after_s) / 2, (after_s - before_s) / 2
 
 
@@ -157,6 +160,7 @@ def _hidden(error: Exception, secret: str | None) -> str:
 def _ask_buffer(target: Target, problem: RedisProblemError) -> Iterator[CheckResult]:
     answer = target.ask("buffer", "/metrics")
     if isinstance(answer, Answer) and answer.status == 200:
+        # /metrics needs no token, and this check has none for /v1
         found = re.search(rb"^tba_redis_durable (\S+)", answer.body, re.MULTILINE)
         if found is None:
             yield fail(
@@ -182,6 +186,7 @@ def _ask_buffer(target: Target, problem: RedisProblemError) -> Iterator[CheckRes
 
 
 def _state(info: Mapping[str, str]) -> Iterator[CheckResult]:
+    # two numbers: a third one never decides
     version = tuple(int(part) for part in re.findall(r"\d+", info.get("redis_version", "0"))[:2])
     if version < OLDEST_VERSION:
         yield fail("redis-version", f"Redis is {info.get('redis_version')}", "use Redis 6.2 or newer, or Valkey")
@@ -208,6 +213,7 @@ def _durability(recipe: Recipe, config: Mapping[str, str]) -> Iterator[CheckResu
         "appendonly": ("yes",),
         "appendfsync": STRONG_ENOUGH[recipe.buffer.appendfsync],
         "no-appendfsync-on-rewrite": ("no",),
+        # with `yes` Redis starts with a torn file, and drops the end of it
         "aof-load-truncated": ("no",),
     }
     wrong = {name: values[0] for name, values in wanted.items() if config.get(name) not in values}
@@ -230,6 +236,7 @@ def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) 
             f"maxmemory-policy is {policy}, so Redis may drop any key when it is full",
             "set `maxmemory-policy noeviction`",
         )
+    # maxmemory 0 means no limit but the machine
     room = limit or _number(info, "total_system_memory")
     what = "maxmemory" if limit else "memory of its machine"
     text = f"{used / GIB:.1f} GiB used, {what} {room / GIB:.1f} GiB; buffer.max_bytes asks for {need / GIB:.1f} GiB"
@@ -245,6 +252,7 @@ def _memory(recipe: Recipe, info: Mapping[str, str], config: Mapping[str, str]) 
 
 def _number(fields: Mapping[str, str], name: str) -> int:
     text = fields.get(name, "0")
+    # something else may listen on the port, and answer anything
     if not text.isascii() or not text.isdigit():
         raise ConfigError(f"Redis says that {name} is {text[:40]!r}, which is no number; is that a Redis?")
     return int(text)

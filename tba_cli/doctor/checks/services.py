@@ -39,6 +39,7 @@ def check_services(target: Target) -> Iterator[CheckResult]:
                 f"the {service} service: {answer}",
                 "docs/security.md, TLS, says more",
             )
+        # nothing is wrong: the services of a local run live as long as it
         elif target.is_local and not target.is_going:
             yield skip("service", f"the {service} service is not running; `tba run` starts it")
         else:
@@ -71,6 +72,7 @@ def _run(target: Target) -> Iterator[CheckResult]:
         return
     alive = [component for component in run.components if component.alive]
     kinds = ", ".join(sorted({component.kind for component in alive})) or "none"
+    # a component that has ended stays in the list for a while
     text = f"run {run.run!r} is {run.state} at step {run.step}; alive: {kinds}"
     if run.state == "failed":
         yield fail("run", f"{text}: {run.state_reason}", "fix what the reason names; a new trainer continues the run")
@@ -90,6 +92,7 @@ def _run(target: Target) -> Iterator[CheckResult]:
                 "look at its log; start it again, and it continues from its last checkpoint",
             )
             break
+    # a wait is normal, and one beyond its deadline is what a person should look at
     for wait in run.waits:
         if wait.deadline_in_s < 0:
             yield warn(
@@ -122,6 +125,7 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
     for service in services:
         answer = target.ask(service, "/version")
         found = answer.json() if isinstance(answer, Answer) and answer.status == 200 else None
+        # another server, for example a proxy with a page of its own
         if not isinstance(found, dict):
             continue  # the check of the services says why
         version, run = found.get("version"), found.get("run")
@@ -169,6 +173,7 @@ def check_rewards(target: Target) -> Iterator[CheckResult]:
                     f"no reward scores the task {task!r}; the service knows {', '.join(sorted(known))}",
                     f"give the recipe an entry reward.tasks.{task}, and restart the reward service with it",
                 )
+            # the health of a task names each scorer that is not well: `name: problem; name: problem`
             elif not {part.rpartition(": ")[2] for part in known[task].split("; ")} <= HEALTHY:
                 yield warn("reward-tasks", f"task {task!r}: {known[task]}", "the log of the reward service says why")
             else:
@@ -215,6 +220,7 @@ def check_clocks(target: Target) -> Iterator[CheckResult]:
             pass  # check_redis says why
     store = target.recipe.store
     if store.url.startswith("s3://"):
+        # any answer has a Date header, a refusal too, so no credentials are needed
         endpoint = store.endpoint_url or f"https://s3.{store.region}.amazonaws.com"
         answer = http_get(f"{endpoint.rstrip('/')}/", ca_file=store.ca_file)
         if isinstance(answer, Answer):
@@ -233,6 +239,7 @@ def _of_date(who: str, answer: Answer) -> Iterator[CheckResult]:
 
 def judge(who: str, ahead_s: float, *, unsure_s: float) -> CheckResult:
     """Return the result for a clock that is ahead of ours by so many seconds, give or take `unsure_s`."""
+    # a slow answer must not count as a wrong clock
     off_s = max(0.0, abs(ahead_s) - unsure_s)
     way = "ahead of" if ahead_s > 0 else "behind"
     if off_s < WARN_S:

@@ -182,5 +182,6 @@ def frame(message: msgspec.Struct) -> bytes:
     Raises:
         UnicodeEncodeError: a text holds half of a surrogate pair.
     """
+    # no pickle: a child that runs foreign model code must not choose what the service executes
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body

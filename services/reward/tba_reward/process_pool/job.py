@@ -107,6 +107,7 @@ def score_job(rule: int, items: Sequence[Item], timeout_s: float, futures: Seque
         ItemMessage(
             item.prompt,
             item.response,
+            # as JSON, which has whole numbers of any size; msgpack has not
             json.dumps(dict(item.data)),
             item.finish_reason,
             None if item.response_tokens is None else list(item.response_tokens),

@@ -134,6 +134,7 @@ class FrameDecoder:
         try:
             while len(self._buffer) - at >= _LENGTH.size:
                 end = at + _LENGTH.size + _LENGTH.unpack_from(self._buffer, at)[0]
+                # the rest of the body is still on its way
                 if len(self._buffer) < end:
                     return
                 body, at = bytes(self._buffer[at + _LENGTH.size : end]), end

@@ -8,6 +8,7 @@ from tba.config.reward import ExactSpec
 from tba_reward.scorer import (
     BadDataError,
     Example,
+    InlineScorer,
     Item,
     Params,
     Scorer,
@@ -17,7 +18,6 @@ from tba_reward.scorer import (
     version_of,
 )
 from tba_reward.scorers import Tools
-from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 1
 _INTEGER = re.compile(r"([+-]?)([0-9]+)", re.ASCII)

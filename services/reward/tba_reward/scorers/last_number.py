@@ -18,6 +18,7 @@ from tba_reward.math.extraction import after_reasoning
 from tba_reward.scorer import (
     BadDataError,
     Example,
+    InlineScorer,
     Item,
     Params,
     Scorer,
@@ -27,7 +28,6 @@ from tba_reward.scorer import (
     version_of,
 )
 from tba_reward.scorers import Tools
-from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 3
 _MINUS_SIGN = "\u2212"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from tba.config.reward import LengthSpec
-from tba_reward.scorer import Example, Item, Params, Scorer, params_of, version_of
+from tba_reward.scorer import Example, InlineScorer, Item, Params, Scorer, params_of, version_of
 from tba_reward.scorers import Tools
-from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 1
 
 
 def build(spec: LengthSpec, tools: Tools) -> Scorer:
     """Return the scorer."""
+    # the shortest response that scores 1, whatever the bounds are
     shortest = "a" * spec.min_length if spec.unit == "chars" else "a " * spec.min_length
     example = Example(Item(prompt="", response=shortest), 1.0)
     return InlineScorer(score, params_of(spec), version=version_of(spec, IMPLEMENTATION), example=example)

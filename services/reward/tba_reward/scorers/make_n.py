@@ -17,9 +17,8 @@ from collections import Counter
 from fractions import Fraction
 
 from tba.config.reward import MakeNSpec
-from tba_reward.scorer import BadDataError, Example, Item, Params, Scorer, params_of, version_of
+from tba_reward.scorer import BadDataError, Example, InlineScorer, Item, Params, Scorer, params_of, version_of
 from tba_reward.scorers import Tools
-from tba_reward.scorers.inline import InlineScorer
 
 IMPLEMENTATION = 1
 MAX_CHARS = 256

@@ -37,6 +37,7 @@ class RedteamScorer(ModelServerScorer):
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return the mean of the replies' toxicity, or of its logarithm, per item, in order."""
+        # all at once: the process makes batches of what waits there
         calls = (self._process.score(item.prompt, item.response, timeout_s=self._timeout_s) for item in items)
         return await asyncio.gather(*calls)
 

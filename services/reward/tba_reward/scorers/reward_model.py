@@ -41,11 +41,13 @@ class RewardModelScorer(ModelServerScorer):
         other = item.data.get(self._against)
         if not isinstance(other, str):
             return Failure("bad_data", f"data needs a text `{self._against}`, got {other!r:.100}")
+        # at once, so that both can be in one batch
         own, others = await asyncio.gather(self._own_score(item), self._ask(item.prompt, other, finished=True))
         if isinstance(own, Failure):
             return own
         if isinstance(others, Failure):
             return others
+        # equal logits do happen: the same text twice, or a model that saturates
         return TIE if own == others else WIN if own > others else LOSS
 
     async def _own_score(self, item: Item) -> Outcome:

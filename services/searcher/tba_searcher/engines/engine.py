@@ -206,6 +206,7 @@ def check_request(request: Request, limits: RequestLimits, *, is_known: bool) ->
     """
     name = f"request {request.request_id}"
     num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
+    # without a prompt there is no position whose logits give the first token
     if not 1 <= num_prompt <= limits.max_prompt_tokens:
         raise EngineError(
             f"{name}: {num_prompt} prompt tokens; allowed are 1 to {limits.max_prompt_tokens} "
@@ -248,6 +249,7 @@ def check_loaded(model: CheckableModel, manifest: Manifest) -> None:
     Raises:
         DigestError: the parameters or the canary differ; it names what was found and what was published.
     """
+    # the parameters first: they are exact, and the canary depends on kernels and rounding
     found = model.params_sha256()
     if found != manifest.params_sha256:
         raise DigestError(

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tba.config.searcher import SimulatedSection
 from tba.errors import ConfigError, DigestError
 from tba.versions import PolicyVersion
-from tba.weights.digest import params_sha256_of_files
+from tba.weights import params_sha256_of_files
 from tba.weights.repository import MODEL_CONFIG_NAME
 from tba.wire import Manifest, VersionSpan
 from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_request
@@ -86,6 +86,7 @@ class SimulatedEngine:
         self._waiting: deque[Request] = deque()
         self._active: list[_ActiveRequest] = []
         self._ids: set[str] = set()
+        # the tensors are read as a real engine reads them: a rehearsal has to show damaged files and slow disks
         self._version, self._params_sha256 = version, params_sha256_of_files(tensors_paths)
         sleep(self._behaviour.start_s)
         rng, now = np.random.default_rng(settings.seed), clock()
@@ -142,6 +143,7 @@ class SimulatedEngine:
             self._active.append(self._begin(self._waiting.popleft()))
         if not self._active:
             return []
+        # never past the end of the longest request: time would pass in which nothing is decoded
         num_tokens = min(self._behaviour.tokens_per_step, max(active.num_left for active in self._active))
         self._sleep(num_tokens / self._tokens_per_s())
         for active in self._active:
@@ -157,6 +159,7 @@ class SimulatedEngine:
         self._sleep(self._behaviour.load_s)
         self._version = version
         for active in self._active:
+            # a second load before the next token replaces the first: no span is empty
             active.span_starts[active.num_done] = version
 
     def verify(self, manifest: Manifest) -> None:
@@ -195,6 +198,7 @@ class SimulatedEngine:
         seed = request.sampling.seed
         source = f"{self._settings.seed}|{request.request_id}" if seed is None else f"{seed}|{request.prompt_tokens}"
         rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(source.encode(), digest_size=16).digest(), "big"))
+        # drawn before the limits, so that a lower limit cuts responses off instead of changing all of them
         length = max(draw_length(rng, self._behaviour), request.min_response_tokens, 1)
         ends = length <= request.max_response_tokens and bool(request.eos_ids)
         tokens = self._vocabulary.draw(rng, min(length, request.max_response_tokens))
@@ -282,6 +286,7 @@ class Vocabulary:
         path = folder / MODEL_CONFIG_NAME
         try:
             document = json.loads(path.read_text())
+            # models with images keep the settings of their language model in a section of its own
             document = {**document.get("text_config", {}), **document}
             num_ids, eos = int(document["vocab_size"]), document.get("eos_token_id")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -315,6 +320,7 @@ class SimulatedCodec:
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Return one id for every four bytes of a prompt; the same prompt always has the same ids."""
+        # lone surrogates have no bytes, and no rehearsal may end over one
         raw = text.encode(errors="replace")
         parts = (raw[at : at + CHARS_PER_TOKEN] for at in range(0, len(raw), CHARS_PER_TOKEN))
         return tuple(zlib.crc32(part) % self._vocabulary.num_ids for part in parts)

@@ -1,21 +1,35 @@
-"""Weight versions on this machine: downloaded in the background, checked before use, kept while needed."""
+"""Weight versions on this machine: downloaded in the background, checked before use, kept while needed; and the
+parameters of torch models: load a model, digest its parameters, replace them in place from safetensors files.
+
+torch is imported by the functions that need it: a searcher with the simulated engine runs without torch.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tba.errors import DigestError, TbaError
+from safetensors import safe_open
+
+from tba.errors import ConfigError, DigestError, MalformedError, StoreError, TbaError
 from tba.versions import PolicyVersion
-from tba.weights import WeightVersions
+from tba.weights import WeightVersions, tensor_header
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError
+from tba.wire.weight_manifest import params_digest
+from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError, EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 FIRST_RETRY_S = 30.0
 """Pause before a refused version is retried; it doubles with every refusal, up to MAX_RETRY_S."""
 MAX_RETRY_S = 600.0
+DtypeAndShape = tuple[str, list[int]]
+"""Of a tensor, as safetensors writes them."""
+_DTYPE_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,7 @@ class WeightLoader:
     @property
     def refused(self) -> set[PolicyVersion]:
         """Versions that failed a check, until they may be retried."""
+        # computed at each call, so that a refusal ends without a timer
         now_s = time.monotonic()
         return {version for version, refusal in self._refusals.items() if now_s < refusal.until_s}
 
@@ -85,6 +100,7 @@ class WeightLoader:
         Raises:
             StoreError, MalformedError
         """
+        # a folder of its own: an engine may still read the files of the version before
         folder = self._folder / f"model-{version}"
         manifest = self._versions.download(version, folder)
         return LoadedWeights(version, tuple(folder / stored.name for stored in manifest.tensors), manifest), folder
@@ -108,6 +124,7 @@ class WeightLoader:
 
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
         """Delete the tensors of all other versions."""
+        # a version of a large model has many gigabytes, and a new one comes every few minutes
         for version in set(self._weights) - set(versions):
             self._delete(version)
 
@@ -126,6 +143,7 @@ def swap_weights(engine: Engine, new: LoadedWeights, old: LoadedWeights) -> TbaE
     reason: TbaError | None
     try:
         engine.load_weights(new.paths, new.version)
+    # a dead engine cannot take the old weights either
     except EngineDiedError:
         raise
     except TbaError as error:
@@ -137,6 +155,7 @@ def swap_weights(engine: Engine, new: LoadedWeights, old: LoadedWeights) -> TbaE
     if reason is None:
         return None
     try:
+        # a load that failed may have replaced half of the parameters
         engine.load_weights(old.paths, old.version)
         if isinstance(reason, EngineCheckError):
             # the engine failed in an unknown way: check that it still computes what it should
@@ -167,3 +186,105 @@ def _check_error(manifest: Manifest, doing: str, error: Exception) -> EngineChec
     return EngineCheckError(
         f"weight version {manifest.version}: the engine failed while it was {doing} ({cause}); this version is not used"
     )
+
+
+def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool) -> Any:
+    """Load a causal language model in Hugging Face format, in eval mode and without gradients.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+        device: torch device.
+
+    Raises:
+        ConfigError: the folder holds no usable causal language model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model folder {folder} holds no usable causal language model: {error}") from None
+    model.to(torch.device(device))
+    return model.eval().requires_grad_(False)
+
+
+def params_sha256(model: nn.Module) -> str:
+    """Return the manifest's `params_sha256` over `model.named_parameters()` (a tied output embedding counts once)."""
+    return params_digest({name: digest_entry(tensor) for name, tensor in model.named_parameters()})
+
+
+def replace_params(model: nn.Module, tensors_paths: Sequence[Path]) -> None:
+    """Copy every tensor of safetensors files into the parameter of the same name, one at a time.
+
+    Raises:
+        EngineError: a file is not readable, or names, shapes or dtypes are not exactly the model's.
+    """
+    params = dict(model.named_parameters())  # tied parameters are one tensor, so both ends change
+    # everything is checked before anything is written
+    check_tensors(tensors_paths, {name: (_dtype_name(param), list(param.shape)) for name, param in params.items()})
+    import torch
+
+    with torch.no_grad():
+        for path in tensors_paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    params[name].copy_(file.get_tensor(name))
+
+
+def read_headers(tensors_paths: Sequence[Path]) -> dict[str, tuple[Path, DtypeAndShape]]:
+    """Read the headers of safetensors files: tensor name -> its file, and its dtype and shape.
+
+    Raises:
+        EngineError: a file is not readable.
+    """
+    found = {}
+    for path in tensors_paths:
+        try:
+            header = tensor_header(path)
+        except (MalformedError, StoreError) as error:
+            raise EngineError(f"weights: {error}") from None
+        found |= {name: (path, (entry["dtype"], list(entry["shape"]))) for name, entry in header.items()}
+    return found
+
+
+def check_tensors(tensors_paths: Sequence[Path], expected: Mapping[str, DtypeAndShape]) -> dict[str, Path]:
+    """Check that the files hold exactly the expected tensors; return the file of each tensor.
+
+    Raises:
+        EngineError: a file is not readable, or names, shapes or dtypes are not exactly those expected.
+    """
+    files = {}
+    for name, (path, found) in read_headers(tensors_paths).items():
+        required = expected.get(name)
+        if required is not None and found != required:
+            raise EngineError(
+                f"weights {path}: tensor {name!r} is {found[0]} {found[1]}, the model has {required[0]} {required[1]}"
+            )
+        files[name] = path
+    differing = sorted(set(expected) ^ set(files))
+    if differing:
+        where = "missing in the files" if differing[0] in expected else "not a parameter of the model"
+        names = ", ".join(str(path) for path in tensors_paths)
+        raise EngineError(f"weights {names}: tensor {differing[0]!r} is {where} ({len(differing)} names differ)")
+    return files
+
+
+def digest_entry(tensor: Tensor) -> tuple[str, tuple[int, ...], memoryview]:
+    """Return a tensor as `params_digest` takes it: dtype, shape, raw bytes."""
+    import torch
+
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)  # numpy has no bfloat16, so as bytes
+    return _dtype_name(tensor), tuple(tensor.shape), raw.numpy().data
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return _DTYPE_NAMES.get(str(tensor.dtype), str(tensor.dtype))

@@ -84,6 +84,7 @@ def answer_all(
     start_s = time.monotonic()
     num_tokens, more = 0, True
     while more or engine.num_active or engine.num_waiting:
+        # no more than can be decoded: a refused prompt then costs one request, not all of its samples
         while more and engine.num_free_slots:
             more = _submit_next(engine, requests, found)
         for completion in engine.step():
@@ -143,6 +144,7 @@ def _submit_next(engine: Engine, requests: Iterator[tuple[int, Request]], found:
     except EngineDiedError:
         raise
     except EngineError as error:
+        # the evaluation continues without this prompt, and the report names it
         found.refused[index] = str(error)
     return True
 
@@ -162,6 +164,7 @@ def _in_order(codec: Codec, done: dict[str, Completion]) -> list[Answer]:
             finish_reason=completion.finish_reason,
             text=text,
         )
+        # completions end in any order, and the files must not depend on it
         for (mode, index, number), completion, text in sorted(
             zip(keys, done.values(), texts, strict=True), key=lambda item: item[0]
         )

@@ -99,6 +99,7 @@ def _generate(
     engine = build_engine(recipe, job.model, version, manifest, seed=recipe.eval.published.seed)
     try:
         if manifest is not None:
+            # a table of results must be about these weights, and not about a damaged download
             engine.verify(manifest)
         codec = open_codec(recipe, job.model)
         return answer_all(engine, codec, recipe, prompts, on_progress=on_progress)
@@ -110,6 +111,7 @@ def _params_sha256(folder: Path) -> str | None:
     """Return the digest of the weights; None where they are stored in another format, or twice."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
+        # a folder may hold the same tensors in two formats or two layouts; then no digest is right
         return params_sha256_of_files(paths) if paths else None
     except MalformedError:
         return None
@@ -118,6 +120,7 @@ def _params_sha256(folder: Path) -> str | None:
 def _write_completions(recipe: Recipe, path: Path, answers: Answers, scores: Scores, nlls: dict[str, float]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for answer in answers.answers:
+            # texts and scores lie side by side, so that a person can check what was counted
             found = {task: scores[answer.name, task] for task in tasks_of(recipe, answers, answer.prompt)}
             line = {
                 "mode": answer.mode,

@@ -42,6 +42,7 @@ def negative_log_likelihoods(
     found: dict[str, float] = {}
     for at in range(0, len(answers.answers), PART_ANSWERS):
         part = answers.answers[at : at + PART_ANSWERS]
+        # in parts, so that progress is seen; the model itself cuts them into passes
         sums = model.sums([answers.prompt_tokens[answer.prompt] for answer in part], [answer.tokens for answer in part])
         found |= {answer.name: -value for answer, value in zip(part, sums, strict=True) if math.isfinite(value)}
         on_progress(f"{at + len(part)} of {len(answers.answers)} completions under the starting model")
@@ -68,6 +69,7 @@ def perplexities(parts: Sequence[Sequence[Answer]], answers: Answers, nlls: Mapp
 def _check_tokenizer(recipe: Recipe, folder: Path, answers: Answers) -> None:
     """Refuse a starting model with another tokenizer: the token ids would mean something else to it."""
     codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
+    # a few prompts are enough: tokenizers differ in nearly every text
     for prompt, tokens in zip(answers.prompts[:8], answers.prompt_tokens, strict=False):
         if codec.encode_prompt(prompt.text) != tokens:
             raise ConfigError(

@@ -55,6 +55,7 @@ class EvaluationMetrics:
         for task in self._tasks():
             scores = self._of_task(mode, task)
             yield f"{task}.mean_reward", mean_of_prompts(_known(scores))
+            # unknown scores stay unknown here, and bound the rate from both sides
             successes = [[self._succeeds(task, score) for score in part] for part in scores]
             yield f"{task}.success_rate", success_rate(successes)
             if mode == "sampled":

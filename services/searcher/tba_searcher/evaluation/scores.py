@@ -64,6 +64,7 @@ async def _score_all(
     for answer in answers.answers:
         prompt = answers.prompts[answer.prompt]
         for task in tasks_of(recipe, answers, answer.prompt):
+            # an item id is its position: the same answer is scored under several tasks
             keys.append((answer.name, task))
             items.append(
                 ScoreItem(
@@ -76,6 +77,7 @@ async def _score_all(
                     response_tokens=answer.tokens.tolist() if recipe.reward.takes_tokens(task) else None,
                 )
             )
+    # a few requests at once keep the workers of the service busy; more would only run into their deadlines
     waits, semaphore, found = WaitRegistry(), asyncio.Semaphore(REQUESTS_AT_ONCE), {}
 
     async def ask(number: int, part: list[ScoreItem]) -> None:
@@ -101,6 +103,7 @@ def _split(items: Sequence[ScoreItem], recipe: Recipe) -> Iterator[list[ScoreIte
     part: list[ScoreItem] = []
     num_bytes = 0
     for item in items:
+        # measured as it is sent: JSON escapes can multiply the length of a text
         size = len(item.model_dump_json().encode()) + ITEM_OVERHEAD_BYTES
         if part and (len(part) == max_items or num_bytes + size > recipe.reward.max_body_bytes):
             yield part

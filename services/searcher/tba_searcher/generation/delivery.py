@@ -99,6 +99,7 @@ class Delivery:
         self._score_request: asyncio.Future[ScoreReply] | None = None
         self._reward_is_away = False
         self._is_draining = False
+        self._token_tasks = {task for task in recipe.reward.tasks if recipe.reward.takes_tokens(task)}
 
     @property
     def is_idle(self) -> bool:
@@ -139,6 +140,7 @@ class Delivery:
         while True:
             visits = [await self._complete.get()]
             num = len(visits[0].completions)
+            # no wait for more: a visit that is complete is scored at once
             while not self._complete.empty() and num < self._recipe.searcher.push_max_rollouts:
                 visits.append(self._complete.get_nowait())
                 num += len(visits[-1].completions)
@@ -158,6 +160,7 @@ class Delivery:
         completions = [completion for visit in visits for completion in visit.completions]
         visit_of_completion = [visit for visit in visits for _ in visit.completions]
         texts = self._codec.decode_responses(completions)
+        # made once, before any retry: the buffer recognises a rollout that comes twice by its id
         ids = [new_rollout_id() for _ in completions]
         items = [
             ScoreItem(
@@ -171,6 +174,7 @@ class Delivery:
             )
             for visit, completion, text, rollout_id in zip(visit_of_completion, completions, texts, ids, strict=True)
         ]
+        # one visit may have more completions than a request to the reward service may hold
         max_items, scores = self._recipe.reward.max_items, list[ScoreResult | str]()
         for start in range(0, len(items), max_items):
             scores += await self._request_scores(items[start : start + max_items])
@@ -195,9 +199,7 @@ class Delivery:
 
     def _tokens_for_scorer(self, visit: Visit, completion: Completion) -> list[int] | None:
         # only Python functions take tokens (as `completion_ids`); other scorers would get them for nothing
-        if not self._recipe.reward.takes_tokens(visit.lease.prompt.task):
-            return None
-        return completion.response_tokens.tolist()
+        return completion.response_tokens.tolist() if visit.lease.prompt.task in self._token_tasks else None
 
     async def _request_scores(self, items: list[ScoreItem]) -> Sequence[ScoreResult | str]:
         """Return one result per item, or one reason per item why it is not scored yet."""

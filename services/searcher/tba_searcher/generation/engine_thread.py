@@ -74,6 +74,7 @@ class EngineThread:
         try:
             while not (await asyncio.wait({task}, timeout=LONG_STEP_S))[0]:
                 if self._waits.begin("engine", "engine-step", self._timeout_s - LONG_STEP_S) <= 0:
+                    # the thread cannot be stopped: the caller delivers what is finished and ends the process
                     text = f"wait engine-step: the engine did not come back for {self._timeout_s:g} s"
                     return StepResult(died=EngineDiedError(text))
             return task.result()
@@ -133,6 +134,7 @@ def run_step(engine: Engine, step: EngineStep, current: LoadedWeights) -> StepRe
             begin = time.monotonic()
             result.swap_error = swap_weights(engine, step.swap_to, current)
             result.swap_s = time.monotonic() - begin
+        # before new requests: aborted ones hold slots
         for request_id in step.aborts:
             engine.abort(request_id)
         for request in step.requests:
@@ -142,6 +144,7 @@ def run_step(engine: Engine, step: EngineStep, current: LoadedWeights) -> StepRe
                 raise
             except EngineError as error:
                 result.rejected.append((request, error))
+        # a few milliseconds, so that heartbeats, aborts and new versions never wait long for the engine
         until = time.monotonic() + STEP_S
         while engine.num_active + engine.num_waiting:
             result.completions += engine.step()

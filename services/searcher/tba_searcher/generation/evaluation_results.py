@@ -65,6 +65,7 @@ class ResultBuilder:
             return None
         responses = [completion.response_tokens for completion in visit.completions]
         sums = self._reference_sums(np.array(visit.prompt_tokens, np.int32), responses)
+        # in float64: a sum over thousands of float32 log-probs loses digits, and the difference is small
         own = [float(completion.sampler_logprobs.sum(dtype=np.float64)) for completion in visit.completions]
         return [bounded_or_none(mine - theirs) for mine, theirs in zip(own, sums, strict=True)]
 
@@ -112,6 +113,7 @@ def cosine_distances(embeddings: Float[Tensor, "N D"]) -> Float[Tensor, "N N"]:
     unit = torch.nn.functional.normalize(embeddings.double(), dim=1)
     similarity = unit @ unit.T  # [N, N]
     empty = embeddings.abs().amax(dim=1) == 0
+    # normalising a zero vector leaves it zero, and its similarity to itself would be 0
     similarity[empty[:, None] & empty] = 1.0
     return 1.0 - similarity
 

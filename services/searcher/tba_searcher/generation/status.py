@@ -78,6 +78,7 @@ class SearcherStatus:
         since, tokens_then = self._last
         self._last = (now, tokens)
         gauges = {name: float(self.counts[name]) for name in COUNTERS}
+        # two heartbeats may come at nearly the same time: at the end of a run, for example
         gauges["tokens_per_s"] = (tokens - tokens_then) / max(now - since, 1e-3)
         gauges["unpushed"] = float(self.num_unpushed)
         gauges["active_slots"] = float(self.num_active)
@@ -127,6 +128,7 @@ class WaitRegistry:
             Seconds left until the deadline, below 0 when it has passed.
         """
         now, wait = time.monotonic(), self._waits.get(owner)
+        # another name is another wait with a deadline of its own
         if wait is None or wait.name != name:
             wait = self._waits[owner] = _RegisteredWait(name, now, now + deadline_s)
         return wait.deadline - now
@@ -143,6 +145,7 @@ class WaitRegistry:
         """Return the wait that began first."""
         if not self._waits:
             return None
+        # one wait fits into a heartbeat: the oldest one is the likeliest reason why nothing moves
         now, wait = time.monotonic(), min(self._waits.values(), key=lambda wait: wait.since)
         return Wait(name=wait.name, for_s=now - wait.since, deadline_in_s=wait.deadline - now)
 
@@ -194,6 +197,7 @@ async def retry_until(
                 name = f"{service}-unreachable"
                 if waits.begin(owner, name, deadline_s) <= 0:
                     raise WaitTimeoutError(f"wait {name}: no answer for {deadline_s:g} s: {error}") from None
+                # hundreds of searchers may wait for the same service, and must not call it twenty times a second each
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 await asyncio.sleep(pause_s)
                 if should_stop():
@@ -210,4 +214,5 @@ async def _call_in_thread(call: Callable[[], T], waits: WaitRegistry, owner: str
             waits.begin(owner, name, deadline_s)
         return await task
     finally:
+        # the thread of a call that was given up runs to its end; its result is dropped
         task.cancel()

@@ -73,6 +73,7 @@ class WorkQueue:
 
     def __init__(self, settings: SearcherSection, *, run_seed: int, eos_ids: tuple[int, ...]) -> None:
         self._settings, self._run_seed, self._eos_ids = settings, run_seed, eos_ids
+        # two queues: evaluations go first, and must not stand behind training visits
         self._queues: dict[bool, deque[Visit]] = {True: deque(), False: deque()}  # evaluation? -> not fully submitted
         self._open: dict[str, Visit] = {}  # by lease id, in order of arrival
 

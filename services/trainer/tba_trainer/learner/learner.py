@@ -53,6 +53,7 @@ class Learner:
         self.model = model
         self.rng = rng
         self._recipe = recipe
+        self._tasks_with_minimum = recipe.searcher.tasks_with_minimum
         autocast_dtype = torch.bfloat16 if recipe.trainer.compute_dtype == "bfloat16" else None
         self._policy = LogprobModel(model, temperature=recipe.model.policy_temperature, autocast_dtype=autocast_dtype)
         self.objective = resolve(recipe.objective)
@@ -105,7 +106,7 @@ class Learner:
             forward_backward.results(),
             success_reward=self._recipe.eval.success_reward,
             policy_temperature=self._recipe.model.policy_temperature,
-            tasks_with_minimum=self._recipe.searcher.tasks_with_minimum,
+            tasks_with_minimum=self._tasks_with_minimum,
         )
         return {
             **loss_metrics,

@@ -28,9 +28,9 @@ from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
 from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_loaded, check_request
-from tba_searcher.engines.parameters import load_model, params_sha256, replace_params
 from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
+from tba_searcher.engines.weights import load_model, params_sha256, replace_params
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
@@ -124,6 +124,7 @@ class EmbeddedEngine:
     @property
     def default_eos_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the model's generation config; may be empty."""
+        # one id or a list of them: both forms are in use
         ids = getattr(self._model.generation_config, "eos_token_id", None)
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
@@ -167,6 +168,7 @@ class EmbeddedEngine:
         if not self._batch.num_used:
             return []
         tokens, logprobs = self._decode()
+        # weights that passed their checks can still overflow on a long response; its tokens would be noise
         if not np.isfinite(logprobs).all():
             raise EngineDiedError(f"the logits are not finite under version {self._version}; its weights are broken")
         completions = []
@@ -180,6 +182,7 @@ class EmbeddedEngine:
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Replace all parameters in flight (see `Engine.load_weights`)."""
         replace_params(self._model, tensors_paths)
+        # recomputed by the next step, and not here: a second load may follow at once, as when a version is refused
         self._version, self._cache_is_stale = version, True
         for slot in self._batch.active_slots():
             active = self._batch.requests[slot]
@@ -205,6 +208,7 @@ class EmbeddedEngine:
     def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the log-probs [R] at temperature 1 of a given response."""
         ids = torch.tensor([[*prompt_tokens, *response_tokens]], device=self._device)
+        # without the cache: the canary must not touch the keys and values of active requests
         logits = self._model(input_ids=ids, use_cache=False).logits[0, len(prompt_tokens) - 1 : -1]
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         return logprobs.gather(1, ids[0, len(prompt_tokens) :, None])[:, 0].cpu().numpy()
@@ -235,6 +239,7 @@ class EmbeddedEngine:
         if not batch.has_options:
             return None
         slots, tokens = batch.banned()
+        # an id beyond the vocabulary, as of a tokenizer with more ids than the model, cannot be drawn anyway
         is_in_vocab, limited = tokens < self._vocab_size, batch.limited()
         top_k = batch.top_k[limited]
         return SamplingOptions(
@@ -256,6 +261,7 @@ class EmbeddedEngine:
 
     def _own_generator(self, request: Request) -> torch.Generator | None:
         seed = request.sampling.seed
+        # greedy draws nothing
         return None if seed is None or request.sampling.temperature == 0 else _generator(self._device, seed)
 
     def _fill_slots(self) -> None:
@@ -267,6 +273,7 @@ class EmbeddedEngine:
                 self._prefill([prefix for prefix, _ in new_prefixes], [slot for _, slot in new_prefixes])
             source = [self._prefixes.slot_of(request) for request in admitted]
             target = [self._batch.add(request, self._version, self._own_generator(request)) for request in admitted]
+            # all prompt tokens but the last, with which the request begins to decode
             longest = max(len(request.prompt_tokens) for request in admitted) - 1
             self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)
 
@@ -345,6 +352,7 @@ def sample(
         tokens int64 [N] and their log-probs float32 [N].
     """
     greedy = temperatures == 0
+    # in float32, as the trainer computes its own: bfloat16 logits would differ by more than the policy does
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
     if options is not None:
         scaled[options.banned_rows, options.banned_tokens] = -torch.inf
@@ -363,9 +371,11 @@ def sample(
 def _limited(logits: Float[Tensor, "M V"], top_k: Int[Tensor, " M"], top_p: Float[Tensor, " M"]) -> Tensor:
     """Return the logits [M, V] with -inf for the tokens that top-k and top-p leave out; ties with the k-th stay."""
     ordered, order = logits.sort(dim=-1, descending=True)
+    # the k-th value and not the first k columns: equal logits must have equal chances
     last = ordered.gather(1, (top_k.clamp(max=logits.shape[1]) - 1)[:, None])  # [M, 1]
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probs = torch.softmax(ordered, dim=-1)
+    # the mass before a token: the one that crosses top_p stays, so that at least one does
     mass_before = probs.cumsum(dim=-1) - probs
     dropped = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
     return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(dropped, -torch.inf))

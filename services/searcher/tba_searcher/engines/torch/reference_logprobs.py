@@ -24,7 +24,7 @@ from tba.errors import DigestError, MalformedError, ObjectNotFoundError, TbaErro
 from tba.versions import START
 from tba.weights import WeightVersions
 from tba_searcher.engines.engine import ReferenceRefusedError, check_loaded
-from tba_searcher.engines.parameters import load_model, params_sha256
+from tba_searcher.engines.weights import load_model, params_sha256
 
 PASS_TOKENS = 4096
 """Most padded tokens of one forward pass; a longer sequence gets a pass of its own."""

@@ -32,9 +32,9 @@ from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, VersionSpan
 from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request, check_loaded, check_request
-from tba_searcher.engines.parameters import check_tensors, read_headers
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.weights import WORKER_EXTENSION
+from tba_searcher.engines.weights import check_tensors, read_headers
 
 _CANARY_ID = "canary"
 _MIN_LEN = 64

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tba.wire.weight_manifest import add_param
-from tba_searcher.engines.parameters import digest_entry
+from tba_searcher.engines.weights import digest_entry
 
 WORKER_EXTENSION = f"{__name__}.WeightsExtension"
 

@@ -1,1 +1,0 @@
-"""The reward of a task: its scorers, their cache, and the weighted sum with gates."""

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +18,13 @@ from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import resolve
 
 from tba.config import ObjectiveSection
+from tba.config.objective import PRESETS
 from tba.wire import Batch
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe
 
 BETA = 0.3
 AGES = [0, 3, 40] * 4
-PRESETS = get_args(ObjectiveSection.model_fields["preset"].annotation)
 RANK_WAIT_S = 60.0
 
 

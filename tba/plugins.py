@@ -61,14 +61,32 @@ def load(value: str, *, group: Group, what: str) -> Any:
         ConfigError: it does not exist, cannot be imported, or is not callable.
     """
     path = resolve(value, group=group, what=what)
-    # the script `tba` does not have the current folder on its path, and `python -m` has
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    _add_current_folder()
     with explain_errors(value, what=what, verb="cannot be imported"):
         found = import_object(path)
     if not callable(found):
         raise ConfigError(f"{what} {value!r} is a {type(found).__name__} and not a function or class; {remedy(what)}")
     return found
+
+
+def build(value: str, *arguments: Any, group: Group, what: str, kind: Any) -> Any:
+    """Call the class or function that `value` names, and return what it makes.
+
+    Args:
+        kind: the protocol that the made object must have; it is `runtime_checkable`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or raises, or makes something else.
+    """
+    factory = load(value, group=group, what=what)
+    with explain_errors(value, what=what, verb="failed"):
+        made = factory(*arguments)
+    if not isinstance(made, kind):
+        raise ConfigError(
+            f"{what} {value!r} made {made!r:.80}, which lacks members of {kind.__module__}.{kind.__name__}; add them "
+            "(docs/extending.md)"
+        )
+    return made
 
 
 def import_object(path: str) -> Any:
@@ -86,6 +104,7 @@ def find_module(path: str, *, what: str) -> ModuleSpec:
     Raises:
         ConfigError: there is no such module.
     """
+    _add_current_folder()
     module = path.partition(":")[0]
     top, *parts = module.split(".")
     spec = next((spec for finder in sys.meta_path if (spec := finder.find_spec(top, None)) is not None), None)
@@ -107,6 +126,12 @@ def explain_errors(value: str, *, what: str, verb: str) -> Iterator[None]:
         raise
     except Exception as error:  # foreign code raises anything
         raise ConfigError(f"{what} {value!r} {verb} ({type(error).__name__}: {error}); {remedy(what)}") from error
+
+
+def _add_current_folder() -> None:
+    """Put the current folder on the path: the script `tba` does not have it there, and `python -m` has."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def remedy(what: str) -> str:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tba import plugins
 from tba.api import Prompt, ScoreResult
 from tba.config import Recipe
 from tba.config.data import DatasetSection
+from tba.config.searcher import ENGINES
 from tba.errors import ConfigError, TbaError
 from tba_cli.artifacts.prepared import check_prepared, is_there
 from tba_cli.doctor.checks.machine import check_devices, check_disk, check_ports, devices_of
@@ -97,6 +99,7 @@ class RecipeChecks:
             ("model", self.check_model),
             ("tokenizer", self.check_tokenizer),
             ("scorers", self.check_scorers),
+            ("plugins", self.check_plugins),
             ("devices", self.check_devices),
             ("here", self.check_here),
             ("tokens", check_tokens),
@@ -186,6 +189,20 @@ class RecipeChecks:
             return
         yield from _scorer_results(trial)
 
+    def check_plugins(self, target: Target) -> Iterator[CheckResult]:
+        """Find the modules of what the recipe names by import path or entry point. They are not imported."""
+        named = _plugins_of(self.recipe)
+        if named and not target.is_local:
+            yield skip("plugin", ELSEWHERE)
+            return
+        for what, value, group in named:
+            try:
+                found = plugins.find_module(plugins.resolve(value, group=group, what=what), what=what)
+            except ConfigError as error:
+                yield _failed("plugin", error)
+            else:
+                yield ok("plugin", f"{what} {value}: {found.origin or found.name}")
+
     def check_devices(self, target: Target) -> Iterator[CheckResult]:
         """Use each device of the recipe once."""
         devices = devices_of(self.recipe)
@@ -235,6 +252,20 @@ class RecipeChecks:
             for key, section in sections.items()
             if section is not None and section.dataset is not None and not Path(section.dataset).is_dir()
         ]
+
+
+def _plugins_of(recipe: Recipe) -> list[tuple[str, str, plugins.Group]]:
+    """Return key, value and group of all that is not built in; prompt sources and scorers have checks of their own."""
+    named: list[tuple[str, str, plugins.Group]] = []
+    if recipe.objective.is_custom:
+        named.append(("objective.preset", recipe.objective.preset, "tba.objectives"))
+    if recipe.searcher.engine not in ENGINES:
+        named.append(("searcher.engine", recipe.searcher.engine, "tba.engines"))
+    for name in recipe.tracking.trackers:
+        named.append(("tracking.trackers", name, "tba.trackers"))
+    for name in recipe.buffer.eviction_policies:
+        named.append(("buffer.eviction_policies", name, "tba.eviction_policies"))
+    return named
 
 
 def _failed(code: str, error: TbaError) -> CheckResult:

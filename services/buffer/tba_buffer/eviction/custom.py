@@ -34,18 +34,11 @@ def load_policies(names: Sequence[str]) -> list[EvictionPolicy]:
     """Return the policies that a recipe names: each is made by a call without arguments.
 
     Raises:
-        ConfigError: one cannot be imported, is no `EvictionPolicy`, or has a reason that it cannot have.
+        ConfigError: one cannot be imported, makes no `EvictionPolicy`, or has a reason that it cannot have.
     """
     policies, taken = list[EvictionPolicy](), set(_TAKEN)
     for name in names:
-        factory = plugins.load(name, group="tba.eviction_policies", what=WHAT)
-        with plugins.explain_errors(name, what=WHAT, verb="cannot be built"):
-            policy = factory()
-        if EvictionPolicy not in type(policy).__mro__:
-            raise ConfigError(
-                f"{WHAT} {name!r} made {policy!r:.60}; its class must be a subclass of "
-                "tba_buffer.eviction.policies.EvictionPolicy"
-            )
+        policy = plugins.build(name, group="tba.eviction_policies", what=WHAT, kind=EvictionPolicy)
         reason = getattr(policy, "reason", None)
         if not isinstance(reason, str) or not _REASON.fullmatch(reason) or reason in taken:
             raise ConfigError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,7 @@ class EvictionPlan:
             self._num_bytes_dropped += int(self.index.column("num_bytes", rows).sum(dtype=np.int64))
 
 
+@runtime_checkable
 class EvictionPolicy(Protocol):
     """Chooses stored rollouts to drop, all of them for one reason.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,7 @@ class Completion:
     finished_at_s: float
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Continuous generation with weights that can be replaced in flight.
 

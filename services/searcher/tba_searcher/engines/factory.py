@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tba import plugins
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Engine, EngineFactory, EngineSettings
+from tba_searcher.engines.engine import Engine, EngineSettings
 
 if TYPE_CHECKING:
     from tba.config import Recipe
@@ -61,6 +61,5 @@ def build_engine(
         from tba_searcher.engines.torch.engine import EmbeddedEngine
 
         return EmbeddedEngine(folder, version, EngineSettings(**general))
-    factory: EngineFactory = plugins.load(settings.engine, group="tba.engines", what="searcher.engine")
-    with plugins.explain_errors(settings.engine, what="searcher.engine", verb="cannot be built"):
-        return factory(folder, version, EngineSettings(**general))
+    arguments = (folder, version, EngineSettings(**general))
+    return plugins.build(settings.engine, *arguments, group="tba.engines", what="searcher.engine", kind=Engine)

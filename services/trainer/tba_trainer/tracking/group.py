@@ -20,7 +20,6 @@ from tba_trainer.tracking.tracker import (
     Metrics,
     Record,
     Tracker,
-    TrackerFactory,
     evaluation_record,
     start_record,
     step_record,
@@ -187,9 +186,8 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
     if section.trackio is not None:
         trackers.append(TrackioTracker(section.trackio, shown))
     for name in section.trackers:
-        factory: TrackerFactory = plugins.load(name, group="tba.trackers", what="tracking.trackers")
-        with plugins.explain_errors(name, what="tracking.trackers", verb="cannot be built"):
-            trackers.append(factory(shown))
+        made = plugins.build(name, shown, group="tba.trackers", what="tracking.trackers", kind=Tracker)
+        trackers.append(made)
     return TrackerGroup(
         recipe.run.name,
         [JsonlTracker(path), *trackers],

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tba.api import EvalInfo
 from tba.api.evaluations import EvalNumbers
@@ -18,6 +18,7 @@ from tba.versions import PolicyVersion
 Metrics = Mapping[str, float | None]
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """A sink for metrics. Every method is called in one thread of the tracker's own, and may block and raise anything.
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba import plugins
 from tba.api import Prompt, ScoreResult
 from tba.config import Recipe
 from tba.config.data import DatasetSection
-from tba.config.searcher import ENGINES
 from tba.errors import ConfigError, TbaError
 from tba_cli.artifacts.prepared import check_prepared, is_there
 from tba_cli.doctor.checks.machine import check_devices, check_disk, check_ports, devices_of
@@ -24,7 +22,7 @@ from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
-from tba_cli.resolve import check_model
+from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import measure_model
 
 MAX_MEASURED_PROMPTS = 2000
@@ -191,17 +189,15 @@ class RecipeChecks:
 
     def check_plugins(self, target: Target) -> Iterator[CheckResult]:
         """Find the modules of what the recipe names by import path or entry point. They are not imported."""
-        named = _plugins_of(self.recipe)
+        named = custom_objects(self.recipe)
         if named and not target.is_local:
             yield skip("plugin", ELSEWHERE)
             return
-        for what, value, group in named:
+        for each in named:
             try:
-                found = plugins.find_module(plugins.resolve(value, group=group, what=what), what=what)
+                yield ok("plugin", f"{each.what} {each.value}: {each.find()}")
             except ConfigError as error:
                 yield _failed("plugin", error)
-            else:
-                yield ok("plugin", f"{what} {value}: {found.origin or found.name}")
 
     def check_devices(self, target: Target) -> Iterator[CheckResult]:
         """Use each device of the recipe once."""
@@ -252,20 +248,6 @@ class RecipeChecks:
             for key, section in sections.items()
             if section is not None and section.dataset is not None and not Path(section.dataset).is_dir()
         ]
-
-
-def _plugins_of(recipe: Recipe) -> list[tuple[str, str, plugins.Group]]:
-    """Return key, value and group of all that is not built in; prompt sources and scorers have checks of their own."""
-    named: list[tuple[str, str, plugins.Group]] = []
-    if recipe.objective.is_custom:
-        named.append(("objective.preset", recipe.objective.preset, "tba.objectives"))
-    if recipe.searcher.engine not in ENGINES:
-        named.append(("searcher.engine", recipe.searcher.engine, "tba.engines"))
-    for name in recipe.tracking.trackers:
-        named.append(("tracking.trackers", name, "tba.trackers"))
-    for name in recipe.buffer.eviction_policies:
-        named.append(("buffer.eviction_policies", name, "tba.eviction_policies"))
-    return named
 
 
 def _failed(code: str, error: TbaError) -> CheckResult:

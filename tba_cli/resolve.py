@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tba import plugins
 from tba.config import Recipe, parse_recipe
 from tba.config.data import with_replaced
 from tba.config.renamed_keys import with_new_names
+from tba.config.searcher import ENGINES
 from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
 from tba_cli.ports import PortRequest, choose_ports
@@ -189,3 +192,35 @@ def _reachable(host: str) -> str:
     if host in _WILDCARDS:
         return _WILDCARDS[host]
     return f"[{host}]" if ":" in host else host
+
+
+@dataclass(frozen=True, slots=True)
+class CustomObject:
+    """An object that the recipe names and that is not built in."""
+
+    what: str
+    """The recipe's key."""
+    value: str
+    group: plugins.Group
+
+    def find(self) -> str:
+        """Return the file of its module, which is not imported: it may need torch.
+
+        Raises:
+            ConfigError: this machine has no such entry point, or no such module.
+        """
+        path = plugins.resolve(self.value, group=self.group, what=self.what)
+        found = plugins.find_module(path, what=self.what)
+        return found.origin or found.name
+
+
+def custom_objects(recipe: Recipe) -> list[CustomObject]:
+    """Return what a recipe names from outside, but for prompt sources and scorers, which have checks of their own."""
+    objective, engine = recipe.objective, recipe.searcher.engine
+    found = [CustomObject("objective.preset", objective.preset, "tba.objectives")] if objective.is_custom else []
+    if engine not in ENGINES:
+        found.append(CustomObject("searcher.engine", engine, "tba.engines"))
+    found += [CustomObject("tracking.trackers", name, "tba.trackers") for name in recipe.tracking.trackers]
+    for name in recipe.buffer.eviction_policies:
+        found.append(CustomObject("buffer.eviction_policies", name, "tba.eviction_policies"))
+    return found

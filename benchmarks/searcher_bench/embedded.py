@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_searcher.engines.engine import Request
-from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.engine import EngineSettings, Request
+from tba_searcher.engines.torch.engine import EmbeddedEngine
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -153,7 +153,7 @@ def measure(*, num_requests: int = 256, rounds: int = 3) -> dict[str, dict[str, 
         folder = make_tiny_model(Path(name), hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4)
         model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
         model.generation_config.eos_token_id = None
-        settings = EmbeddedSettings(
+        settings = EngineSettings(
             num_slots=NUM_SLOTS, max_prompt_tokens=MAX_PROMPT_TOKENS, max_response_tokens=MAX_TOKENS, seed=0
         )
         engine = EmbeddedEngine(folder, START, settings)

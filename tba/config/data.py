@@ -175,7 +175,7 @@ class DataSection(StrictModel):
 
     generator: str | None = None
     """Name of a built-in task (tba_cli/tasks/), for example `addition`; of an entry point of the group
-    `tba.prompt_sources`; or MODULE:FUNCTION, a function of your own (tba_cli/tasks/__init__.py)."""
+    `tba.prompt_sources`; or MODULE:FUNCTION, a function of your own (docs/extending.md)."""
     path: str | None = None
     """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or
     `heldout`. Rows of another shape need `columns`."""

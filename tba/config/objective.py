@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from tba import plugins
 from tba.config.schedules import KlCoefficient, Schedule
 from tba.fields import StrictModel
 
@@ -55,6 +56,9 @@ BASELINE_BETAS = MappingProxyType(
 )
 """The baselines by name, with the beta that each has unless the recipe says otherwise."""
 
+PRESETS = (*MEMBERS, *BASELINE_BETAS)
+"""The built-in names of `objective.preset`."""
+
 FORMER_DEFAULTS = MappingProxyType({"reference_reset_steps": 50})
 """Defaults of older releases. Resolved recipes in their run folders hold them with any anchor, where they have no
 effect."""
@@ -65,27 +69,22 @@ CLIPPED = ("grpo", "ppo_clip", "proximal_rloo")
 DEFAULT_RESET_STEPS, DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS = 50, 0.9, 10
 
 
+def _known_preset(preset: str) -> str:
+    plugins.resolve(preset, group="tba.objectives", what="preset", builtin=PRESETS)
+    return preset
+
+
 class ObjectiveSection(StrictModel):
     """The objective (docs/algorithm.md)."""
 
-    preset: Literal[
-        "tb",
-        "tba_prime",
-        "tba_prime_unweighted",
-        "kimi",
-        "tb_behaviour",
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "proximal_rloo",
-        "ppo_clip",
-        "reinforce",
-        "online_dpo",
-    ] = "tba_prime"
-    """A member of the family (the first five) or a baseline. The default is the one that held at a lag of 16 steps,
-    where the others fell behind (docs/results.md)."""
+    preset: Annotated[str, AfterValidator(_known_preset), Field(json_schema_extra={"examples": [*PRESETS]})] = (
+        "tba_prime"
+    )
+    """A member of the family (MEMBERS), a baseline (BASELINE_BETAS), or an objective of your own: MODULE:NAME, or an
+    entry point of the group `tba.objectives` (docs/extending.md). The default is the one that held at a lag of 16
+    steps, where the others fell behind (docs/results.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
-    """KL coefficient. Default: 0.05 in the family, 0 for the baselines (no KL), 0.1 for `online_dpo`."""
+    """KL coefficient. Default: 0.05 in the family, 0 for all others (no KL), but 0.1 for `online_dpo`."""
     anchor: Anchor | None = None
     """The target of the KL: the starting model (`fixed`), theta as it was every `reference_reset_steps`
     (`reset`), a moving average of theta (`ema`), or the policy that sampled the rollout (`behaviour`; not for a
@@ -123,9 +122,12 @@ class ObjectiveSection(StrictModel):
     @classmethod
     def _beta_of_the_preset(cls, document: Any) -> Any:
         # before validation, since a default of the field cannot depend on the preset
-        if isinstance(document, dict) and "beta" not in document and document.get("preset") in BASELINE_BETAS:
-            return {**document, "beta": Schedule(value=BASELINE_BETAS[document["preset"]])}
-        return document
+        if not isinstance(document, dict) or "beta" in document or "preset" not in document:
+            return document
+        preset = document["preset"]
+        if not isinstance(preset, str) or preset in MEMBERS:
+            return document
+        return {**document, "beta": Schedule(value=BASELINE_BETAS.get(preset, 0.0))}
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
@@ -165,7 +167,7 @@ class ObjectiveSection(StrictModel):
         for name, (is_used, needed) in used.items():
             value = getattr(self, name)
             # resolved recipes name every setting, so a default is no choice of a person
-            if not is_used and value != type(self).model_fields[name].default:
+            if not is_used and not self.is_custom and value != type(self).model_fields[name].default:
                 raise ValueError(
                     f"{name} = {value:g} belongs to {needed}, and {self.preset} has no such thing here; remove it"
                 )
@@ -176,12 +178,12 @@ class ObjectiveSection(StrictModel):
         for name in ("centre", "importance_weight", "length_normalise", "age_scaled"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} = {getattr(self, name)!r} belongs to the family ({', '.join(MEMBERS)}); the baseline "
+                    f"{name} = {getattr(self, name)!r} belongs to the family ({', '.join(MEMBERS)}); {self._kind} "
                     f"{self.preset} has no such choice: remove it"
                 )
         if self.anchor == "behaviour":
             raise ValueError(
-                f'anchor = "behaviour" belongs to the family ({", ".join(MEMBERS)}); the KL of the baseline '
+                f'anchor = "behaviour" belongs to the family ({", ".join(MEMBERS)}); the KL of {self._kind} '
                 f"{self.preset} is to a reference: fixed, reset or ema"
             )
         if self.anchor is not None and self.used_anchor is None:
@@ -194,8 +196,17 @@ class ObjectiveSection(StrictModel):
         return f"{self.preset} has no KL here (beta is 0)" if anchor is None else f"the anchor is {anchor}"
 
     @property
+    def is_custom(self) -> bool:
+        """Whether the preset is an objective of your own. What it reads is not known here: every setting may matter."""
+        return self.preset not in PRESETS
+
+    @property
+    def _kind(self) -> str:
+        return "the objective" if self.is_custom else "the baseline"
+
+    @property
     def member(self) -> Member | None:
-        """The member of the family: the preset with what the recipe overrides. None: a baseline."""
+        """The member of the family: the preset with what the recipe overrides. None: another objective."""
         if self.preset not in MEMBERS:
             return None
         preset = MEMBERS[self.preset]

@@ -163,7 +163,7 @@ class Recipe(StrictModel):
     def _check_objective(self) -> None:
         self.objective.check_steps(self.trainer.num_steps)
         num_group, sampling = self.sampling.group_size, self.sampling
-        if num_group == 1 and self.objective.preset != "reinforce":
+        if num_group == 1 and self.objective.preset != "reinforce" and not self.objective.is_custom:
             raise ValueError(
                 f"sampling.group_size is 1, and {self.objective.preset} compares the rollouts of a group; raise it to "
                 'at least 2, or choose objective.preset = "reinforce"'

@@ -317,7 +317,7 @@ class PythonSpec(ScorerSpec):
 
     kind: Literal["python"]
     function: str
-    """`module:name`, or the name of an entry point in the group `tba.rewards`."""
+    """`module:name`, or the name of an entry point of the group `tba.scorers` (docs/extending.md)."""
     revision: str = ""
     """Change it when the function changes its scores for a reason outside its own file; the reward version has a digest
     of that file."""

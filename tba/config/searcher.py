@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from tba import plugins
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Schedule, Temperature
 from tba.fields import StrictModel
 
@@ -129,15 +130,27 @@ class TaskSampling(StrictModel):
     """A response ends with the token that completes one of these strings; rewards see the text before the string."""
 
 
+ENGINES = ("embedded", "vllm", "simulated")
+"""The built-in names of `searcher.engine`."""
+
+
+def _known_engine(engine: str) -> str:
+    plugins.resolve(engine, group="tba.engines", what="engine", builtin=ENGINES)
+    return engine
+
+
 class SearcherSection(StrictModel):
     """The searchers."""
 
     num_searchers: int = Field(default=2, ge=0)
     """Searcher processes that `tba run` starts. 0 makes an offline run, which only trains on `run.snapshot`: without
     `samples_per_insert`, and without evaluations."""
-    engine: Literal["embedded", "vllm", "simulated"] = "embedded"
+    engine: Annotated[str, AfterValidator(_known_engine), Field(json_schema_extra={"examples": [*ENGINES]})] = (
+        "embedded"
+    )
     """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill. `vllm`: vLLM.
-    `simulated`: no model at all, for rehearsing a deployment."""
+    `simulated`: no model at all, for rehearsing a deployment. Or one of your own: MODULE:NAME, or an entry point of the
+    group `tba.engines` (docs/extending.md)."""
     simulated: SimulatedSection = SimulatedSection()
     """How the simulated engine behaves; other engines do not read it."""
     vllm: VllmSection = VllmSection()

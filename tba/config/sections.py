@@ -133,6 +133,9 @@ class BufferSection(StrictModel):
     """Rollouts older than this, in optimizer steps of the active lineage, are evicted; none: any age may be drawn."""
     evict: Literal["oldest", "lowest_reward"] = "oldest"
     """Which rollouts are evicted when a cap in items or bytes is reached."""
+    eviction_policies: list[str] = Field(default_factory=list)
+    """Eviction policies of your own, asked in this order before the caps: MODULE:NAME, or entry points of the group
+    `tba.eviction_policies` (docs/extending.md)."""
     deduplicate: bool = False
     """Keep only the newest of the rollouts of one prompt with exactly the same response tokens."""
     near_duplicate_share: float | None = Field(default=None, gt=0, le=0.5)
@@ -177,7 +180,7 @@ class SamplingSection(StrictModel):
     prompts_per_batch: int = Field(default=16, ge=1)
     """Slots of a batch: one prompt each."""
     group_size: int = Field(default=8, ge=1)
-    """K: rollouts per slot. 1 goes with `objective.preset = "reinforce"` alone."""
+    """K: rollouts per slot. 1 goes with `objective.preset = "reinforce"`, or an objective of your own, alone."""
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
     most_on_policy_prob: Probability = Schedule(value=0.5)

@@ -172,6 +172,8 @@ class TrackingSection(StrictModel):
     """Weights & Biases; none: off."""
     trackio: TrackioSection | None = None
     """trackio; none: off."""
+    trackers: list[str] = Field(default_factory=list)
+    """Trackers of your own: MODULE:NAME, or entry points of the group `tba.trackers` (docs/extending.md)."""
     max_pending: int = Field(default=1000, ge=1)
     """Lines that may wait for a slow tracker; more are dropped and counted, training never waits."""
     close_s: float = Field(default=10.0, gt=0)

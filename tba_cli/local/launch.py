@@ -24,7 +24,7 @@ from tba_cli.local.supervisor import StopRequestedError, Supervisor
 from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import delete_run_objects, result_lines
-from tba_cli.resolve import check_model, with_absolute_paths, with_real_addresses
+from tba_cli.resolve import check_model, custom_objects, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_offline, copy_origin, find_origin
 from tba_cli.setup.prepare import prepare_at_start
@@ -61,6 +61,8 @@ def run_local(
     prepare_at_start(original, console)
     check_prepared(original)
     redis_binary = find_redis_server(recipe.local.redis_server)
+    for custom in custom_objects(original):
+        custom.find()
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)
     for role in LOCAL_ROLES:

@@ -10,20 +10,15 @@ A source is a function as `PromptSource` describes it.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import os
 import pkgutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from tba import plugins
 from tba.api import Prompt
-from tba.errors import ConfigError, TbaError
+from tba.errors import ConfigError
 
-ENTRY_POINTS = "tba.prompt_sources"
-HINT = "correct data.generator, install its package, or put the folder of its module on PYTHONPATH"
+GENERATOR = "data.generator"
 
 
 class PromptSource(Protocol):
@@ -50,26 +45,14 @@ def load_prompt_source(name: str) -> PromptSource:
     Raises:
         ConfigError: there is no such source, or it cannot be imported.
     """
-    if name in builtin_names():
+    known = builtin_names()
+    if plugins.resolve(name, group="tba.prompt_sources", what=GENERATOR, builtin=known) in known:
         return importlib.import_module(f"tba_cli.tasks.{name}").generate
-    if ":" in name:
-        return _checked(name, lambda: _import(name))
-    plugins = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    if name not in plugins:
-        known = ", ".join([*builtin_names(), *sorted(plugins)])
-        raise ConfigError(f"unknown task generator {name!r}; there are {known}, and MODULE:FUNCTION names your own")
-    return _checked(name, plugins[name].load)
-
-
-def _checked(name: str, load: Callable[[], Any]) -> PromptSource:
-    """Load a source that is not ours, and wrap it so that each of its errors names it."""
-    with _explained(name, "cannot be imported"):
-        source: Any = load()
-    if not callable(source):
-        raise ConfigError(f"data.generator {name!r} is a {type(source).__name__} and not a function; {HINT}")
+    source = plugins.load(name, group="tba.prompt_sources", what=GENERATOR)
 
     def prompts_of(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
-        with _explained(name, "failed"):
+        # its errors name it, because it is not ours
+        with plugins.explain_errors(name, what=GENERATOR, verb="failed"):
             made: Any = source(num_train, num_heldout, seed)
             prompts = list(made)
         seen: set[str] = set()
@@ -82,24 +65,3 @@ def _checked(name: str, load: Callable[[], Any]) -> PromptSource:
         return prompts
 
     return prompts_of
-
-
-def _import(name: str) -> Any:
-    module_name, _, path = name.partition(":")
-    # the script `tba` does not have the current folder on its path, and `python -m` has
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    found: Any = importlib.import_module(module_name)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-@contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except TbaError:
-        raise
-    except Exception as error:  # foreign code raises anything
-        raise ConfigError(f"data.generator {name!r} {what} ({type(error).__name__}: {error}); {HINT}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -441,3 +442,21 @@ async def test_a_buffer_whose_upkeep_has_failed_is_not_ready(start: Start, monke
     while (problem := await buffer.ready()) is None:
         await asyncio.sleep(0)
     assert "the upkeep has failed (ValueError('a bug'))" in problem
+
+
+async def test_a_policy_from_outside_evicts_for_its_own_reason(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_policies.py").write_text(
+        "from tba_buffer.eviction.policies import EvictionPolicy\n\n"
+        "class TooLong(EvictionPolicy):\n"
+        "    reason = 'too_long'\n\n"
+        "    def choose(self, plan):\n"
+        "        return plan.new_rows[plan.index.column('num_tokens', plan.new_rows) > 16]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    buffer = await start(eviction_policies=["own_policies:TooLong"])
+    rollouts = [make_rollout(num_tokens=tokens) for tokens in (3, 17, 16, 40)]
+    assert await push(buffer, *rollouts) == ["new"] * 4
+    assert await stored(buffer) == [rollouts[0].rollout_id, rollouts[2].rollout_id]
+    assert await evicted(buffer) == {"too_long": 2, "too_long:17-32": 1, "too_long:33-64": 1}

@@ -97,7 +97,7 @@ def test_a_function_of_token_ids_gets_some(check: Check) -> None:
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        ("graders:smae", "module graders has no function 'smae'"),
+        ("graders:smae", "module 'graders' has no attribute 'smae'"),
         ("gradesr:same", "there is no module 'gradesr'"),
         ("graders:broken", "task 'mine' scores nothing: exception: KeyError: 'gold'"),
     ],

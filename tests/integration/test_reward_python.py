@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorer import Failure, Item, Outcome, Scorer
-from tba_reward.scorers import Tools, build_scorer, python
+from tba_reward.scorers import Tools, build_scorer
 
 from tba.config.reward import PythonSpec
 from tba.errors import ConfigError
@@ -186,11 +186,11 @@ async def test_a_module_that_is_not_there_is_a_config_error(tools: Tools) -> Non
 
 
 async def test_entry_points_name_functions(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("judge", f"{MODULE}:judge", python.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(python, "entry_points", lambda group: EntryPoints([entry]).select(group=group))
+    entry = EntryPoint("judge", f"{MODULE}:judge", "tba.scorers")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints([entry]).select(group=group))
     scorer = await started(tools, "judge")
     assert await scorer.score([item("four")]) == [4.0]
-    with pytest.raises(ConfigError, match=r"'jugde' is neither .* \(known: judge\)"):
+    with pytest.raises(ConfigError, match=r"'jugde' is not known here \(known are judge"):
         build_scorer(PythonSpec(kind="python", function="jugde"), tools)
 
 

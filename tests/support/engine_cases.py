@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tba_searcher.engines.engine import Engine
-from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.engine import Engine, EngineSettings
+from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 
 from tba.versions import PolicyVersion
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 
 def make_embedded(folder: Path, tensors: Path, version: PolicyVersion, dtype: str) -> Engine:
     """The embedded engine."""
-    return EmbeddedEngine(folder, version, EmbeddedSettings(**SIZES, seed=1, dtype=dtype))
+    return EmbeddedEngine(folder, version, EngineSettings(**SIZES, seed=1, dtype=dtype))
 
 
 def make_vllm(folder: Path, tensors: Path, version: PolicyVersion, dtype: str) -> Engine:

@@ -21,6 +21,14 @@ def objective_of(preset: str, **fields: Any) -> Objective:
     return resolve(ObjectiveSection.model_validate({"preset": preset, **fields}))
 
 
+def weighted_loss(sequences: Sequences, tokens: Tokens, settings: Objective, beta: float) -> Tensor:
+    """An objective from outside that reads everything: log-probs of all rollouts, ages, lengths, settings."""
+    ratio = sequences.logprob - sequences.ref_logprob
+    advantage = sequences.reward - beta * (ratio - ratio.mean()) / (1 + sequences.policy_age)
+    weight = (tokens.logprobs.detach() - tokens.sampler_logprobs).exp().clamp(max=settings.importance_clamp)
+    return -(advantage / sequences.num_tokens)[tokens.row] * weight * tokens.logprobs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """N rollouts of different lengths whose token log-probs are a function of one parameter matrix `theta`."""

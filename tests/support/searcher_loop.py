@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import TextCodec
-from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weights import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import ResultBuilder
@@ -74,7 +75,7 @@ def start_loop_world(
     engine = engine_class(
         engine_folder,
         START,
-        EmbeddedSettings(
+        EngineSettings(
             num_slots=recipe.searcher.num_slots,
             max_prompt_tokens=recipe.searcher.max_prompt_tokens,
             max_response_tokens=recipe.searcher.max_response_tokens,

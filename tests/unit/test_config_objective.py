@@ -8,10 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from tba.config import ObjectiveSection, Recipe, parse_recipe
-from tba.config.objective import BASELINE_BETAS, MEMBERS, Anchor, Centre
+from tba.config.objective import BASELINE_BETAS, MEMBERS, PRESETS, Anchor, Centre
 from tba.errors import ConfigError
-
-PRESETS = get_args(ObjectiveSection.model_fields["preset"].annotation)
 
 
 def recipe(objective: dict[str, Any], **sections: dict[str, Any]) -> Recipe:

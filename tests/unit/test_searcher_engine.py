@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_searcher.engines.engine import Completion, EngineError, Request, check_loaded
-from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.engine import Completion, EngineError, EngineSettings, Request, check_loaded
+from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.weights import LoadedWeights, WeightLoader, swap_weights
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, i
 
 
 def make_engine(folder: Path, *, num_slots: int = 8, seed: int = 1, max_response_tokens: int = 40) -> EmbeddedEngine:
-    settings = EmbeddedSettings(
+    settings = EngineSettings(
         num_slots=num_slots, max_prompt_tokens=24, max_response_tokens=max_response_tokens, seed=seed
     )
     return EmbeddedEngine(folder, START, settings)
@@ -248,7 +248,7 @@ def test_a_version_that_fails_a_check_is_given_up_and_the_old_weights_are_back(f
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_digests_are_those_of_the_file(folders, tmp_path, dtype):
-    settings = EmbeddedSettings(num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, dtype=dtype)
+    settings = EngineSettings(num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, dtype=dtype)
     engine = EmbeddedEngine(folders["llama", True, 0], START, settings)
     path = tmp_path / "half.safetensors"
     tensors = load_file(named_tensors(folders["llama", True, 1], path))

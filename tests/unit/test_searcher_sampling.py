@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
-from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings, SamplingOptions, sample
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, EngineSettings, Request
+from tba_searcher.engines.torch.engine import EmbeddedEngine, SamplingOptions, sample
 from transformers import AutoModelForCausalLM, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tba.versions import START
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, requests: list[Request], *, num_slots: int = 8, seed: int = 1) -> dict[str, Completion]:
-    settings = EmbeddedSettings(num_slots=num_slots, max_prompt_tokens=24, max_response_tokens=40, seed=seed)
+    settings = EngineSettings(num_slots=num_slots, max_prompt_tokens=24, max_response_tokens=40, seed=seed)
     engine = EmbeddedEngine(folder, START, settings)
     for request in requests:
         engine.submit(request)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.engines.engine import Completion, EngineSettings, Request
 from tba_searcher.engines.tokenizer import StopStringMatcher, TextCodec, response_decoder, stop_start
-from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, requests: list[Request]) -> dict[str, Completion]:
-    settings = EmbeddedSettings(num_slots=16, max_prompt_tokens=8, max_response_tokens=40, seed=5)
+    settings = EngineSettings(num_slots=16, max_prompt_tokens=8, max_response_tokens=40, seed=5)
     engine = EmbeddedEngine(folder, START, settings)
     for request in requests:
         engine.submit(request)

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +17,14 @@ from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import resolve
 
 from tba.config import ObjectiveSection
+from tba.config.objective import PRESETS
 from tba.wire import Batch
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe
 
+OWN = "tests.support.objective_values:weighted_loss"
 BETA = 0.3
 AGES = [0, 3, 40] * 4
-PRESETS = get_args(ObjectiveSection.model_fields["preset"].annotation)
 RANK_WAIT_S = 60.0
 
 
@@ -107,7 +108,7 @@ def assert_same(found: Result, expected: Result) -> None:
         assert one.abs_gap == pytest.approx(other.abs_gap, abs=1e-4)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, OWN])
 def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(model: Any, preset: str) -> None:
     """4096 tokens: one pass for all. 60: groups whole in several. 1: every rollout alone."""
     batch, objective = make_batch(0), section(preset)
@@ -123,8 +124,9 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(model: Any, pres
         assert len({result[3] for result in results}) == 1  # the same number of collectives
 
 
-def test_ranks_without_a_rollout_make_the_same_passes(model: Any) -> None:
-    batch, objective = make_batch(0, num_groups=1, group_size=2), section("tb")
+@pytest.mark.parametrize("preset", ["tb", OWN])
+def test_ranks_without_a_rollout_make_the_same_passes(model: Any, preset: str) -> None:
+    batch, objective = make_batch(0, num_groups=1, group_size=2), section(preset)
     whole = run(model, objective, batch, 4096)
     results = run_ranks(model, objective, batch, 4096, 5)
     assert_same((torch.stack([result[0] for result in results]).sum(dim=0), *results[4][1:]), whole)

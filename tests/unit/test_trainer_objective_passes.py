@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ import torch
 from tba_trainer.learner.learner import Learner
 from tba_trainer.model.policy import load_policy
 
-from tba.config import ObjectiveSection
+from tba.config.objective import PRESETS
 from tba.wire import Batch
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe
 
-PRESETS = get_args(ObjectiveSection.model_fields["preset"].annotation)
 NUM_GROUPS, GROUP_SIZE = 3, 4
 
 

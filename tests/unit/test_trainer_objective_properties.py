@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tba_trainer.objectives import Objective, Tokens, Totals, advantages, objective_loss
 
-from tba.config import ObjectiveSection
+from tba.config.objective import PRESETS
 from tests.support.objective_values import make_problem, objective_of
 
 BETA = 0.11
-PRESETS = get_args(ObjectiveSection.model_fields["preset"].annotation)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{preset: (preset, {"beta": BETA}) for preset in PRESETS},
     "tb, length-normalised": ("tb", {"length_normalise": True}),

@@ -22,7 +22,7 @@ from tba_cli.doctor.checks.store import check_store
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
-from tba_cli.resolve import check_model
+from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import measure_model
 
 MAX_MEASURED_PROMPTS = 2000
@@ -97,6 +97,7 @@ class RecipeChecks:
             ("model", self.check_model),
             ("tokenizer", self.check_tokenizer),
             ("scorers", self.check_scorers),
+            ("plugins", self.check_plugins),
             ("devices", self.check_devices),
             ("here", self.check_here),
             ("tokens", check_tokens),
@@ -185,6 +186,18 @@ class RecipeChecks:
             yield _failed("scorer", error)
             return
         yield from _scorer_results(trial)
+
+    def check_plugins(self, target: Target) -> Iterator[CheckResult]:
+        """Find the modules of what the recipe names by import path or entry point. They are not imported."""
+        named = custom_objects(self.recipe)
+        if named and not target.is_local:
+            yield skip("plugin", ELSEWHERE)
+            return
+        for each in named:
+            try:
+                yield ok("plugin", f"{each.what} {each.value}: {each.find()}")
+            except ConfigError as error:
+                yield _failed("plugin", error)
 
     def check_devices(self, target: Target) -> Iterator[CheckResult]:
         """Use each device of the recipe once."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tba.config import Recipe
 from tba.versions import LineageTree, PolicyVersion
+from tba_buffer.eviction.custom import load_policies
 from tba_buffer.eviction.policies import (
     NO_ROWS,
     DuplicateTokens,
@@ -24,7 +26,7 @@ from tba_buffer.index.rollout_index import Index, Rows
 
 @dataclass(frozen=True, slots=True)
 class EvictionSettings:
-    """The limits of a recipe's `[buffer]` section."""
+    """The limits and policies of a recipe's `[buffer]` section."""
 
     max_rollouts: int
     max_bytes: int
@@ -32,6 +34,7 @@ class EvictionSettings:
     max_policy_age_steps: int | None = None
     evict: Literal["oldest", "lowest_reward"] = "oldest"
     deduplicate: bool = False
+    eviction_policies: Sequence[str] = ()
 
     @classmethod
     def of(cls, recipe: Recipe) -> EvictionSettings:
@@ -40,7 +43,11 @@ class EvictionSettings:
 
 
 def make_policies(settings: EvictionSettings) -> list[EvictionPolicy]:
-    """Return the policies of a recipe in their order: a rollout goes for the first reason that applies to it."""
+    """Return the policies of a recipe in their order: a rollout goes for the first reason that applies to it.
+
+    Raises:
+        ConfigError: a policy from outside cannot be used.
+    """
     order = EvictionOrder(settings.evict)
     policies: list[EvictionPolicy] = []
     if settings.deduplicate:
@@ -51,9 +58,8 @@ def make_policies(settings: EvictionSettings) -> list[EvictionPolicy]:
     if settings.max_rollouts_per_prompt is not None:
         policies.append(PromptCap(settings.max_rollouts_per_prompt, order))
     # the global caps are last: they count what the other policies have left
-    policies.append(MaxRollouts(settings.max_rollouts, order))
-    policies.append(MaxBytes(settings.max_bytes, order))
-    return policies
+    caps = [MaxRollouts(settings.max_rollouts, order), MaxBytes(settings.max_bytes, order)]
+    return [*policies, *load_policies(settings.eviction_policies), *caps]
 
 
 class EvictionPlanner:

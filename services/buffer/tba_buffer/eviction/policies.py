@@ -6,6 +6,7 @@
 | `near_duplicate`   | rollouts that are nearly the same as a better one of their prompt (near_duplicates.py)     |
 | `policy_age`       | rollouts older than `max_policy_age_steps` for the active lineage                          |
 | `prompt_cap`       | of a prompt with more than `max_rollouts_per_prompt`: the first in the order of eviction   |
+| its own            | policies from outside: `buffer.eviction_policies` (custom.py)                              |
 | `max_rollouts`     | beyond the cap in items: the first in the order of eviction                                |
 | `max_bytes`        | beyond the cap in bytes: the first in the order of eviction                                |
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,11 +79,14 @@ class EvictionPlan:
             self._num_bytes_dropped += int(self.index.column("num_bytes", rows).sum(dtype=np.int64))
 
 
+@runtime_checkable
 class EvictionPolicy(Protocol):
     """Chooses stored rollouts to drop, all of them for one reason.
 
-    A new policy is one subclass and one line in `make_policies` (planner.py). It may remember what it has seen: every
-    row is in `EvictionPlan.new_rows` of exactly one plan, and a rebuilt index gets new policies.
+    A policy from outside is a subclass that the recipe names (`buffer.eviction_policies`, custom.py); one of the
+    product has a line in `make_policies` (planner.py). It may remember what it has seen: every row is in
+    `EvictionPlan.new_rows` of exactly one plan, and a rebuilt index gets new policies. It runs on the event loop of the
+    buffer, so every push waits for it.
     """
 
     reason: ClassVar[str]

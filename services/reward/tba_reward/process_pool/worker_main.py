@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import socket
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tba.plugins import import_object
 from tba_reward.process_pool.messages import (
     FrameDecoder,
     ItemMessage,
@@ -90,10 +90,9 @@ def find(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: there is no such function; or whatever the import of the module raises.
     """
-    module, _, attribute = name.partition(":")
-    found = getattr(importlib.import_module(module), attribute, None)
+    found = import_object(name)
     if not callable(found):
-        raise ValueError(f"module {module} has no function {attribute!r}")
+        raise ValueError(f"{name} is a {type(found).__name__} and not a function")
     return found
 
 

@@ -14,17 +14,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import PathFinder
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tba import plugins
 from tba.config.reward import PythonSpec
-from tba.errors import ConfigError
 from tba_reward.process_pool.job import WorkerRule
 from tba_reward.process_pool.worker_main import find
 from tba_reward.scorer import (
@@ -43,7 +40,8 @@ from tba_reward.scorers import Tools
 from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 
 IMPLEMENTATION = 2
-ENTRY_POINT_GROUP = "tba.rewards"
+WHAT = "the function of reward kind 'python'"
+"""How errors name the recipe's key, which has no fixed place."""
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reasons")
 """Keys of the data that are not passed as columns, as in TRL."""
 _ONLY_TRL = ("trainer_state", "environments")
@@ -56,7 +54,7 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
     Raises:
         ConfigError: no such entry point, or no such module.
     """
-    name = resolve(spec.function)
+    name = plugins.resolve(spec.function, group="tba.scorers", what=WHAT)
     params = {**params_of(spec), "function": name}
     return ProcessPoolScorer(
         WorkerRule(
@@ -70,24 +68,6 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
         version=version_of(spec, IMPLEMENTATION, name, _digest(name)),
         example=None,  # no score of a foreign function is known
     )
-
-
-def resolve(function: str) -> str:
-    """Return `module:name` of a function that is named so, or by an entry point.
-
-    Raises:
-        ConfigError: no entry point has this name.
-    """
-    if ":" in function:
-        return function
-    found = entry_points(group=ENTRY_POINT_GROUP)
-    if function not in found.names:
-        known = ", ".join(sorted(found.names)) or "none"
-        raise ConfigError(
-            f"reward kind 'python': {function!r} is neither `module:name` nor an entry point in the group "
-            f"{ENTRY_POINT_GROUP!r} (known: {known}); install the package that has it, or write `module:name`"
-        )
-    return found[function].value.replace(" ", "")
 
 
 def load(params: Params) -> None:
@@ -256,22 +236,10 @@ def _load(name: str) -> _Function:
 
 
 def _digest(name: str) -> str:
-    """Return the digest of the function's file; the packages above it are not imported.
+    """Return the digest of the function's file.
 
     Raises:
         ConfigError: there is no such module.
     """
-    module = name.partition(":")[0]
-    top, *parts = module.split(".")
-    spec = next((spec for finder in sys.meta_path if (spec := finder.find_spec(top, None)) is not None), None)
-    # part by part: for a dotted name importlib would import the packages above it, which may be foreign code
-    for part in parts:
-        folders = None if spec is None else spec.submodule_search_locations
-        spec = None if folders is None else PathFinder.find_spec(part, list(folders))
-    if spec is None:
-        raise ConfigError(
-            f"reward kind 'python': there is no module {module!r}; install it, or put its folder on PYTHONPATH"
-        )
-    if spec.origin is None or not Path(spec.origin).is_file():
-        return ""
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    origin = plugins.find_module(name, what=WHAT).origin
+    return "" if origin is None or not Path(origin).is_file() else hashlib.sha256(Path(origin).read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
 """The engine protocol: the interface between the searcher and the code that generates tokens.
 
-To add an engine, write one module with a class that implements `Engine`, give it a branch in `engines/factory.py` and a
-name in `searcher.engine` (tba/config/searcher.py), and run `tests/support/engine_contract.py` against it.
+To add an engine, write a class that implements `Engine`, name it in the recipe (`searcher.engine`, docs/extending.md),
+and run `tests/support/engine_contract.py` against it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,7 @@ class Completion:
     finished_at_s: float
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Continuous generation with weights that can be replaced in flight.
 
@@ -178,6 +179,37 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything and forget all requests. A second call changes nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The settings that every engine with a model gets."""
+
+    num_slots: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    seed: int
+    """Seeds the engine's own random stream; never the same twice (see `tba_searcher.service`)."""
+    dtype: str = "float32"
+    """Dtype of the weights."""
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+
+class EngineFactory(Protocol):
+    """Makes an engine: its class, or a function. `searcher.engine` names it by import path or entry point."""
+
+    def __call__(self, folder: Path, version: PolicyVersion, settings: EngineSettings) -> Engine:
+        """Return the engine with the weights of `version`; the caller verifies them.
+
+        Args:
+            folder: model folder in Hugging Face format: config, tokenizer, the safetensors files of `version`.
+
+        Raises:
+            ConfigError: the folder's model, the device or the settings do not suit the engine.
+            EngineError: the weights cannot be loaded.
+        """
         ...
 
 

@@ -1,13 +1,14 @@
-"""Builds the engine that a recipe names; the one place that knows all engines."""
+"""Builds the engine that a recipe names; the one place that knows all built-in engines."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tba import plugins
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Engine
+from tba_searcher.engines.engine import Engine, EngineSettings
 
 if TYPE_CHECKING:
     from tba.config import Recipe
@@ -24,7 +25,7 @@ def build_engine(
         seed: seeds the engine's own random stream (`tba_searcher.service`).
 
     Raises:
-        ConfigError: the folder's model, the device or the settings do not suit the engine.
+        ConfigError: the folder's model, the device or the settings do not suit the engine; there is no such engine.
         EngineError: the weights cannot be loaded.
     """
     settings = recipe.searcher
@@ -34,6 +35,14 @@ def build_engine(
     else:
         dtype, names = manifest.dtype, [stored.name for stored in manifest.tensors]
     paths = tuple(folder / name for name in names)
+    general: dict[str, Any] = {
+        "num_slots": settings.num_slots,
+        **lengths,
+        "seed": seed,
+        "dtype": dtype,
+        "device": settings.device,
+        "trust_remote_code": recipe.model.trust_remote_code,
+    }
     # each engine is imported only here: vLLM's environment must be set first, and the simulated engine needs no torch
     if settings.engine == "simulated":
         from tba_searcher.engines.simulated import SimulatedEngine, SimulatedSettings
@@ -47,31 +56,10 @@ def build_engine(
     if settings.engine == "vllm":
         from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
 
-        return VllmEngine(
-            folder,
-            paths,
-            version,
-            VllmSettings(
-                num_slots=settings.num_slots,
-                **lengths,
-                seed=seed,
-                dtype=dtype,
-                device=settings.device,
-                trust_remote_code=recipe.model.trust_remote_code,
-                section=settings.vllm,
-            ),
-        )
-    from tba_searcher.engines.torch.engine import EmbeddedEngine, EmbeddedSettings
+        return VllmEngine(folder, paths, version, VllmSettings(**general, section=settings.vllm))
+    if settings.engine == "embedded":
+        from tba_searcher.engines.torch.engine import EmbeddedEngine
 
-    return EmbeddedEngine(
-        folder,
-        version,
-        EmbeddedSettings(
-            num_slots=settings.num_slots,
-            **lengths,
-            seed=seed,
-            dtype=dtype,
-            device=settings.device,
-            trust_remote_code=recipe.model.trust_remote_code,
-        ),
-    )
+        return EmbeddedEngine(folder, version, EngineSettings(**general))
+    arguments = (folder, version, EngineSettings(**general))
+    return plugins.build(settings.engine, *arguments, group="tba.engines", what="searcher.engine", kind=Engine)

@@ -27,7 +27,16 @@ from torch import Tensor
 
 from tba.wire import Rollout
 from tba_trainer.model.packing import PackedSequences, pack_sequences, response_sums
-from tba_trainer.objectives import Objective, Sequences, Tokens, Totals, advantages, objective_loss, tied_group_share
+from tba_trainer.objectives import (
+    Objective,
+    Sequences,
+    Tokens,
+    Totals,
+    advantages,
+    custom_loss,
+    objective_loss,
+    tied_group_share,
+)
 
 FIRST_PASS_COST = 1 / 3
 """A pass without gradient, as a share of one with: forward against forward and backward."""
@@ -185,16 +194,23 @@ class ForwardBackward:
         self._logprob[rows] = self._sequences.logprob[rows]
         # at policy age 0 this should be rounding alone: metric `logprob_gap_on_policy`
         self._abs_gap[rows] = gaps[: len(rows)].double().cpu()
-        # a group that is not complete here has its sums from the first pass, or needs none but its own
-        advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]  # [N] -> [B]
         tokens = Tokens(
             logprobs=logprobs, sampler_logprobs=sampler_logprobs, row=sequences.row, num_rows=sequences.num_rows
         )
-        padded = logprobs.new_zeros(sequences.num_rows)  # [B]; the filler keeps advantage 0
-        padded[: len(rows)] = advantage.to(padded)
-        loss, metrics = objective_loss(tokens, padded, self._objective, totals=self._totals)
+        loss, metrics = self._loss(tokens, rows)
         loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
         return metrics
+
+    def _loss(self, tokens: Tokens, rows: list[int]) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        """Return the share of the loss and metrics that the rollouts `rows` of the batch have."""
+        # a group that is not complete here has its sums from the first pass, or needs none but its own
+        if self._objective.function is not None:
+            index = torch.tensor(rows, dtype=torch.long)
+            return custom_loss(tokens, index, self._sequences, self._objective, beta=self._beta, totals=self._totals)
+        advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]
+        padded = tokens.logprobs.new_zeros(tokens.num_rows)  # [B]; the filler keeps advantage 0
+        padded[: len(rows)] = advantage.to(padded)
+        return objective_loss(tokens, padded, self._objective, totals=self._totals)
 
     def _put_sums(self, micro_batch: MicroBatch, logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> None:
         rows = list(micro_batch.indices)

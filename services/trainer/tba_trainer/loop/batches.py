@@ -254,8 +254,8 @@ class Requirements:
             vocab_size=int(model.get_input_embeddings().num_embeddings),
             max_tokens=getattr(model.config.get_text_config(), "max_position_embeddings", None),
             ref_logprobs=section.needs_reference and section.reference_placement == "searcher",
-            # every other objective compares the rollouts of a group with each other
-            min_group=1 if section.preset == "reinforce" else 2,
+            # every other objective compares the rollouts of a group with each other; groups of one are its own choice
+            min_group=1 if section.preset == "reinforce" or recipe.sampling.group_size == 1 else 2,
         )
 
 

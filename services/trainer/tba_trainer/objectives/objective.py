@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from torch import Tensor
+
+from tba import plugins
 from tba.config import ObjectiveSection
 from tba.config.objective import DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS, DEFAULT_RESET_STEPS, Anchor, Centre
 
-Kind = Literal["trajectory_balance", "group", "group_std", "leave_one_out", "batch_std", "batch", "best_worst"]
-"""The formula of A_j: see advantages.py."""
+Kind = Literal[
+    "trajectory_balance", "group", "group_std", "leave_one_out", "batch_std", "batch", "best_worst", "custom"
+]
+"""The formula of A_j: see advantages.py. An objective from outside has none: see custom.py."""
 Weight = Literal["none", "clamp", "token_clip", "sequence_clip"]
 """How pi_theta / pi_behaviour weighs the tokens: see loss.py."""
 Denominator = Literal["rollouts", "groups", "tokens"]
@@ -70,6 +76,8 @@ class Objective:
     ema_decay: float | None
     """reference = decay * reference + (1 - decay) * theta, every `ema_every_steps`; None: it stays."""
     ema_every_steps: int | None
+    function: Callable[..., Tensor] | None = None
+    """An `ObjectiveFunction` (custom.py), which takes the place of formula, weight and denominator."""
 
     @property
     def needs_reference(self) -> bool:
@@ -79,7 +87,7 @@ class Objective:
     @property
     def reads_theta(self) -> bool:
         """Whether A_j depends on theta's log-probs. If not, `Sequences.logprob` may be zeros: no pass is needed."""
-        return self.anchor is not None
+        return self.anchor is not None or self.kind == "custom"
 
     @property
     def needs_complete_groups(self) -> bool:
@@ -94,16 +102,24 @@ class Objective:
     @property
     def needs_complete_batch(self) -> bool:
         """Whether A_j depends on rollouts of *other* groups: `advantages` then takes the whole batch at once."""
-        return self.kind in ("batch", "batch_std")
+        return self.kind in ("batch", "batch_std", "custom")
 
 
 def resolve(section: ObjectiveSection) -> Objective:
-    """Resolve the recipe's section."""
-    member, anchor = section.member, section.used_anchor
-    if member is None:
+    """Resolve the recipe's section.
+
+    Raises:
+        ConfigError: the preset is an objective from outside that cannot be imported.
+    """
+    member, anchor, function = section.member, section.used_anchor, None
+    centre: Centre
+    if section.is_custom:
+        baseline = Baseline(kind="custom")
+        centre, age_scaled = "none", False
+        function = plugins.load(section.preset, group="tba.objectives", what="objective.preset")
+    elif member is None:
         baseline = BASELINES[section.preset]
-        centre: Centre = "none"
-        age_scaled = False
+        centre, age_scaled = "none", False
     else:
         weight: Weight = member.importance_weight
         baseline = Baseline(kind="trajectory_balance", weight=weight, token_mean=member.length_normalise)
@@ -127,4 +143,5 @@ def resolve(section: ObjectiveSection) -> Objective:
         reset_steps=(section.reference_reset_steps or DEFAULT_RESET_STEPS) if anchor == "reset" else None,
         ema_decay=(section.ema_decay or DEFAULT_EMA_DECAY) if ema else None,
         ema_every_steps=(section.ema_every_steps or DEFAULT_EMA_EVERY_STEPS) if ema else None,
+        function=function,
     )

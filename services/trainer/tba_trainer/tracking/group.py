@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tba import plugins
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.errors import TbaError
@@ -15,7 +16,14 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
 from tba_trainer.tracking.tensorboard import TensorboardTracker
-from tba_trainer.tracking.tracker import Metrics, Record, Tracker, evaluation_record, start_record, step_record
+from tba_trainer.tracking.tracker import (
+    Metrics,
+    Record,
+    Tracker,
+    evaluation_record,
+    start_record,
+    step_record,
+)
 from tba_trainer.tracking.trackio import TrackioTracker
 from tba_trainer.tracking.wandb import WandbTracker
 
@@ -166,7 +174,7 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
     """Open the trackers that the recipe names.
 
     Raises:
-        ConfigError: metrics.jsonl cannot be written, or a package is missing.
+        ConfigError: metrics.jsonl cannot be written, a package is missing, or a tracker from outside cannot be built.
     """
     section = recipe.tracking
     path, shown = Path(section.metrics_path), recipe.model_dump(mode="json", include=_SHOWN_SECTIONS)
@@ -177,6 +185,9 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
         trackers.append(WandbTracker(section.wandb, shown))
     if section.trackio is not None:
         trackers.append(TrackioTracker(section.trackio, shown))
+    for name in section.trackers:
+        made = plugins.build(name, shown, group="tba.trackers", what="tracking.trackers", kind=Tracker)
+        trackers.append(made)
     return TrackerGroup(
         recipe.run.name,
         [JsonlTracker(path), *trackers],

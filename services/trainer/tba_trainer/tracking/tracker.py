@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tba.api import EvalInfo
 from tba.api.evaluations import EvalNumbers
@@ -18,10 +18,12 @@ from tba.versions import PolicyVersion
 Metrics = Mapping[str, float | None]
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """A sink for metrics. Every method is called in one thread of the tracker's own, and may block and raise anything.
 
-    `start` comes first, and again with every lineage; the last call is `close`.
+    `start` comes first, and again with every lineage; the last call is `close`. A record that the tracker cannot keep
+    is counted and logged; nothing that it does stops or slows the trainer.
     """
 
     name: str
@@ -36,6 +38,21 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write what is left."""
+        ...
+
+
+class TrackerFactory(Protocol):
+    """Makes a tracker: its class, or a function. `tracking.trackers` names it by import path or entry point."""
+
+    def __call__(self, recipe: Mapping[str, Any]) -> Tracker:
+        """Return the tracker.
+
+        Args:
+            recipe: the resolved recipe, to be shown with the run: no addresses, and no files with tokens.
+
+        Raises:
+            ConfigError: something that it needs is missing; the trainer does not start.
+        """
         ...
 
 

@@ -27,27 +27,20 @@ from torch import Tensor
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest
-from tba_searcher.engines.engine import Completion, EngineDiedError, Request, check_loaded, check_request
+from tba_searcher.engines.engine import (
+    Completion,
+    EngineDiedError,
+    EngineSettings,
+    Request,
+    check_loaded,
+    check_request,
+)
 from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
 from tba_searcher.engines.weights import load_model, params_sha256, replace_params
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedSettings:
-    """Settings of the engine."""
-
-    num_slots: int
-    max_prompt_tokens: int
-    max_response_tokens: int
-    seed: int
-    """Seeds the engine's own random stream; never the same twice (see `tba_searcher.service`)."""
-    dtype: str = "float32"
-    device: str = "cpu"
-    trust_remote_code: bool = False
 
 
 class EmbeddedEngine:
@@ -58,7 +51,7 @@ class EmbeddedEngine:
         EngineDiedError: the keys and values of so many slots do not fit into memory.
     """
 
-    def __init__(self, folder: Path, version: PolicyVersion, settings: EmbeddedSettings) -> None:
+    def __init__(self, folder: Path, version: PolicyVersion, settings: EngineSettings) -> None:
         self._settings, self._folder = settings, folder
         self._device = torch.device(settings.device)
         self._max_len = settings.max_prompt_tokens + settings.max_response_tokens
@@ -392,7 +385,7 @@ def _generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def _load_model(folder: Path, settings: EmbeddedSettings, max_len: int) -> Any:
+def _load_model(folder: Path, settings: EngineSettings, max_len: int) -> Any:
     model = load_model(
         folder, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )

@@ -31,7 +31,15 @@ from tba.config.searcher import VLLM_MAX_TEMPERATURE, VllmSection
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, VersionSpan
-from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request, check_loaded, check_request
+from tba_searcher.engines.engine import (
+    Completion,
+    EngineDiedError,
+    EngineError,
+    EngineSettings,
+    Request,
+    check_loaded,
+    check_request,
+)
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
 from tba_searcher.engines.vllm.weights import WORKER_EXTENSION
 from tba_searcher.engines.weights import check_tensors, read_headers
@@ -44,17 +52,9 @@ _MIN_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """Settings of the engine."""
+class VllmSettings(EngineSettings):
+    """Settings of the engine; vLLM takes the lowest 32 bits of the seed."""
 
-    num_slots: int
-    max_prompt_tokens: int
-    max_response_tokens: int
-    seed: int
-    """Seeds the engine's own random stream; vLLM takes its lowest 32 bits."""
-    dtype: str = "float32"
-    device: str = "cpu"
-    trust_remote_code: bool = False
     section: VllmSection = field(default_factory=VllmSection)
 
 

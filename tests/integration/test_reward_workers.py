@@ -215,7 +215,7 @@ async def test_a_preloaded_rule_is_loaded_once_for_all_workers(pool: WorkerPool)
     ("function", "how", "sentence"),
     [
         ("no_such_module:f", None, "no_such_module:f could not be loaded: ModuleNotFoundError"),
-        ("tests.support.reward_faults:nothing", None, "has no function 'nothing'"),
+        ("tests.support.reward_faults:nothing", None, "has no attribute 'nothing'"),
         ("tests.support.reward_faults:misbehave", "raise", "could not be loaded: StubbornError: broken scorer"),
         ("tests.support.reward_faults:misbehave", "exit", "could not be loaded: SystemExit: 3"),
         ("tests.support.reward_faults:misbehave", "crash", "exit code 7 while it was loaded"),

@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import coredis
-import glide
+import coredis  # pyright: ignore[reportMissingImports]
+import glide  # pyright: ignore[reportMissingImports]
 import uvloop
 from redis.asyncio import BlockingConnectionPool, Redis
 

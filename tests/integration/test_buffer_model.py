@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tba_buffer.eviction import evictor
-from tba_buffer.eviction.evictor import length_bucket
-from tba_buffer.eviction.planner import EvictionSettings
+from tba_buffer.eviction.evictor import EvictionSettings, length_bucket
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.replay import Compactor
 from tba_buffer.service import Buffer

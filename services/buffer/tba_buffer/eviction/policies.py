@@ -81,7 +81,7 @@ class EvictionPlan:
 class EvictionPolicy(Protocol):
     """Chooses stored rollouts to drop, all of them for one reason.
 
-    A new policy is one subclass and one line in `make_policies` (planner.py). It may remember what it has seen: every
+    A new policy is one subclass and one line in `make_policies` (evictor.py). It may remember what it has seen: every
     row is in `EvictionPlan.new_rows` of exactly one plan, and a rebuilt index gets new policies.
     """
 

@@ -231,7 +231,7 @@ class IndexView:
     async def _log_end(self) -> int:
         with redis_errors("read the log position"):
             raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
-        # a damaged number counts as none here: the durability check refuses the run for it (data_loss.py)
+        # a damaged number counts as none here: the durability check refuses the run for it (damage.py)
         return self._context.read_or_note("counter", "log_position", lambda: int(raw or 0)) or 0
 
     def _refuse_other_log(self, detail: str) -> None:

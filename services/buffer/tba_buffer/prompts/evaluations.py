@@ -110,13 +110,11 @@ class Evaluations:
         return [info for info, _ in found], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the stored documents of evaluations, without the damaged ones.
+        """Return the stored documents of evaluations, at least one, without the damaged ones.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
-        if not eval_ids:
-            return {}
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
         found = {}

@@ -21,8 +21,7 @@ from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseReq
 from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog, VisitCursor, VisitOrder
 from tba_buffer.prompts.evaluation_summary import EvaluationUnit
 from tba_buffer.prompts.evaluations import Evaluations
-from tba_buffer.run.flow_control import FlowSettings, generation_room
-from tba_buffer.run.state import RunSnapshot, RunStateReader
+from tba_buffer.run.state import FlowSettings, RunSnapshot, RunStateReader, generation_room
 from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
 
@@ -196,7 +195,8 @@ class Leases:
     ) -> tuple[list[Lease], dict[str, str]]:
         """Return the leases; and lease id -> visit or unit of those that name something damaged or missing."""
         rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
-        documents = await self._evaluations.documents(sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"}))
+        eval_ids = sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"})
+        documents = await self._evaluations.documents(eval_ids) if eval_ids else {}
         leases: list[Lease] = []
         damaged: dict[str, str] = {}
         for kind, lease_id, subject, prompt_id, num in rows:

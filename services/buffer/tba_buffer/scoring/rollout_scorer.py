@@ -19,8 +19,8 @@ from tba.api import ScoreItem
 from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
 from tba.clients import RewardClient
 from tba.concurrency import in_thread
-from tba.errors import BadRequestError, WireError
-from tba.wire import Rollout, check_push, decode_rollout, encode_rollout
+from tba.errors import BadRequestError
+from tba.wire import Rollout, decode_rollout, encode_rollout
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.replay import IndexView
@@ -142,23 +142,17 @@ class RolloutScorer:
             ]
         )
 
-    async def fail_damaged(self, positions: NDArray[np.integer], payloads: Sequence[bytes]) -> bool:
-        """Return whether some payloads [n] of the scored rollouts at positions [n] cannot be read.
-
-        These rollouts are stored as failed, so that nobody draws them again.
+    async def fail_damaged(self, positions: NDArray[np.integer]) -> None:
+        """Store those of the rollouts at these positions that cannot be read as failed: nobody draws them again.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not answer.
         """
-        damaged = [isinstance(item, WireError) for item in check_push(payloads)]
-        if not any(damaged):
-            return False
         # no eviction or re-scoring may come between the look at the index and the write
         async with self._context.mutation_lock:
-            _, _, failed = await self._load(np.unique(positions[damaged]).astype(np.int64))
+            _, _, failed = await self._load(np.unique(positions).astype(np.int64))
             await self.store(failed)
-        return True
 
     async def _load(self, positions: Positions) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
         """Load the rollouts at these positions as `_decode` returns them; those that are gone are left out."""

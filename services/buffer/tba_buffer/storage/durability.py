@@ -19,8 +19,14 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, 
 
 from tba.config.redis import RedisAccess
 from tba.errors import ConfigError, UnavailableError
-from tba_buffer.storage.client import BytesRedis, connect, redis_errors, refused_writes, why_unreachable
-from tba_buffer.storage.multiplexer import MultiplexedPool
+from tba_buffer.storage.client import (
+    BytesRedis,
+    MultiplexedPool,
+    connect,
+    redis_errors,
+    refused_writes,
+    why_unreachable,
+)
 
 NUM_CONNECTIONS = 8
 LOADING_TIMEOUT_S = 300.0

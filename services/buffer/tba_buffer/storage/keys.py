@@ -47,7 +47,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
 |                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
 |                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
-|                 |        | changes_missing: lost, and not accepted, as it was found out      | data_loss.py,         |
+|                 |        | changes_missing: lost, and not accepted, as it was found out      | damage.py,            |
 |                 |        | retries: how often an operator had refused versions tried again;  | accept_loss,          |
 |                 |        | retried_by: request id of the last time                           | retry_versions        |
 | run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, lineage,     |
@@ -86,7 +86,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | first 1,000 that were found                                       | read.lua              |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
-Counters: acknowledged (changes that somebody was told are stored: data_loss.py); log_position (of the last event);
+Counters: acknowledged (changes that somebody was told are stored: damage.py); log_position (of the last event);
 evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
 refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;

@@ -119,7 +119,7 @@ class SearchersInfo(StrictModel):
 
     revision: int
     """Number of the last change that was asked for; 0: there was none."""
-    wanted: int | None
+    desired: int | None
     """The desired number; null: tba does not start or stop searchers (`scaling.backend = "none"`), or the Kubernetes
     API has not answered yet."""
     source: SearcherSource | None
@@ -249,7 +249,7 @@ class RunChanges(StrictModel):
     """Send it as `after` for the changes that follow; null at the end."""
 
 
-class UnreadableItem(StrictModel):
+class DamagedItem(StrictModel):
     """A stored item that is damaged: it alone is left out or shown as failed."""
 
     kind: str
@@ -258,12 +258,12 @@ class UnreadableItem(StrictModel):
     found_at_s: float
 
 
-class UnreadableInfo(StrictModel):
+class DamagedInfo(StrictModel):
     """The damaged items that were found since the run began (at most 1,000)."""
 
     num: dict[str, int]
     """Kind -> items."""
-    items: list[UnreadableItem]
+    items: list[DamagedItem]
     """The last 20 that were found."""
 
 
@@ -301,7 +301,7 @@ class RunInfo(StrictModel):
     """The snapshot that the run began with; None: with nothing stored."""
     searchers: SearchersInfo | None = None
     """The desired and the alive searchers; the services always send it."""
-    unreadable: UnreadableInfo | None = None
+    damaged: DamagedInfo | None = None
     """None: no damaged item was found."""
 
 
@@ -318,7 +318,7 @@ class AcceptLoss(StrictModel):
     reason: Reason | None = None
 
 
-EventName = Literal["run", "change", "component", "gone", "wait", "settings", "evaluation", "trouble"]
+EventName = Literal["run", "change", "component", "gone", "wait", "settings", "evaluation", "problem"]
 EVENT_NAMES: tuple[EventName, ...] = get_args(EventName)
 
 
@@ -332,7 +332,7 @@ class RunEvent(StrictModel):
     wait        WaitChange: a wait has lasted a second, or such a wait is over
     settings    SettingsAudit: live settings were changed, or a change has taken effect
     evaluation  EvalInfo: one has begun or progressed
-    trouble     {"detail"}: the buffer cannot read the run now, and why; null: it can again
+    problem     {"detail"}: the buffer cannot read the run now, and why; null: it can again
     """
 
     id: str | None

@@ -194,7 +194,7 @@ def _check(origin: Origin, recipe: Recipe) -> None:
             f"run {origin.source.run!r} has no weight version {version} in {origin.store.url} (any more: "
             f"trainer.keep_versions); the newest are {known}"
         )
-    if manifest.mark_of(version) is None:
+    if manifest.publication_of(version) is None:
         raise ConfigError(
             f"snapshot {origin.source} was saved before version {version} was announced; save another one"
         )

@@ -248,7 +248,7 @@ class History:
             return await real_set(*args, **kwargs)
 
         self.buffer.context.redis.set = counting_set
-        writer = Compactor(self.buffer.context, min_tail=5, piece_records=4)
+        writer = Compactor(self.buffer.context, min_events=5, piece_records=4)
         try:
             await writer.keep_up(index)
         except Crash:

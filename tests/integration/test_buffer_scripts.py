@@ -176,7 +176,7 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     )
     await buffer.run.components.trainer_waits.count(beat)
     assert await buffer.run.components.trainer_waits.totals() == {"rollouts": 2.5}
-    await Compactor(buffer.context, min_tail=1).keep_up(await buffer.view.catch_up())
+    await Compactor(buffer.context, min_events=1).keep_up(await buffer.view.catch_up())
     await save_and_load(buffer, redis, twice, tmp_path)
     assert twice.names == set(SCRIPT_NAMES) - {"accept_loss"}  # it runs when the others are refused
 

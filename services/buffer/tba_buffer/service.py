@@ -196,7 +196,7 @@ class Buffer:
         self.context = context = Context.connect(recipe, clock=clock)
         self.view = IndexView(context)
         self.view.on_rebuilt = self._reread
-        self.compactor = Compactor(context, min_tail=recipe.buffer.max_tail_events)
+        self.compactor = Compactor(context, min_events=recipe.buffer.max_log_events_since_checkpoint)
         self.recovery = LossRecovery(context, self.view)
         self.run = run = RunParts.of(context, self.view)
         self.prompts = PromptParts.of(context, run)
@@ -317,7 +317,7 @@ class Buffer:
             best=best,
             origin=await self.rollouts.snapshots.origin(),
             searchers=await self.run.scaling.searchers(fields.state, components),
-            unreadable=await self.context.damaged_items.info(self.context.redis, self.context.keys),
+            damaged=await self.context.damaged_items.info(self.context.redis, self.context.keys),
         )
 
     async def _observe(self) -> ObservedRun:

@@ -219,7 +219,11 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
     for name, value, text in (
         ("tba_buffer_payload_bytes", index.payload_bytes, "Bytes of the stored rollouts, as pushed"),
         ("tba_buffer_index_bytes", index.memory_bytes(), "Memory of the index"),
-        ("tba_buffer_log_tail_events", index.position - counters.base_position, "Log positions that a restart replays"),
+        (
+            "tba_buffer_log_events_since_checkpoint",
+            index.position - counters.checkpoint_position,
+            "Log positions that a restart replays",
+        ),
         ("tba_buffer_open_leases", counters.num_open_leases, "Leases that have not ended"),
     ):
         yield GaugeMetricFamily(name, text, value=value)

@@ -153,7 +153,7 @@ class Counters:
     """Policy age in steps when consumed -> rollouts."""
     num_open_leases: int
     num_acked: int
-    base_position: int
+    checkpoint_position: int
     trainer: PolicyVersion
     """Lineage that owns the run, and its last acked step."""
     latest_version: str | None
@@ -236,7 +236,7 @@ class StatsReader:
             ages=dict(sorted(self._ages(ages).items())),
             num_open_leases=num_leases,
             num_acked=num_acked,
-            base_position=self._context.read_number("base position", base),
+            checkpoint_position=self._context.read_number("base position", base),
             trainer=PolicyVersion(
                 self._context.read_number("lineage", lineage), self._context.read_number("step", step)
             ),
@@ -279,10 +279,10 @@ class StatsReader:
             num_prompts_drawable=index.num_drawable,
             payload_bytes=index.payload_bytes,
             log_position=index.position,
-            base_position=counters.base_position,
+            checkpoint_position=counters.checkpoint_position,
             index_bytes=index.memory_bytes(),
-            replica=self._context.ownership.epoch,
-            num_marks=totals.get("marks", 0),
+            epoch=self._context.ownership.epoch,
+            num_publications=totals.get("marks", 0),
             pushed={name: totals.get(f"pushed:{name}", 0) for name in PUSH_OUTCOMES},
             refused=counters.group("refused"),
             evicted=counters.group("evicted"),

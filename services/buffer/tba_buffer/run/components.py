@@ -261,7 +261,7 @@ def _too_many(kind: str, most: int, silent_s: float) -> BusyError:
         f"{most} components of kind {kind!r} are alive, which is the most that are remembered; this one may work on, "
         f"but GET /v1/run does not show it: {remedy}",
         retry_after_s=silent_s,
-        wait="component-places",
+        wait="component-slots",
     )
 
 

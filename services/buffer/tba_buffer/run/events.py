@@ -233,7 +233,7 @@ class Events(Collector):
     def _report(self, problem: str | None) -> None:
         if problem != self._problem:
             self._problem = problem
-            self._publish([("trouble", to_json({"detail": problem}))])
+            self._publish([("problem", to_json({"detail": problem}))])
 
     def _publish(self, found: Iterable[Change]) -> None:
         events = []

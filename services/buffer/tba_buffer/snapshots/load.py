@@ -25,7 +25,7 @@ from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.wire import RolloutDocument, check_push
 from tba.wire.codec import MAX_NAME_CHARS
-from tba.wire.snapshot_manifest import SavedMark, SnapshotManifest, SnapshotSource
+from tba.wire.snapshot_manifest import SavedPublication, SnapshotManifest, SnapshotSource
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.rollout_index import IndexSettings
 from tba_buffer.prompts.catalog import Catalog
@@ -60,7 +60,7 @@ class Part:
     """Rollouts [N] (PLACE_DTYPE), then perhaps a publication; together they reach to `cursor` in the saved log."""
 
     places: NDArray[np.void]
-    publication: SavedMark | None
+    publication: SavedPublication | None
     cursor: int
 
 
@@ -143,7 +143,7 @@ class SnapshotLoad:
         """Return the last position of the saved log to load; a fork ends before the publication of its version."""
         if self._version is None:
             return manifest.log_position
-        publication = manifest.mark_of(self._version)
+        publication = manifest.publication_of(self._version)
         if publication is None:
             known = ", ".join(each.version for each in manifest.marks[-8:]) or "none"
             raise ConflictError(
@@ -254,7 +254,7 @@ class SnapshotLoad:
         return rewritten, records
 
 
-def split_parts(places: NDArray[np.void], publications: list[SavedMark], end: int) -> Iterator[Part]:
+def split_parts(places: NDArray[np.void], publications: list[SavedPublication], end: int) -> Iterator[Part]:
     """Yield places and publications in the order of the saved log; the last part, at least one, reaches to `end`."""
     positions = places["position"].astype(np.int64)
     at = 0

@@ -36,7 +36,7 @@ from tba.weights import WeightVersions
 from tba.wire import RolloutDocument, StoredObject, check_push
 from tba.wire.snapshot_manifest import (
     SavedLineage,
-    SavedMark,
+    SavedPublication,
     SnapshotManifest,
     SnapshotSource,
     encode_snapshot_manifest,
@@ -69,7 +69,7 @@ class _Captured:
     rollout_ids: NDArray[np.void]
     num_bytes: NDArray[np.uint32]
     statuses: NDArray[np.uint8]
-    marks: tuple[SavedMark, ...]
+    publications: tuple[SavedPublication, ...]
 
     def only(self, chosen: NDArray[np.bool_]) -> _Captured:
         """Return the chosen rows."""
@@ -240,7 +240,9 @@ class SnapshotSave:
                 pipe.hgetall(keys.lineages)
                 pipe.hgetall(keys.announced)
                 (lineage, step, latest), lineages, announced = await pipe.execute()
-        marks = [SavedMark(position=int(at), version=version.decode()) for version, at in announced.items()]
+        publications = [
+            SavedPublication(position=int(at), version=version.decode()) for version, at in announced.items()
+        ]
         return SnapshotManifest(
             run=context.run,
             name=self._source.name,
@@ -252,7 +254,7 @@ class SnapshotSave:
             step=int(step or 0),
             latest_version=None if latest is None else latest.decode(),
             lineages={int(number): SavedLineage.model_validate_json(text) for number, text in lineages.items()},
-            marks=marks,
+            marks=publications,
             num_scored=0,
             num_pending=0,
             num_failed=0,
@@ -307,14 +309,16 @@ def _capture(index: Index) -> _Captured:
         rollout_ids=index.column("rollout_id", rows),
         num_bytes=index.column("num_bytes", rows),
         statuses=index.column("status", rows),
-        marks=tuple(SavedMark(position=mark.position, version=str(mark.version)) for mark in index.publications),
+        publications=tuple(
+            SavedPublication(position=each.position, version=str(each.version)) for each in index.publications
+        ),
     )
 
 
-def _join(announced: list[SavedMark], live: _Captured) -> list[SavedMark]:
+def _join(announced: list[SavedPublication], live: _Captured) -> list[SavedPublication]:
     """Join the publications that Redis keeps by version and the newest ones of the index, up to the saved position."""
-    marks = {(mark.position, mark.version): mark for mark in (*announced, *live.marks)}
-    return [marks[key] for key in sorted(marks) if key[0] <= live.log_position]
+    known = {(each.position, each.version): each for each in (*announced, *live.publications)}
+    return [known[key] for key in sorted(known) if key[0] <= live.log_position]
 
 
 def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from tba.api import UnreadableInfo, UnreadableItem
+from tba.api import DamagedInfo, DamagedItem
 from tba.api.run import AuditRole
 from tba.fields import one_line
 from tba.logs import get_logger
@@ -151,7 +151,7 @@ class DamagedItems:
             self._due.pop(field, None)
         self._restored -= restored
 
-    async def info(self, redis: BytesRedis, keys: Keys) -> UnreadableInfo | None:
+    async def info(self, redis: BytesRedis, keys: Keys) -> DamagedInfo | None:
         """Return what was found since the run began; None when nothing was.
 
         Raises:
@@ -165,15 +165,15 @@ class DamagedItems:
             return None
         items = [_item(field.decode(errors="replace"), text) for field, text in raw.items()]
         items.sort(key=lambda item: (-item.found_at_s, item.kind, item.name))
-        return UnreadableInfo(num=dict(sorted(Counter(item.kind for item in items).items())), items=items[:NUM_SHOWN])
+        return DamagedInfo(num=dict(sorted(Counter(item.kind for item in items).items())), items=items[:NUM_SHOWN])
 
 
-def _item(field: str, text: bytes) -> UnreadableItem:
+def _item(field: str, text: bytes) -> DamagedItem:
     kind, _, name = field.partition(":")
     try:
-        return UnreadableItem(kind=kind, name=name, **json.loads(text))
+        return DamagedItem(kind=kind, name=name, **json.loads(text))
     except DAMAGE_ERRORS:
-        return UnreadableItem(kind=kind, name=name, detail="the note of why is damaged itself", found_at_s=0.0)
+        return DamagedItem(kind=kind, name=name, detail="the note of why is damaged itself", found_at_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Reconciler:
             held = HeldReplicas(found, held.asserted, held.asserting)
             self._num_reassertions = self._num_reassertions + 1 if was_held else 0
             if was_held:
-                log.warning("replicas_changed_by_others", found=found, wanted=target)
+                log.warning("replicas_changed_by_others", found=found, desired=target)
         self.own = held.own
         if found != target:
             # written first: after a crash behind the call, the new replicas are known to be ours

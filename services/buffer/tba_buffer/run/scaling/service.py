@@ -148,10 +148,10 @@ class Scaling:
         return self._context.recipe.searcher.num_searchers, "recipe"
 
     def _shown(self, desired: DesiredSearchers, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
-        wanted, source = self._target(desired, state)
+        num, source = self._target(desired, state)
         return SearchersInfo(
             revision=desired.revision,
-            wanted=wanted,
+            desired=num,
             source=source,
             alive=num_alive(components),
             backend=self._section.backend,
@@ -194,10 +194,10 @@ class Scaling:
 
     async def _advance(self) -> None:
         desired, fields = await self._requests.read(), await self._run_state.read_fields()
-        wanted, source = self._target(desired, fields.state)
+        num, source = self._target(desired, fields.state)
         if self._reconciler is not None:
             try:
-                target = None if source == "deployment" else wanted
+                target = None if source == "deployment" else num
                 await self._reconciler.reconcile(
                     target, why=f"revision {desired.revision}" if source == "operator" else str(source)
                 )

@@ -30,7 +30,7 @@ Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A wait has a name and a deadline. Seconds count from when the heartbeat was made: clocks may differ."""
+    """A wait has a name and a deadline. Its seconds count from when the heartbeat was made: clocks may differ."""
 
     name: str
     for_s: float
@@ -39,7 +39,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """One sign of life."""
+    """The state of a component at one moment, sent every few seconds."""
 
     component_id: str
     kind: str

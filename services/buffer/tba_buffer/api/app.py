@@ -48,6 +48,7 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         lifespan=lifespan,
         refresh_metrics=buffer.metrics.refresh,
     )
+    # awaited before the port listens: nobody meets a service that still reads Redis
     app.state.start = buffer.start
     app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
     # a request tries the routes in this order: the most frequent endpoints come first

@@ -69,6 +69,7 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.post("/leases", operation_id="lease", dependencies=searcher)
     async def lease(body: LeaseRequest) -> LeaseReply:
         """Lease visits and evaluation units."""
+        # answered at once, also without work: the reply says when to ask again
         return await buffer.prompts.leases.lease(body)
 
     @api.post("/leases/renew", operation_id="renew_leases", dependencies=searcher)
@@ -129,6 +130,7 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def draw_batch(body: BatchRequest) -> MsgpackResponse:
         """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
         drawn = await buffer.sampling.batch_drawer.draw(body)
+        # with every batch and ack: a trainer asks for the live settings when their revision is another one
         return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.run.settings.revision)})
 
     @api.post(
@@ -154,6 +156,7 @@ def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         """Draw stored rollouts by priority (msgpack, laid out as a push) and record nothing; headers `tba-seed` and
         `tba-log-position` reproduce the draw."""
         drawn = await buffer.sampling.sample_drawer.draw(body)
+        # in headers, so that the body is laid out exactly as a push
         headers = {"tba-seed": str(drawn.seed), "tba-log-position": str(drawn.log_position)}
         return MsgpackResponse(drawn.body, headers=headers)
 
@@ -182,6 +185,7 @@ def lineages_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.post("/versions", operation_id="announce_version", responses=problems(409))
     async def announce_version(body: VersionRequest) -> VersionReply:
         """Announce a published version, so that searchers load it."""
+        # the position is the same for a repeat, so a trainer may send it again
         return VersionReply(log_position=await buffer.run.lineages.publish(body))
 
     @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204, responses=problems(409))
@@ -235,6 +239,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         text_chars: Annotated[int, Query(ge=0, le=MAX_TEXT_CHARS_PER_ROLLOUT)] = 1000,
     ) -> RolloutPage:
         """Return stored rollouts: the best, worst, newest or oldest, of a prompt, a version, a reward status."""
+        # one value: the reader knows nothing of HTTP
         request = PageRequest(
             order=order,
             prompt_id=prompt_id,

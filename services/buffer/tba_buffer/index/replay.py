@@ -94,6 +94,7 @@ class IndexView:
             UnavailableError: Redis did not answer.
             IncompleteLogError: Redis does not have a whole log.
         """
+        # no read can tell it: the log of the newer process continues this one
         if self._context.ownership.refused is not None:
             raise SupersededError(self._context.ownership.refused)
         await self._reading.run()
@@ -115,6 +116,7 @@ class IndexView:
             UnavailableError: Redis did not answer.
         """
         async with self._lock:
+            # nothing was read before the restart, so there is nothing to compare
             if not self.index.position:
                 return None
             try:
@@ -173,6 +175,7 @@ class IndexView:
             except LogGapError as error:
                 problem = str(error)
                 continue
+            # entries at the end may be missing too, which only the counter of positions shows
             if index.position >= end:
                 return replayed
             problem = f"the entries end at {index.position}, but {end} was given out"
@@ -275,6 +278,7 @@ class Compactor:
             num_entries = await self._context.redis.xlen(self._context.keys.log)
         positions_due = index.position - head.position > max(self._min_tail, index.num_live // 2)
         entries_due = num_entries > max(self._min_tail // 4, index.num_live // 8)
+        # after a failure not at once: a checkpoint writes everything that is live
         if (positions_due or entries_due) and now >= self._retry_at_s:
             self._retry_at_s = now + RETRY_S
             if await self._write(index, head):

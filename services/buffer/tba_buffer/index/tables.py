@@ -116,6 +116,7 @@ class Columns:
     def grow(self, num: int) -> None:
         """Make room for `num` more rows. Row numbers stay."""
         needed = self.end - self.first + num
+        # from 65,536 rows on by a quarter: twice the memory of a large index may not be there
         capacity = max(needed, self.capacity * 2 if self.capacity < 2**16 else self.capacity * 5 // 4)
         for name, dtype in _DTYPES.items():
             column = np.empty(capacity, dtype=dtype)
@@ -158,6 +159,7 @@ class Columns:
         wanted = positions.astype(np.int64)
         rows = np.full(len(wanted), -1, dtype=np.int64)
         for first, piece in self.pieces("position", self.first, self.end):
+            # positions ascend along the ring; one beyond the last is compared with the last, and is no hit
             found = np.minimum(np.searchsorted(piece, wanted), len(piece) - 1)
             hit = piece[found] == wanted
             rows[hit] = first + found[hit]
@@ -225,6 +227,7 @@ class VersionNumbers:
 
     def count(self, numbers: NDArray[np.int32], sign: int) -> None:
         """Count rollouts of these versions in (+1) or out (-1)."""
+        # not `+=`: a number that occurs several times counts as often
         np.add.at(self.counts, numbers, sign)
         if sign < 0:
             for number in np.unique(numbers[self.counts[numbers] == 0]).tolist():
@@ -306,6 +309,7 @@ class PromptRows:
     def trim(self, prompts: Prompts, live: NDArray[np.int64]) -> Prompts:
         """Take note that rows of prompts [k] died and `live` [k] are left; return the prompts whose block moved."""
         length = self.lengths[prompts]
+        # a block is rewritten once most of it is dead, so the cost is shared by the rows that died
         moved = prompts[(length > 2 * live + 8) | ((live == 0) & (length > 0))]
         if len(moved):
             self._rewrite(moved, np.zeros(len(moved), dtype=np.int64))
@@ -418,6 +422,7 @@ class PromptSet:
         ends = self._ends
         chunks = np.searchsorted(ends, ranks, side="right")
         rest = ranks - (ends[chunks] - self._chunks[chunks])
+        # int8 is enough: a chunk has at most 64 members
         seen = np.cumsum(self._flags.reshape(-1, _CHUNK)[chunks], axis=1, dtype=np.int8)
         return chunks * _CHUNK + np.count_nonzero(seen <= rest[:, None], axis=1)
 

@@ -102,7 +102,7 @@ class Leases:
         )
 
     async def give_back(self, request: LeaseReturn) -> None:
-        """End leases of a searcher before their deadline. What they owe is leased again; refused visits are not.
+        """End leases of a searcher before their deadline. Owed rollouts are leased again; refused visits are not.
 
         Raises:
             UnavailableError: Redis did not answer.

@@ -96,6 +96,7 @@ class Components:
         with redis_errors("read a heartbeat"):
             text = await redis.hget(keys.components, name)
             known = text and self._context.read_or_note("component", name, lambda: self._info(name, text))
+            # a damaged entry is free for every kind: the heartbeat replaces it
             if not known or known.kind == beat.kind:
                 return
         await self._context.count("foreign:heartbeat")
@@ -132,6 +133,7 @@ class Components:
             if gone is not None:
                 await self._context.redis.hdel(self._context.keys.components, gone)
                 await self._context.count("components_forgotten:replaced")
+        # of trainers only: an autoscaler reads how long they have waited
         if beat.kind == "trainer":
             await self.trainer_waits.count(beat)
 

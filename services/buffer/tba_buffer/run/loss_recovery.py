@@ -96,6 +96,7 @@ class LossRecovery:
 
     async def _accept(self, role: AuditRole, reason: str | None) -> None:
         context, loss, num_lost = self._context, self.loss, self._context.losses.num_lost
+        # first: a log that is not whole must not be accepted, and raises here
         await self._view.reread()
         request_id = new_id("request")
         reply = await context.scripts.accept_loss(*context.losses.accept_args(role, reason, request_id))

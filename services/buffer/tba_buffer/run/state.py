@@ -76,6 +76,7 @@ class FlowSettings:
             sync_interval=recipe.trainer.sync_interval,
             min_size_to_sample=sampling.min_size_to_sample,
             max_pending=max(1, recipe.buffer.max_rollouts // 2),
+            # an offline run inserts nothing, so a ratio to what was inserted would soon end it
             samples_per_insert=None if recipe.is_offline else sampling.samples_per_insert,
             # a smaller margin could let both sides wait for each other
             error=max(sampling.samples_per_insert_error, batch_rollouts, sampling.samples_per_insert or 0.0),
@@ -131,6 +132,7 @@ def sampling_wait(counts: FlowCounts, settings: FlowSettings) -> str | None:
     if not counts.can_sample(settings):
         return "rollouts"
     if settings.alternate:
+        # after the last batch of a phase too: the next generation phase begins with a publication
         is_generating = counts.inserted_since_publication < settings.rollouts_per_interval
         return (
             "alternate-generate"
@@ -288,6 +290,7 @@ class RunStateReader:
         await self._view.catch_up()
 
     async def _read(self) -> None:
+        # the script also voids batches past their deadline, so that they do not count as drawn
         reply = await self._context.scripts.run("read_run", self._keys, [self._context.clock()])
         self._last = await self._parse(*reply)
 
@@ -334,6 +337,7 @@ class RunStateReader:
 
 def read_state(context: Context, text: bytes | None) -> RunState:
     """Return the state of the run; a text that is no state counts as failed, where nothing is drawn or leased."""
+    # a run has no state before its first change: it is running from the beginning
     state = "running" if text is None else text.decode(errors="replace")
     if state in get_args(RunState):
         context.damaged_items.forget("run", "state")

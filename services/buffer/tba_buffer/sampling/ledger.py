@@ -46,6 +46,7 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True):
 class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     """A drawn batch without its payloads. `seed`, `log_position` and `most_on_policy_prob` reproduce the draw."""
 
+    # array_like: the order of the fields is the stored format, so new ones come last and have a default
     batch_id: str
     lineage: int
     step: int
@@ -94,6 +95,7 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
 
     def body(self, payloads: Sequence[bytes]) -> bytes:
         """Encode the batch for the wire, from the stored bytes of its rollouts [num_rollouts]."""
+        # payloads are in the order of `rollout_ids`: group after group
         groups, at = [], 0
         for group in self.groups:
             end = at + len(group.rollout_ids) // ID_BYTES
@@ -197,6 +199,7 @@ class BatchLedger:
             ],
         )
         _check_reply(reply, batch_id, request)
+        # the draw for the next step, or generation, may wait for this ack
         self._context.changed.notify()
         if self._evictor.record_step(PolicyVersion(request.lineage, request.step)):
             await self._evictor.enforce()
@@ -209,6 +212,7 @@ class BatchLedger:
         """
         context, limit = self._context, min(limit, MAX_ENTRIES_PER_PAGE)
         with redis_errors("read the ledger"):
+            # one transaction: the lineage decides which of these lines are abandoned
             async with context.redis.pipeline(transaction=True) as pipe:
                 pipe.lrange(context.keys.ledger, after, after + limit - 1)
                 pipe.llen(context.keys.ledger)
@@ -220,6 +224,7 @@ class BatchLedger:
             entry = context.read_or_note("ledger", f"line {number}", lambda line=line: _entry(line, history))
             if entry is not None:
                 entries.append(entry)
+        # damaged lines count too: a position in the ledger never changes
         end = after + len(lines)
         return LedgerReply(entries=entries, next=end if lines and end < num_lines else None)
 

@@ -134,6 +134,7 @@ class RolloutScorer:
         kept = {at for at, score in zip(taken, scores, strict=True) if not self._must_wait(at, score)}
         self.retry_queue.remove([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
         self.update_waits()
+        # in a thread: encoding a request of large payloads would hold up every other request
         return failed + await in_thread(
             lambda: [
                 _scored(position, rollout, len(payload), score)
@@ -172,6 +173,7 @@ class RolloutScorer:
         """Return (positions and payloads [n], their rollouts [n], and the damaged ones as failed)."""
         found, rollouts, failed = [], [], []
         for position, payload, fallback in zip(positions.tolist(), stored, fallbacks, strict=True):
+            # evicted since the index was read
             if payload is None:
                 continue
             name = fallback.rollout_id.hex()
@@ -273,6 +275,7 @@ class RolloutScorer:
             f"rollout {rollout.rollout_id.hex()} names prompt {rollout.prompt_id!r}, never uploaded"
         )
         prompt = found[1]
+        # tokens are most of the bytes of an item: they are sent only to scorers that read them
         takes_tokens = self._context.recipe.reward.takes_tokens(prompt.task)
         return ScoreItem(
             item_id=rollout.rollout_id.hex(),

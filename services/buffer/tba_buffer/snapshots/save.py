@@ -112,6 +112,7 @@ class SnapshotSave:
         """
         await in_thread(self._delete_leftovers)
         position = 0
+        # each pass is shorter than the one before, unless rollouts arrive faster than the store takes them
         for left in reversed(range(MAX_PASSES)):
             captured = _capture(await self._view.catch_up())
             due = await self._due(captured, since=position)
@@ -123,6 +124,7 @@ class SnapshotSave:
             async with self._context.mutation_lock:
                 live = _capture(await self._view.catch_up())
                 due = await self._due(live, since=position)
+                # little is left: read under the lock, so that all of it is of one position
                 if int(due.num_bytes.sum()) <= (LITTLE_BYTES if left else HELD_BYTES):
                     rest = [found async for found in self._payloads(due, is_last=True)]
                     base, num_prompts = await self._manifest_base(), len(self._catalog.ids)
@@ -164,6 +166,7 @@ class SnapshotSave:
         return manifest
 
     def _delete_leftovers(self) -> None:
+        # an interrupted attempt leaves objects that no manifest names
         keys = self._store.list(self._source.prefix)
         if self._source.manifest_key in keys:
             raise _taken(self._source)
@@ -206,6 +209,7 @@ class SnapshotSave:
                 payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
             readable = await in_thread(lambda ids=ids, payloads=payloads: self._readable(ids, payloads))
             for position, payload, is_good in zip(due.positions[rows].tolist(), payloads, readable, strict=True):
+                # a damaged payload is left out; an evicted one is no part of the snapshot any more
                 if is_good:
                     yield position, payload
                 elif payload is not None:
@@ -272,6 +276,7 @@ class SnapshotSave:
         lines: list[bytes] = []
         for at in range(0, num_prompts, PROMPTS_PER_READ):
             ids = list(filter(self._has_prompt, self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]))
+            # all of these prompts are damaged
             if not ids:
                 continue
             with redis_errors("read the prompts"):
@@ -286,12 +291,13 @@ class SnapshotSave:
     def _start_params(self) -> str | None:
         try:
             return WeightVersions(self._store, self._context.run).manifest(START).params_sha256
-        except ObjectNotFoundError:
+        except ObjectNotFoundError:  # nothing is published yet
             return None
         except MalformedError as error:
             raise ConflictError(f"the snapshot cannot say which model this run starts from: {error}") from None
 
     async def _finish(self, manifest: SnapshotManifest) -> None:
+        # a newer owner may have evicted meanwhile what this snapshot says is live
         await ownership.check(self._context)
         try:
             await in_thread(

@@ -99,6 +99,7 @@ class Scripts:
         folder = files("tba_buffer.storage") / "lua"
         self._scripts = {}
         for name in SCRIPT_NAMES:
+            # scripts cannot import: the functions that they share are put in front of them
             parts = [*PRELUDES.get(name, ()), name]
             self._scripts[name] = redis.register_script("\n".join((folder / f"{p}.lua").read_text() for p in parts))
 
@@ -209,6 +210,7 @@ class Context:
         Raises:
             ConfigError: buffer.redis_url is no URL of Redis.
         """
+        # it owns the connections, so that nothing is written over one that was not checked
         durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync)
         keys, owner, damaged_items = Keys(recipe.run.name), Ownership(), DamagedItems()
         losses = Losses(durability.redis, keys, owner, damaged_items, clock=clock)

@@ -276,6 +276,7 @@ class Losses:
             UnavailableError: Redis did not answer.
         """
         match = re.fullmatch(r"([0-9a-f]{16}):([0-9]{1,16})", text)
+        # a claim of this start is compared with each answer already (`acknowledge`)
         if match is None or match[1] == self._process or int(match[2]) > MAX_CLAIM:
             return False
         num_lost = int(match[2]) - self._at_start
@@ -290,6 +291,7 @@ class Losses:
             UnavailableError: Redis did not answer.
         """
         own = self._owner.epoch
+        # this process has not taken the run yet, so it was told nothing
         if not own:
             return None
         told = self._acknowledged  # before Redis is asked: its answer may miss what is acknowledged meanwhile
@@ -314,8 +316,8 @@ class Losses:
         """Return keys and arguments of accept_loss.lua."""
         keys = [self._keys.epoch, self._keys.counters, self._keys.run, self._keys.run_changes, self._keys.format]
         keys += [self._keys.log, self._keys.log_checkpoint]
-        said = [json.dumps(role), json.dumps(reason), FORMAT_TEXT, request_id]
-        return keys, [self._owner.epoch, self._acknowledged, self.num_lost, self._clock(), *said]
+        audit = [json.dumps(role), json.dumps(reason), FORMAT_TEXT, request_id]
+        return keys, [self._owner.epoch, self._acknowledged, self.num_lost, self._clock(), *audit]
 
     def accept(self, number: int, request_id: str) -> None:
         """Continue from this number, without what is missing."""

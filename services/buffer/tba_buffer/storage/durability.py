@@ -180,6 +180,7 @@ class DurabilityCheck:
         redis = self.redis
         try:
             config: dict[str, Any] = {}
+            # one pattern per call: before Redis 7, CONFIG GET takes no more
             for names in ("*append*", "maxmemory*", "aof-load-truncated"):
                 config |= await redis.config_get(names)
         except BusyLoadingError:

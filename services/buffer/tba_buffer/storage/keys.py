@@ -93,8 +93,8 @@ open train leases still owe); drawn, void (rollouts drawn; of those, in batches 
 skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); heartbeats_refused:<reason>;
 components_forgotten:<reason>; foreign:<what> (writes to what belongs to another component);
 scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks (publications);
-scored_at_mark (scored_total at the last publication). What is stored now (live, by status, bytes) is not counted,
-because the index knows it.
+scored_at_mark (scored_total at the last publication). The rollouts that are stored now (live, by status, bytes) are not
+counted, because the index knows them.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class Keys:
         self.gone = self._prefix + "gone"
         self.gone_before = self._prefix + "gone_before"
         self.log = self._prefix + "log"
+        # names in Redis never change, where the code has better ones by now: runs continue over an upgrade
         self.log_checkpoint = self._prefix + "base"
         self.epoch = self._prefix + "replica"
         self.rescore = self._prefix + "rescore"
@@ -166,5 +167,5 @@ class Keys:
         return f"{self._prefix}batch:{batch_id}"
 
     def checkpoint_piece(self, generation: int, number: int) -> str:
-        """One piece of a base."""
+        """One piece of a checkpoint of the log."""
         return f"{self._prefix}base:{generation}:{number}"

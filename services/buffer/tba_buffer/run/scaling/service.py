@@ -85,7 +85,7 @@ class Scaling:
         """
         self._check(request.num_searchers)
         revision = await self._requests.change(request)
-        if self._reconciler is not None:  # the answer tells what the API said, if it does so soon
+        if self._reconciler is not None:  # the reply tells the answer of the API, if it comes soon
             await asyncio.wait({asyncio.create_task(self._round(), name="scale now")}, timeout=SETTLE_S)
         return await self.info(after=revision - 1, limit=1)
 
@@ -204,7 +204,7 @@ class Scaling:
             except ScalingFailure as failure:
                 await self._failed(failure)
                 return
-            # said once, not with every round
+            # logged once, not with every round
             if self._problem is not None:
                 log.info("scaling_works_again")
                 self._problem = None
@@ -229,5 +229,5 @@ class Scaling:
 
 
 def num_alive(components: Sequence[ComponentInfo]) -> int:
-    """Return how many searchers send heartbeats and have not said that they end."""
+    """Return how many searchers send heartbeats and have not reported that they end."""
     return sum(item.kind == "searcher" and item.alive and item.state not in ENDED for item in components)

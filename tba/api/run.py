@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator
@@ -31,11 +32,12 @@ class SettingsRequest(StrictModel):
     reason: Reason | None = None
     token: Name | None = None
     revision: Integer | None = Field(default=None, ge=0)
-    request_id: Name = Field(default_factory=lambda: new_id("request"))
+    request_id: Name = Field(default_factory=partial(new_id, "request"))
 
     @field_validator("settings")
     @classmethod
     def _check_names(cls, settings: LiveSettings) -> LiveSettings:
+        # an empty change would make a revision and a line of the audit for nothing
         if not settings.model_fields_set:
             raise ValueError(f"name at least one of {', '.join(LIVE_NAMES)}")
         return settings
@@ -140,7 +142,7 @@ class ScaleRequest(StrictModel):
 
     num_searchers: Integer | None = Field(ge=0)
     reason: Reason | None = None
-    request_id: Name = Field(default_factory=lambda: new_id("request"))
+    request_id: Name = Field(default_factory=partial(new_id, "request"))
 
 
 class ScaleReached(StrictModel):

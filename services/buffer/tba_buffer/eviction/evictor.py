@@ -228,6 +228,7 @@ class Evictor:
             with redis_errors("read the number of the last eviction"):
                 raw = await context.redis.hget(keys.counters, "evicted_number")
             self._last_number = context.read_or_note("counter", "evicted_number", lambda: int(raw or 0)) or 0
+        # numbered: a repeated call of the script is known by its number, and counts nothing twice
         self._last_number += 1
         reply = await context.scripts.run(
             "evict",

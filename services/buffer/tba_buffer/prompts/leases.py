@@ -136,6 +136,7 @@ class Leases:
     async def _claim(self, request: LeaseRequest, room: int | None, snapshot: RunSnapshot) -> list[Lease]:
         now, sampling = self._context.clock(), self._context.recipe.sampling
         lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
+        # rounded up: a visit is leased as a whole, and may exceed the room by a part of itself
         max_train = request.max_leases if room is None else min(request.max_leases, math.ceil(room / num_visit))
         lease_ids = make_lease_ids(request)
         # another process may move the cursor before lease.lua runs; the candidates are then of visits that are taken

@@ -255,6 +255,7 @@ class _Socket:
                     reply = await self._connection.read_response(timeout=math.inf)
                 except ResponseError as error:  # the reply to one command
                     reply = error
+                # replies come in the order of the commands, so this one belongs to the oldest call
                 call = self._calls[0]
                 call.replies.append(reply)
                 if len(call.replies) == call.num_replies:
@@ -296,6 +297,7 @@ class MultiplexedConnection:
         try:
             replies = await (await self._socket()).call(commands)
         except ConnectionError:
+            # once: the connection was dead, and a script may run twice
             await asyncio.sleep(RETRY_PAUSE_S)
             replies = await (await self._socket()).call(commands)
         for reply in replies:
@@ -329,6 +331,7 @@ class MultiplexedConnection:
         if self._on_connected is not None:
             try:
                 await self._on_connected()
+            # also when cancelled: nobody else knows this connection
             except BaseException:
                 await connection.disconnect(nowait=True)
                 raise
@@ -359,6 +362,7 @@ class MultiplexedPool:
 
     async def run(self, *commands: Command) -> list[Any]:
         """As `MultiplexedConnection.run`."""
+        # the least busy one: a small call need not wait behind the bytes of a large push
         at = self._num_calls.index(min(self._num_calls))
         self._num_calls[at] += 1
         try:

@@ -94,6 +94,7 @@ class Reconciler:
         """Give the Deployment its own number back, unless somebody has changed it."""
         self._num_reassertions, self.note = 0, None
         self.own = found
+        # nothing was held, so nothing is given back
         if held.own is None:
             return
         # somebody else's number stays: it is the own one from now on

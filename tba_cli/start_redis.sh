@@ -7,17 +7,17 @@
 # So here the whole transaction is cut off, which nobody was told had been stored: Redis answers after it has written.
 # Redis is told to refuse such a file by itself (aof-load-truncated no), should this script not have seen it.
 #
-# Only what stands at the very end, with nothing whole behind it, is cut. Anything else that is wrong with the file is
-# said, and Redis is not started. redis-check-aof is the reader: the same binary under another name.
+# Only a part at the very end, with nothing whole behind it, is cut. Anything else that is wrong with the file is logged,
+# and Redis is not started. redis-check-aof is the reader: the same binary under another name.
 set -u
 
 made= # a folder for the time of the check
 trap 'rm -rf "$made"' EXIT
 
-say() { printf 'start_redis: %s\n' "$*"; }
+log() { printf 'start_redis: %s\n' "$*"; }
 
 refuse() {
-    say "$1: $2. Redis is not started, and nothing was changed: what was acknowledged may be damaged. Keep a copy of" \
+    log "$1: $2. Redis is not started, and nothing was changed: what was acknowledged may be damaged. Keep a copy of" \
         "the folder; then restore it from a backup, or start Redis on an empty folder and begin a new run with the last" \
         "snapshot (tba buffer load RUN/NAME)"
     exit 1
@@ -34,12 +34,12 @@ find_checker() {
     ln -s "$path" "$checker"
 }
 
-# mend FILE: cut a torn end
-mend() {
+# repair FILE: cut a torn end
+repair() {
     report=$("$checker" "$1" </dev/null 2>&1) && return 0
     sizes=$(printf '%s\n' "$report" | sed -n 's/^AOF analyzed: .*size=\([0-9]*\), ok_up_to=\([0-9]*\), .*/\1 \2/p')
     if [ -z "$sizes" ]; then
-        say "$1 could not be checked ($(printf '%s\n' "$report" | tail -n 1)); Redis itself will say whether it is whole"
+        log "$1 could not be checked ($(printf '%s\n' "$report" | tail -n 1)); Redis itself will say whether it is whole"
         return 0
     fi
     size=${sizes% *} whole=${sizes#* }
@@ -67,7 +67,7 @@ mend() {
     if [ "$(wc -c <"$1")" -ne "$size" ] || ! dd if=/dev/null of="$1" bs=1 seek="$whole" count=0 2>/dev/null; then
         refuse "$1" "its last $((size - whole)) bytes were written by half and could not be cut off"
     fi
-    say "$1: cut off its last $((size - whole)) of $size bytes, a command or transaction that was written by half and" \
+    log "$1: cut off its last $((size - whole)) of $size bytes, a command or transaction that was written by half and" \
         "so never acknowledged"
 }
 
@@ -84,10 +84,10 @@ last=$(sed -n 's/^file \([^ ]*\) seq [0-9]* type [bi].*/\1/p' "$folder/$parts/$n
 for file in "$folder/$name" "$folder/$parts/${last:-.}"; do # Redis 6 has one file; from 7 on, several, and a list
     [ -f "$file" ] && [ -s "$file" ] || continue
     if [ -z "${checker-}" ] && ! find_checker "$1"; then
-        say "there is no redis-check-aof beside $1, so $file was not checked; Redis itself will say whether it is whole"
+        log "there is no redis-check-aof beside $1, so $file was not checked; Redis itself will say whether it is whole"
         break
     fi
-    mend "$file"
+    repair "$file"
 done
 rm -rf "$made"
 exec "$@" --aof-load-truncated no

@@ -166,7 +166,7 @@ def _restart_s(stack: Stack) -> float:
 def _wait_for_base(stack: Stack) -> float:
     """Until the background has put everything into a base."""
     began_s, client = time.perf_counter(), stack.client
-    while (stats := client.stats()).log_position - stats.base_position > 250_000:
+    while (stats := client.stats()).log_position - stats.checkpoint_position > 250_000:
         if time.perf_counter() - began_s > 120:
             raise RuntimeError("the log was not compacted within 120 s")
         time.sleep(0.2)

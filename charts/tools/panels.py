@@ -311,7 +311,7 @@ STORED = Row(
             "Visits under way; log positions that a restart of the buffer replays one by one.",
             (
                 ("sum(tba_buffer_open_leases{BUFFER})", "open leases"),
-                ("sum(tba_buffer_log_tail_events{BUFFER})", "log tail"),
+                ("sum(tba_buffer_log_events_since_checkpoint{BUFFER})", "log events since its checkpoint"),
             ),
         ),
     ),

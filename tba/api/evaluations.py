@@ -82,7 +82,7 @@ class EvalInfo(EvalNumbers):
     eval_id: str
     version: VersionText
     state: Literal["pending", "done", "expired", "failed"]
-    """`failed`: its stored data is damaged; `unreadable` of GET /v1/run says why."""
+    """`failed`: its stored data is damaged; `damaged` of GET /v1/run says why."""
     num_prompts: int
     num_done: int
     num_samples: int | None = None

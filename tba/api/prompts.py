@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -74,7 +75,7 @@ class LeaseRequest(StrictModel):
 
     searcher_id: Name
     max_leases: Integer = Field(ge=1, le=1024)
-    request_id: Name = Field(default_factory=lambda: new_id("request"))
+    request_id: Name = Field(default_factory=partial(new_id, "request"))
     version: VersionText | None = None
     refused_versions: list[VersionText] = Field(default_factory=list, max_length=MAX_REFUSED_VERSIONS)
 

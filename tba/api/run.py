@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator
@@ -31,11 +32,12 @@ class SettingsRequest(StrictModel):
     reason: Reason | None = None
     token: Name | None = None
     revision: Integer | None = Field(default=None, ge=0)
-    request_id: Name = Field(default_factory=lambda: new_id("request"))
+    request_id: Name = Field(default_factory=partial(new_id, "request"))
 
     @field_validator("settings")
     @classmethod
     def _check_names(cls, settings: LiveSettings) -> LiveSettings:
+        # an empty change would make a revision and a line of the audit for nothing
         if not settings.model_fields_set:
             raise ValueError(f"name at least one of {', '.join(LIVE_NAMES)}")
         return settings
@@ -119,7 +121,7 @@ class SearchersInfo(StrictModel):
 
     revision: int
     """Number of the last change that was asked for; 0: there was none."""
-    wanted: int | None
+    desired: int | None
     """The desired number; null: tba does not start or stop searchers (`scaling.backend = "none"`), or the Kubernetes
     API has not answered yet."""
     source: SearcherSource | None
@@ -140,7 +142,7 @@ class ScaleRequest(StrictModel):
 
     num_searchers: Integer | None = Field(ge=0)
     reason: Reason | None = None
-    request_id: Name = Field(default_factory=lambda: new_id("request"))
+    request_id: Name = Field(default_factory=partial(new_id, "request"))
 
 
 class ScaleReached(StrictModel):
@@ -180,8 +182,8 @@ class ScalingInfo(StrictModel):
 ACKNOWLEDGED_HEADER = "tba-acknowledged"
 """Header of heartbeats and their replies: how much was acknowledged, and by which start of the buffer."""
 AuditRole = Role | Literal["recipe", "buffer"]
-"""Who changed the run: a person, the trainer, a setting that decides by itself (`recipe`), or the buffer, if rewards
-can never be known."""
+"""The author of a change of the run: a person, the trainer, a setting that decides by itself (`recipe`), or the buffer,
+if rewards can never be known."""
 
 
 class WaitInfo(StrictModel):
@@ -249,7 +251,7 @@ class RunChanges(StrictModel):
     """Send it as `after` for the changes that follow; null at the end."""
 
 
-class UnreadableItem(StrictModel):
+class DamagedItem(StrictModel):
     """A stored item that is damaged: it alone is left out or shown as failed."""
 
     kind: str
@@ -258,12 +260,12 @@ class UnreadableItem(StrictModel):
     found_at_s: float
 
 
-class UnreadableInfo(StrictModel):
+class DamagedInfo(StrictModel):
     """The damaged items that were found since the run began (at most 1,000)."""
 
     num: dict[str, int]
     """Kind -> items."""
-    items: list[UnreadableItem]
+    items: list[DamagedItem]
     """The last 20 that were found."""
 
 
@@ -301,7 +303,7 @@ class RunInfo(StrictModel):
     """The snapshot that the run began with; None: with nothing stored."""
     searchers: SearchersInfo | None = None
     """The desired and the alive searchers; the services always send it."""
-    unreadable: UnreadableInfo | None = None
+    damaged: DamagedInfo | None = None
     """None: no damaged item was found."""
 
 
@@ -318,7 +320,7 @@ class AcceptLoss(StrictModel):
     reason: Reason | None = None
 
 
-EventName = Literal["run", "change", "component", "gone", "wait", "settings", "evaluation", "trouble"]
+EventName = Literal["run", "change", "component", "gone", "wait", "settings", "evaluation", "problem"]
 EVENT_NAMES: tuple[EventName, ...] = get_args(EventName)
 
 
@@ -332,7 +334,7 @@ class RunEvent(StrictModel):
     wait        WaitChange: a wait has lasted a second, or such a wait is over
     settings    SettingsAudit: live settings were changed, or a change has taken effect
     evaluation  EvalInfo: one has begun or progressed
-    trouble     {"detail"}: the buffer cannot read the run now, and why; null: it can again
+    problem     {"detail"}: the buffer cannot read the run now, and why; null: it can again
     """
 
     id: str | None

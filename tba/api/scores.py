@@ -102,6 +102,7 @@ class ScoreResult(StrictModel):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ScoreResult:
+        # a reward beside an error would be trained on, and nothing at all would wait for ever
         if (self.reward is None) == (self.error is None):
             raise ValueError("a score result holds a reward or an error, never both and never neither")
         return self

@@ -61,13 +61,13 @@ class Stats(StrictModel):
     """Prompts that can fill a slot of a batch now."""
     payload_bytes: int
     log_position: int
-    base_position: int = 0
+    checkpoint_position: int = 0
     """Log position of the last checkpoint of the log; a restart reads the later events one by one."""
     index_bytes: int = 0
     """Memory of the index in this process."""
-    replica: int = 0
+    epoch: int = 0
     """Epoch of the buffer process that owns the run."""
-    num_marks: int
+    num_publications: int
     pushed: dict[str, int]
     refused: dict[str, int]
     evicted: dict[str, int]

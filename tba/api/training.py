@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
@@ -29,7 +30,8 @@ class LineageRequest(StrictModel):
     parent: VersionText
     checkpoint_key: str | None = Field(default=None, min_length=1, max_length=1024)
     rollback: bool = False
-    request_id: Name = Field(default_factory=lambda: secrets.token_hex(16))
+    # drawn by `secrets`, since a request with it is answered with the fencing token
+    request_id: Name = Field(default_factory=partial(secrets.token_hex, 16))
 
 
 class LineageReply(StrictModel):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 RENAMED_KEYS = {
+    "buffer.max_tail_events": "buffer.max_log_events_since_checkpoint",
     "model.warm_start.careless_steps": "model.warm_start.noise_steps",
     "model.warm_start.school_accuracy": "model.warm_start.target_accuracy",
     "model.warm_start.school_max_steps": "model.warm_start.max_steps",

@@ -155,10 +155,10 @@ class BufferSection(StrictModel):
     """A component silent for longer counts as gone."""
     max_searchers_shown: int = Field(default=1024, ge=1, le=20_000)
     """Most searchers that are remembered by their heartbeats. One more takes the place of one that has ended or is
-    silent; where all are alive its heartbeats are refused (429, wait `component-places`), and it works on unseen."""
-    max_tail_events: int = Field(default=200_000, ge=100)
-    """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of what
-    is stored) a new checkpoint is written."""
+    silent; where all are alive its heartbeats are refused (429, wait `component-slots`), and it works on unseen."""
+    max_log_events_since_checkpoint: int = Field(default=200_000, ge=100)
+    """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of the
+    stored rollouts) a new checkpoint is written."""
     score_every_s: float = Field(default=1.0, gt=0)
     """How often the background scorer looks for rollouts whose reward is unknown."""
     score_max_rollouts: int = Field(default=256, ge=1, le=1024)

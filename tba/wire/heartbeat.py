@@ -30,7 +30,7 @@ Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A wait has a name and a deadline. Seconds count from when the heartbeat was made: clocks may differ."""
+    """A wait has a name and a deadline. Its seconds count from when the heartbeat was made: clocks may differ."""
 
     name: str
     for_s: float
@@ -39,7 +39,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """One sign of life."""
+    """The state of a component at one moment, sent every few seconds."""
 
     component_id: str
     kind: str
@@ -107,6 +107,7 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
         max_bytes=MAX_TRAINER_BYTES,
         choices={"kind": get_args(Kind)},
     )
+    # the kind is known only now: until here the larger limit held
     if document.kind != "trainer" and len(data) > MAX_HEARTBEAT_BYTES:
         raise LimitError(
             f"heartbeat: {len(data)} bytes exceed the limit of {MAX_HEARTBEAT_BYTES} of a {document.kind}; "
@@ -116,12 +117,14 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     texts = {"component_id": document.component_id, "state": document.state, "gauges": "".join(document.gauges)}
     if wait is not None:
         texts["wait.name"] = wait.name
+    # these texts become labels of metrics and lines of logs
     for name, text in texts.items():
         if problem := control_character_error(text):
             raise MalformedError(f"heartbeat: field {name!r} {problem} (value {text[:MAX_NAME_CHARS]!r})")
     numbers = {f"gauges.{name}": value for name, value in document.gauges.items()}
     if wait is not None:
         numbers |= {"wait.for_s": wait.for_s, "wait.deadline_in_s": wait.deadline_in_s}
+    # msgpack holds any float, and gauges are summed up
     for name, value in numbers.items():
         if not is_bounded(value):
             raise MalformedError(f"heartbeat: field {name!r} is {value}, not a number of at most {MAX_NUMBER:g}")

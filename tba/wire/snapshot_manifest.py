@@ -37,7 +37,7 @@ class SavedLineage(StrictModel):
     created_at_s: float
 
 
-class SavedMark(StrictModel):
+class SavedPublication(StrictModel):
     """A publication: its position in the log, and the version that it announced."""
 
     position: int = Field(ge=1, le=MAX_NUMBER)
@@ -65,8 +65,8 @@ class SnapshotManifest(StrictModel):
     step: int = Field(ge=0, le=MAX_STEP)
     latest_version: Version | None
     lineages: dict[Annotated[int, Field(ge=1, le=MAX_LINEAGE)], SavedLineage]
-    marks: list[SavedMark]
-    """Every publication with a known position, by position."""
+    marks: list[SavedPublication]
+    """Every publication with a known position, by position; snapshots of every release have this key."""
     num_scored: int = Field(ge=0)
     num_pending: int = Field(ge=0)
     num_failed: int = Field(ge=0)
@@ -88,9 +88,9 @@ class SnapshotManifest(StrictModel):
         """Every object of the snapshot but the manifest."""
         return [*self.rollouts, *self.live, *self.prompts]
 
-    def mark_of(self, version: PolicyVersion) -> SavedMark | None:
-        """Return the last mark that announced a version."""
-        return next((mark for mark in reversed(self.marks) if mark.policy_version == version), None)
+    def publication_of(self, version: PolicyVersion) -> SavedPublication | None:
+        """Return the last publication of a version."""
+        return next((each for each in reversed(self.marks) if each.policy_version == version), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,10 +108,10 @@ def until_there(client: BufferClient, info: ScalingInfo, *, timeout_s: float) ->
     deadline_s = time.monotonic() + timeout_s
     # only the newest change is of interest now, not every page of them
     after = max(0, info.searchers.revision - 1)
-    while info.searchers.wanted is None or info.searchers.alive != info.searchers.wanted:
+    while info.searchers.desired is None or info.searchers.alive != info.searchers.desired:
         if time.monotonic() > deadline_s:
             raise WaitTimeoutError(
-                f"wait 'searchers': {info.searchers.alive} of {info.searchers.wanted} searchers are alive after "
+                f"wait 'searchers': {info.searchers.alive} of {info.searchers.desired} searchers are alive after "
                 f"{timeout_s:g} s{f' ({info.searchers.note})' if info.searchers.note else ''}; look at their logs, or "
                 "wait longer with --timeout-s"
             )
@@ -130,9 +130,9 @@ def scaling_lines(info: ScalingInfo) -> list[str]:
 
 def searchers_line(searchers: SearchersInfo) -> str:
     """Return how many searchers are desired and alive, in one line."""
-    wanted = "" if searchers.wanted is None else f"{searchers.wanted} wanted ({SOURCES[str(searchers.source)]}), "
+    desired = "" if searchers.desired is None else f"{searchers.desired} desired ({SOURCES[str(searchers.source)]}), "
     note = f"; {searchers.note}" if searchers.note else ""
-    return f"searchers: {wanted}{searchers.alive} alive, scaled by {searchers.backend}{note}"
+    return f"searchers: {desired}{searchers.alive} alive, scaled by {searchers.backend}{note}"
 
 
 def _change_line(change: ScaleAudit) -> str:

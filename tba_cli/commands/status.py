@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba.api import (
     ComponentInfo,
+    DamagedInfo,
     EvalInfo,
     RunChange,
     RunCommand,
@@ -25,7 +26,6 @@ from tba.api import (
     SettingsAudit,
     SettingsInfo,
     Stats,
-    UnreadableInfo,
     WaitChange,
 )
 from tba.clients import BufferClient
@@ -146,7 +146,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
         *([] if info.note is None else [f"  {info.note}"]),
         *([] if info.loss is None else [f"  {info.loss}"]),
         *([f"  {info.num_lost_changes} acknowledged changes were lost by Redis"] if info.num_lost_changes else []),
-        *([] if info.unreadable is None else [f"  {_unreadable_text(info.unreadable)}"]),
+        *([] if info.damaged is None else [f"  {_damaged_text(info.damaged)}"]),
         *([] if info.last_change is None else [f"  {change_line(info.last_change)}"]),
         f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
@@ -206,13 +206,13 @@ def eval_line(item: EvalInfo) -> str:
     return f"evaluation of {item.version}: {_eval_text(item)}"
 
 
-def _unreadable_text(found: UnreadableInfo) -> str:
+def _damaged_text(found: DamagedInfo) -> str:
     """Return how many stored items cannot be read, the names of the newest, and where the reasons are."""
     kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(found.num.items()))
     names = ", ".join(f"{item.kind} {item.name}" for item in found.items[:NUM_NAMED])
     return (
         f"{sum(found.num.values())} stored items cannot be read ({kinds}), last: {names}; `tba status --json` says why "
-        "under `unreadable`, docs/operations.md what to do (TbaDamagedItems)"
+        "under `damaged`, docs/operations.md what to do (TbaDamagedItems)"
     )
 
 
@@ -318,7 +318,7 @@ class EventFormatter:
                 return SettingsAudit.model_validate(event.data).lines()
             case "evaluation":
                 return [eval_line(EvalInfo.model_validate(event.data))]
-            case "trouble":
+            case "problem":
                 detail = event.data.get("detail")
                 return [f"the buffer cannot read the run: {detail}" if detail else "the buffer can read the run again"]
 
@@ -349,9 +349,9 @@ class EventFormatter:
         if "note" in changed and (info.note or info.state not in OVER):  # a run that is over needs none
             lines.append(info.note or "a trainer is heard of again")
         if "searchers" in changed and info.searchers is not None:
-            wanted = "" if info.searchers.wanted is None else f" of {info.searchers.wanted} wanted"
+            desired = "" if info.searchers.desired is None else f" of {info.searchers.desired} desired"
             note = f": {info.searchers.note}" if info.searchers.note else ""
-            lines.append(f"searchers: {info.searchers.alive}{wanted} alive{note}")
+            lines.append(f"searchers: {info.searchers.alive}{desired} alive{note}")
         if "checkpoint" in changed:
             lines.append(f"checkpoint {info.checkpoint or 'none'}")
         if "best" in changed and info.best is not None:

@@ -151,7 +151,7 @@ class SearcherPool:
         Raises:
             ChildError: a searcher cannot be started.
         """
-        desired = self._recipe_num if searchers is None or searchers.wanted is None else searchers.wanted
+        desired = self._recipe_num if searchers is None or searchers.desired is None else searchers.desired
         revision = 0 if searchers is None else searchers.revision
         is_new_request, self._revision = revision != self._revision, revision
         if self._desired not in (None, desired):

@@ -198,7 +198,7 @@ def _check(origin: Origin, recipe: Recipe) -> None:
             f"trainer.keep_versions); the newest are {known}"
         )
     # the position of its publication says which rollouts are older than the fork
-    if manifest.mark_of(version) is None:
+    if manifest.publication_of(version) is None:
         raise ConfigError(
             f"snapshot {origin.source} was saved before version {version} was announced; save another one"
         )

@@ -63,7 +63,7 @@ def test_sigstop_of_the_buffer_while_it_evicts(tmp_path: Path, seed: int, count:
 
 def test_kill_9_of_the_buffer_while_it_writes_bases(tmp_path: Path, seed: int, count: Counts) -> None:
     """The log is so short that the upkeep of every second writes a new base."""
-    stack = start_stack(tmp_path, buffer={**EVICTING, "max_tail_events": 100})
+    stack = start_stack(tmp_path, buffer={**EVICTING, "max_log_events_since_checkpoint": 100})
     try:
         counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
         assert counts["evicted"] > 0

@@ -54,7 +54,7 @@ def test_kill_9_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
 
 
 def test_kill_9_of_redis_while_it_evicts_and_gets_bases(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path, buffer={"max_rollouts": 200, "max_tail_events": 100})
+    stack = start_stack(tmp_path, buffer={"max_rollouts": 200, "max_log_events_since_checkpoint": 100})
     try:
         counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
         assert counts["evicted"] > 0

@@ -59,7 +59,7 @@ def end_within_a_write(redis: RedisProcess, pusher: Pusher, rng: random.Random) 
 
 
 def start_mended(redis: RedisProcess) -> bool:
-    """Start it; whether it refused to, and the script had to mend its file."""
+    """Start it; whether it refused to, and the script had to repair its file."""
     try:
         redis.start()
     except RuntimeError:

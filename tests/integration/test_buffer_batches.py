@@ -242,7 +242,7 @@ def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: Serv
     mark = client.announce_version(VersionRequest(version="2-4", token=second.token))
     assert client.announce_version(VersionRequest(version="2-4", token=second.token)) == mark
     assert client.run().latest_version == "2-4"
-    assert client.stats().num_marks == 3
+    assert client.stats().num_publications == 3
 
 
 def test_a_late_attempt_of_a_trainer_start_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -276,7 +276,7 @@ def test_a_late_repeat_of_a_mark_changes_nothing(serve_buffer: ServeBuffer) -> N
     assert [client.announce_version(request) for request in reversed(requests)] == replies[::-1]
     assert client.run().latest_version == "1-3"
     after = client.stats()
-    assert (after.num_marks, after.log_position) == (before.num_marks, before.log_position)
+    assert (after.num_publications, after.log_position) == (before.num_publications, before.log_position)
 
 
 def test_a_new_lineage_announces_the_version_it_starts_from_once_more(serve_buffer: ServeBuffer) -> None:  # noqa: F811

@@ -50,7 +50,7 @@ def new_buffer(redis: RedisProcess, max_rollouts: int = 20) -> Buffer:
 
 
 def new_writer(buffer: Buffer) -> Compactor:
-    return Compactor(buffer.context, min_tail=5, piece_records=3)
+    return Compactor(buffer.context, min_events=5, piece_records=3)
 
 
 async def push(buffer: Buffer, num: int = 5) -> None:
@@ -94,16 +94,16 @@ async def test_a_checkpoint_replaces_the_log_and_the_checkpoint_before(buffer: B
 
 async def test_a_short_tail_is_left_alone(buffer: Buffer) -> None:
     index = await buffer.view.catch_up()
-    for min_tail, num_checkpoints in ((1000, 0), (index.position, 0), (index.position - 1, 1)):
-        await Compactor(buffer.context, min_tail=min_tail).keep_up(index)
+    for min_events, num_checkpoints in ((1000, 0), (index.position, 0), (index.position - 1, 1)):
+        await Compactor(buffer.context, min_events=min_events).keep_up(index)
         assert (await read_head(buffer.context)).generation == num_checkpoints
     await push(buffer, num=2)
-    await Compactor(buffer.context, min_tail=12).keep_up(await buffer.view.catch_up())
+    await Compactor(buffer.context, min_events=12).keep_up(await buffer.view.catch_up())
     assert (await read_head(buffer.context)).generation == 1
 
 
 async def test_many_small_pushes_make_a_tail_long_too(buffer: Buffer) -> None:
-    writer = Compactor(buffer.context, min_tail=16)
+    writer = Compactor(buffer.context, min_events=16)
     await writer.keep_up(await buffer.view.catch_up())
     assert (await read_head(buffer.context)).generation == 1
     for _ in range(2):

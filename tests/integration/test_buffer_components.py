@@ -339,7 +339,7 @@ def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serv
     assert [raw_beat(buffer, f"s-{i}")[0] for i in range(3)] == [204] * 3
     status, answer = raw_beat(buffer, "s-3")
     problem = json.loads(answer)
-    assert (status, problem["wait"], problem["retry_after_s"]) == (429, "component-places", 1000.0)
+    assert (status, problem["wait"], problem["retry_after_s"]) == (429, "component-slots", 1000.0)
     assert "raise buffer.max_searchers_shown" in problem["detail"]
     assert raw_beat(buffer, "s-1")[0] == 204, "who has a place keeps it"
     assert raw_beat(buffer, "t-0", kind="trainer")[0] == 204, "a trainer does not compete with searchers"

@@ -46,7 +46,7 @@ def begin(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:  # noqa: 
 
 
 def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().unreadable
+    found = client.run().damaged
     return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
@@ -410,5 +410,5 @@ def test_what_is_restored_is_not_named_any_more(
             known.hdel(KEYS.run, name)
             if whole[name] is not None:
                 known.hset(KEYS.run, name, whole[name])  # pyright: ignore[reportArgumentType]
-    until("all are", lambda: client.run().unreadable is None)
+    until("all are", lambda: client.run().damaged is None)
     ready(client)

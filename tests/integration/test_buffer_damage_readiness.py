@@ -55,7 +55,7 @@ def test_what_is_only_shown_leaves_the_service_ready(
     client = serve_buffer().client()
     with Redis.from_url(redis.url) as store:
         store.hset(getattr(KEYS, key), field, b"\xff")
-    found = client.run().unreadable
+    found = client.run().damaged
     assert found is not None
     assert field in {item.name for item in found.items}
     assert readiness(client.base_url)[0] == 200

@@ -181,7 +181,7 @@ def test_a_damaged_field_of_what_says_how_the_run_stands_is_named(
 
 
 def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().unreadable
+    found = client.run().damaged
     return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 

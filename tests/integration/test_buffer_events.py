@@ -152,14 +152,14 @@ def test_redis_that_is_away_is_told_and_its_return_too(
     follower.find("the run", lambda event: event.event == "run")
     redis.stop()
     try:
-        trouble = follower.find("trouble", lambda event: event.event == "trouble")
-        assert "Redis" in trouble.data["detail"]
+        problem = follower.find("problem", lambda event: event.event == "problem")
+        assert "Redis" in problem.data["detail"]
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{buffer.url}/v1/events", timeout=60)
         assert refused.value.code == 503
     finally:
         redis.start()
-    follower.find("its end", lambda event: event.event == "trouble" and event.data["detail"] is None)
+    follower.find("its end", lambda event: event.event == "problem" and event.data["detail"] is None)
     assert values(buffer.url, "tba_event_streams") == {(): 1}
 
 

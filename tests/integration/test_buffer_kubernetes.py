@@ -57,13 +57,13 @@ def test_an_operator_scales_up_and_down_and_gives_the_chart_its_number_back(
 ) -> None:
     api.replicas = 2
     client = serve().client()
-    until("the Deployment was read", lambda: shown(client).wanted == 2)
+    until("the Deployment was read", lambda: shown(client).desired == 2)
     assert (shown(client).source, shown(client).backend) == ("deployment", "kubernetes")
     found = scale(client, 4)
-    assert (found.wanted, found.source, found.note, api.replicas) == (4, "operator", None, 4)
-    assert scale(client, 0).wanted == api.replicas == 0
+    assert (found.desired, found.source, found.note, api.replicas) == (4, "operator", None, 4)
+    assert scale(client, 0).desired == api.replicas == 0
     back = scale(client, None)
-    assert (back.wanted, back.source, api.replicas) == (2, "deployment", 2)
+    assert (back.desired, back.source, api.replicas) == (2, "deployment", 2)
     assert api.patched == [4, 0, 2]
     kinds = {(method, kind) for method, kind, _ in api.calls}
     assert {method for method, _ in kinds} == {"GET", "PATCH"}
@@ -77,9 +77,9 @@ def test_what_an_operator_wants_is_set_again_and_what_others_set_comes_back_in_t
     scale(client, 3)
     api.replicas = 5  # helm upgrade
     until("it is set again", lambda: api.replicas == 3)
-    assert scale(client, None).wanted == api.replicas == 5
+    assert scale(client, None).desired == api.replicas == 5
     api.replicas = 1  # nobody wants anything any more
-    until("it is shown", lambda: shown(client).wanted == 1)
+    until("it is shown", lambda: shown(client).desired == 1)
     assert api.patched == [3, 3, 5]
 
 
@@ -102,7 +102,7 @@ def test_what_is_held_survives_a_restart_of_the_buffer(api: KubernetesApi, serve
     api.replicas = 7
     client = serve().client()
     until("the operator's number is set again", lambda: api.replicas == 3)
-    assert scale(client, None).wanted == api.replicas == 7
+    assert scale(client, None).desired == api.replicas == 7
 
 
 def test_a_call_that_was_carried_out_but_not_noted_is_not_taken_for_the_charts_number(
@@ -119,7 +119,7 @@ def test_a_call_that_was_carried_out_but_not_noted_is_not_taken_for_the_charts_n
         store.hset("tba:test:scaling", mapping={"wanted": 6, "asserting": 6})
     api.replicas = 6
     client = serve(reconcile_s=3600).client()
-    assert scale(client, None).wanted == api.replicas == 1
+    assert scale(client, None).desired == api.replicas == 1
 
 
 @pytest.mark.parametrize("asked", [None, 4])
@@ -135,7 +135,7 @@ def test_a_run_that_is_over_needs_no_searchers_and_gets_them_back_when_it_goes_o
     until("the searchers are released", lambda: api.replicas == 0)
     until("it is shown", lambda: shown(client).source == "run-over")
     found = shown(client)
-    assert (found.wanted, found.note) == (
+    assert (found.desired, found.note) == (
         0,
         "the run is done: Deployment 'demo-searcher' in namespace 'rl' is held at 0 replicas "
         "(scaling.scale_down_on_run_end); a trainer that continues the run brings its searchers back",
@@ -281,12 +281,12 @@ def test_a_deployment_without_a_number_of_its_own_has_that_of_the_chart(
     api.replicas = 1  # what Kubernetes gives a Deployment that names none
     client = serve(num_searchers=3).client()
     until("the chart's number is set", lambda: api.replicas == 3)
-    assert (shown(client).wanted, shown(client).source) == (3, "recipe")
+    assert (shown(client).desired, shown(client).source) == (3, "recipe")
     api.replicas = 1  # helm upgrade --force
     until("it is set again", lambda: api.replicas == 3)
-    assert scale(client, 5).wanted == api.replicas == 5
+    assert scale(client, 5).desired == api.replicas == 5
     back = scale(client, None)
-    assert (back.wanted, back.source, api.replicas) == (3, "recipe", 3)
+    assert (back.desired, back.source, api.replicas) == (3, "recipe", 3)
 
 
 def test_a_number_above_the_most_is_refused_at_the_start(serve: Callable[..., BufferThread]) -> None:

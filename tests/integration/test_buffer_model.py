@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tba_buffer.eviction import evictor
-from tba_buffer.eviction.evictor import length_bucket
-from tba_buffer.eviction.planner import EvictionSettings
+from tba_buffer.eviction.evictor import EvictionSettings, length_bucket
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.replay import Compactor
 from tba_buffer.service import Buffer
@@ -249,7 +248,7 @@ class History:
             return await real_set(*args, **kwargs)
 
         self.buffer.context.redis.set = counting_set
-        writer = Compactor(self.buffer.context, min_tail=5, piece_records=4)
+        writer = Compactor(self.buffer.context, min_events=5, piece_records=4)
         try:
             await writer.keep_up(index)
         except Crash:

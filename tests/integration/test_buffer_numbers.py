@@ -154,12 +154,12 @@ def test_a_setting_that_is_too_large_is_refused(serve_buffer: ServeBuffer, setti
 
 
 def unreadable(client: BufferClient) -> dict[str, int]:
-    found = client.run().unreadable
+    found = client.run().damaged
     return {} if found is None else found.num
 
 
 def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().unreadable
+    found = client.run().damaged
     return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 

@@ -82,7 +82,7 @@ async def test_the_older_process_switches_to_no_checkpoint(new_buffer: Callable[
     new = new_buffer()
     await new.start()
     with pytest.raises(SupersededError, match="checkpoint of the log was refused"):
-        await Compactor(old.context, min_tail=1).keep_up(index)
+        await Compactor(old.context, min_events=1).keep_up(index)
     assert (await read_head(new.context)).generation == 0
     assert await new.context.redis.xlen(new.context.keys.log) == 1
 

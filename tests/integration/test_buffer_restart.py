@@ -58,7 +58,7 @@ def fingerprint(stack: Stack) -> tuple[object, ...]:
 
 def counts(stats: Stats) -> dict[str, Any]:
     """Without what belongs to one process."""
-    return stats.model_dump(exclude={"replica", "rates", "index_bytes"})
+    return stats.model_dump(exclude={"epoch", "rates", "index_bytes"})
 
 
 def stored(stack: Stack) -> dict[bytes, bytes]:

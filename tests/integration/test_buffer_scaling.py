@@ -46,10 +46,10 @@ def test_a_number_is_asked_for_and_given_back_and_the_audit_says_who_when_why_an
     client = serve_buffer(scaling=LOCAL, searcher={"num_searchers": 2}).client()
     start_lineage(client)
     info = client.scaling().searchers
-    assert (info.revision, info.wanted, info.source, info.alive) == (0, 2, "recipe", 0)
+    assert (info.revision, info.desired, info.source, info.alive) == (0, 2, "recipe", 0)
 
     info = client.scale(ScaleRequest(num_searchers=3, reason="the night is cheap"))
-    assert (info.searchers.revision, info.searchers.wanted, info.searchers.source) == (1, 3, "operator")
+    assert (info.searchers.revision, info.searchers.desired, info.searchers.source) == (1, 3, "operator")
     (change,) = info.changes
     assert (change.role, change.reason, change.lineage, change.step) == ("operator", "the night is cheap", 1, 0)
     assert (change.old, change.new, change.reached) == (None, 3, None)
@@ -60,7 +60,7 @@ def test_a_number_is_asked_for_and_given_back_and_the_audit_says_who_when_why_an
     assert client.scaling().searchers.alive == 3  # the fourth has ended
 
     back = client.scale(ScaleRequest(num_searchers=None))
-    assert (back.searchers.wanted, back.searchers.source) == (2, "recipe")
+    assert (back.searchers.desired, back.searchers.source) == (2, "recipe")
     assert [(change.old, change.new) for change in client.scaling().changes] == [(None, 3), (3, None)]
     assert [change.revision for change in client.scaling(after=1).changes] == [2]
     assert back.changes == client.scaling(after=1).changes
@@ -73,7 +73,7 @@ def test_a_request_that_is_sent_again_changes_nothing(serve_buffer: ServeBuffer)
     scale(client, 5)
     again = client.scale(request)
     assert again.changes == first.changes
-    assert again.searchers.wanted == 5
+    assert again.searchers.desired == 5
     assert len(client.scaling().changes) == 2
 
 
@@ -83,12 +83,12 @@ def test_what_was_asked_for_survives_a_restart_and_a_superseded_buffer_takes_not
     old = serve_buffer(scaling=LOCAL)
     scale(old.client(), 5)
     new = serve_buffer(scaling=LOCAL).client()
-    assert new.scaling().searchers.wanted == 5
+    assert new.scaling().searchers.desired == 5
     with pytest.raises(Exception, match="newer buffer process owns run"):
         scale(old.client(), 1)
-    assert new.scaling().searchers.wanted == 5
+    assert new.scaling().searchers.desired == 5
     lowered = serve_buffer(scaling={**LOCAL, "max_searchers": 4}).client().scaling().searchers
-    assert (lowered.wanted, lowered.source) == (4, "operator")
+    assert (lowered.desired, lowered.source) == (4, "operator")
     assert lowered.note == "5 were asked for when scaling.max_searchers was higher; it is 4 now"
 
 
@@ -130,7 +130,7 @@ def test_where_nothing_of_tba_starts_searchers_the_answer_says_who_does(
     client = serve_buffer().client()
     beat(client, 0)
     info = client.scaling().searchers
-    assert (info.wanted, info.source, info.alive, info.backend) == (None, None, 1, "none")
+    assert (info.desired, info.source, info.alive, info.backend) == (None, None, 1, "none")
     with pytest.raises(ConflictError, match=r"docker compose up --scale; Kubernetes: kubectl scale"):
         scale(client, 3)
 
@@ -146,7 +146,7 @@ def test_operators_scale_and_viewers_look(serve_buffer: ServeBuffer) -> None:  #
     for role, token in TOKENS.items():
         client = served.client(token=token)
         if role == "operator":
-            assert scale(client, 3).wanted == 3
+            assert scale(client, 3).desired == 3
         else:
             with pytest.raises(UnauthorizedError):
                 scale(client, 4)
@@ -154,7 +154,7 @@ def test_operators_scale_and_viewers_look(serve_buffer: ServeBuffer) -> None:  #
             with pytest.raises(UnauthorizedError):
                 client.scaling()
         else:
-            assert client.scaling().searchers.wanted in (2, 3)
+            assert client.scaling().searchers.desired in (2, 3)
 
 
 def test_a_searcher_cannot_say_that_a_trainer_waits(serve_buffer: ServeBuffer) -> None:  # noqa: F811
@@ -183,7 +183,7 @@ def test_the_command_changes_shows_and_waits(serve_buffer: ServeBuffer, capsys: 
     start_lineage(client)
     assert tba(served, "scale", "1", "--reason", "lunch") == 0
     assert said(capsys) == [
-        "searchers: 1 wanted (asked for by the operator), 0 alive, scaled by local",
+        "searchers: 1 desired (asked for by the operator), 0 alive, scaled by local",
         "revision 1, by the operator after step 0: recipe -> 1 (lunch); not there so far",
     ]
     assert tba(served, "scale", "1", "--wait", "--timeout-s", "0") == 2
@@ -199,7 +199,7 @@ def test_the_command_changes_shows_and_waits(serve_buffer: ServeBuffer, capsys: 
     assert tba(served, "scale", "recipe", "--json") == 0
     assert json.loads("\n".join(said(capsys)))["searchers"]["source"] == "recipe"
     assert tba(served, "status") == 0
-    assert "  searchers: 2 wanted (as the recipe says), 1 alive, scaled by local" in said(capsys)
+    assert "  searchers: 2 desired (as the recipe says), 1 alive, scaled by local" in said(capsys)
     assert tba(served, "scale", "-3") == 2
     capsys.readouterr()
     for words, sentence in ((["many"], "'many' is neither a number"), (["9"], "num_searchers is 9")):
@@ -211,7 +211,7 @@ def test_the_run_may_be_over(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     client = serve_buffer(scaling=LOCAL).client()
     lineage = start_lineage(client)
     client.command("done", RunCommand(token=lineage.token))
-    assert scale(client, 3).wanted == 3  # for a trainer that goes on with the run
+    assert scale(client, 3).desired == 3  # for a trainer that goes on with the run
 
 
 def test_too_many_searchers_are_a_bad_request_for_the_client(serve_buffer: ServeBuffer) -> None:  # noqa: F811

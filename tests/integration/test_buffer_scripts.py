@@ -15,8 +15,7 @@ from tba_buffer.run.scaling.requests import ScaleRequests
 from tba_buffer.service import Buffer
 from tba_buffer.snapshots.load import SnapshotLoad
 from tba_buffer.snapshots.save import SnapshotSave
-from tba_buffer.storage.context import Context
-from tba_buffer.storage.scripts import NAMES, Scripts
+from tba_buffer.storage.context import SCRIPT_NAMES, Context, Scripts
 
 from tba.api import (
     AckRequest,
@@ -177,9 +176,9 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     )
     await buffer.run.components.trainer_waits.count(beat)
     assert await buffer.run.components.trainer_waits.totals() == {"rollouts": 2.5}
-    await Compactor(buffer.context, min_tail=1).keep_up(await buffer.view.catch_up())
+    await Compactor(buffer.context, min_events=1).keep_up(await buffer.view.catch_up())
     await save_and_load(buffer, redis, twice, tmp_path)
-    assert twice.names == set(NAMES) - {"accept_loss"}  # it runs when the others are refused
+    assert twice.names == set(SCRIPT_NAMES) - {"accept_loss"}  # it runs when the others are refused
 
 
 async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buffer: Buffer) -> None:

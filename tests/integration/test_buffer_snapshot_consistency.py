@@ -226,7 +226,7 @@ class CuttingStore(FileStore):
 
     async def _cut(self) -> None:
         await self._world.push(30)
-        await Compactor(self._buffer.context, min_tail=0).keep_up(await self._buffer.view.catch_up())
+        await Compactor(self._buffer.context, min_events=0).keep_up(await self._buffer.view.catch_up())
 
 
 async def test_a_log_that_was_cut_meanwhile_fails_the_save(

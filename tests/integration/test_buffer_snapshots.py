@@ -142,7 +142,7 @@ def fill(client: BufferClient) -> list[list[bytes]]:
     return groups
 
 
-def test_a_fork_takes_what_arrived_before_the_mark_of_its_version(
+def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
     serve_buffer: ServeBuffer,  # noqa: F811
     redis: RedisProcess,  # noqa: F811
     store: FileStore,
@@ -367,9 +367,9 @@ def test_what_cannot_be_read_is_left_out_of_a_snapshot_and_named(
     }
     assert 0 < len(good) < len(before) - 1
     assert (info.num_rollouts, manifest_of(store, "test/damaged").num_prompts) == (len(good), 4)
-    unreadable = old.run().unreadable
-    assert unreadable is not None
-    assert {(item.kind, item.name) for item in unreadable.items} == {("rollout", bad), ("prompt", "train-2")}
+    damaged = old.run().damaged
+    assert damaged is not None
+    assert {(item.kind, item.name) for item in damaged.items} == {("rollout", bad), ("prompt", "train-2")}
     new = serve_buffer(**sections(store, "other")).client()
     assert loaded(new, "test/damaged").num_loaded == len(good)
     assert contents(stored(redis, "other"), run="other") == contents(good, run="test")

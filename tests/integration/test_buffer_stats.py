@@ -75,7 +75,7 @@ def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     assert stats.realised_most_on_policy == stats.slots["recent"] / 12
     assert stats.policy_age_histogram == {0: 16, 1: 16, 2: 16}
     assert (stats.num_prompts_seen, stats.num_prompts_drawable) == (9, 9)
-    assert (stats.replica, stats.leases["open"]) == (1, 3)
+    assert (stats.epoch, stats.leases["open"]) == (1, 3)
     assert stats.index_bytes > 0
 
 
@@ -103,9 +103,9 @@ def test_a_restart_changes_no_count(serve_buffer: ServeBuffer) -> None:  # noqa:
     before, metrics_before = first.client().stats(), metrics_of(first)
     again = serve_buffer(**SECTIONS)
     after, metrics_after = again.client().stats(), metrics_of(again)
-    own = {"replica": 0, "index_bytes": 0, "rates": None}
+    own = {"epoch": 0, "index_bytes": 0, "rates": None}
     assert after.model_copy(update=own) == before.model_copy(update=own)
-    assert after.replica == before.replica + 1
+    assert after.epoch == before.epoch + 1
 
     def of_the_run(metrics: dict[tuple[str, Labels], float]) -> dict[tuple[str, Labels], float]:
         own = ["tba_request", "tba_buffer_index", "tba_waits", "tba_component_"]  # of the process, or of the moment
@@ -131,7 +131,7 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:  # noqa:
     for length, number in stats.stored.by_length.items():
         assert value(metrics, "tba_buffer_rollouts_by_length", length=length) == number
     assert value(metrics, "tba_buffer_payload_bytes") == stats.payload_bytes
-    assert value(metrics, "tba_buffer_log_tail_events") == stats.log_position - stats.base_position
+    assert value(metrics, "tba_buffer_log_events_since_checkpoint") == stats.log_position - stats.checkpoint_position
     assert value(metrics, "tba_trained_rollouts_total") == stats.rollouts_trained
     assert value(metrics, "tba_buffer_batches_total", event="acked") == 3
     assert value(metrics, "tba_buffer_slots_total", kind="replay") == stats.slots["replay"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tba_buffer.eviction.planner import EvictionPlanner, EvictionSettings
+from tba_buffer.eviction.evictor import EvictionPlanner, EvictionSettings
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorer import Failure, Item

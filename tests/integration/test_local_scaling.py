@@ -62,7 +62,7 @@ def test_searchers_are_started_and_stopped_while_the_run_goes_on_and_after_a_res
     started = place.start(*words, FAKE_TRAINER="no-steps")
     wait_until("two searchers", lambda: is_running(place, 0, 1))
     first = searchers(place)
-    assert "searchers: 4 wanted" in place.tba("scale", "4", "--reason", "more").stdout
+    assert "searchers: 4 desired" in place.tba("scale", "4", "--reason", "more").stdout
     wait_until("four searchers", lambda: is_running(place, 0, 1, 2, 3))
     scale(place, 1)
     wait_until("one searcher", lambda: is_running(place, 0))
@@ -92,7 +92,7 @@ def test_searchers_are_started_and_stopped_while_the_run_goes_on_and_after_a_res
     wait_until("three searchers", lambda: is_running(place, 0, 1, 2))
     wait_until("the lineage", lambda: lineage(place) == 2)
     found = scale(place, None)
-    assert (found.wanted, found.source) == (2, "recipe")
+    assert (found.desired, found.source) == (2, "recipe")
     wait_until("two searchers", lambda: is_running(place, 0, 1))
     scale(place, 0)
     wait_until("no searcher", lambda: is_running(place))

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
-from tba_buffer.storage import multiplexer
-from tba_buffer.storage.client import connect
-from tba_buffer.storage.multiplexer import MultiplexedConnection
+from tba_buffer.storage.client import MultiplexedConnection, connect
 
 from tba.config.redis import RedisAccess
 from tests.support.redis_process import RedisProcess, start_redis
@@ -124,7 +122,7 @@ async def test_the_last_caller_to_leave_a_late_connection_closes_it(
     try:
         patient = asyncio.create_task(line.run(("PING",)))
         await asyncio.sleep(0)
-        monkeypatch.setattr(multiplexer, "SOCKET_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("tba_buffer.storage.client.SOCKET_TIMEOUT_S", 0.2)
         with pytest.raises(TimeoutError):
             await line.run(("PING",))
         (reading,) = reading_tasks()
@@ -146,7 +144,7 @@ async def test_closing_also_ends_connections_that_wait_for_late_replies(
     try:
         patient = asyncio.create_task(line.run(("BLPOP", "nothing", "0"), ("SET", "large", bytes(30_000_000))))
         await asyncio.sleep(0)
-        monkeypatch.setattr(multiplexer, "SOCKET_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("tba_buffer.storage.client.SOCKET_TIMEOUT_S", 0.2)
         with pytest.raises(TimeoutError):
             await line.run(("PING",))
         await line.aclose()
@@ -211,7 +209,7 @@ async def test_a_late_reply_goes_to_nobody(
     line: MultiplexedConnection, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await line.run(("SET", "counter", "1"))
-    monkeypatch.setattr(multiplexer, "SOCKET_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("tba_buffer.storage.client.SOCKET_TIMEOUT_S", 0.3)
     redis.process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(TimeoutError):
@@ -231,7 +229,7 @@ async def test_what_is_under_way_with_a_late_call_still_gets_its_reply(
     try:
         patient = asyncio.create_task(line.run(("GET", "key")))
         await asyncio.sleep(0)
-        monkeypatch.setattr(multiplexer, "SOCKET_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("tba_buffer.storage.client.SOCKET_TIMEOUT_S", 0.2)
         with pytest.raises(TimeoutError):
             await line.run(("GET", "key"))
         assert not patient.done()

@@ -165,7 +165,7 @@ def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(worl
     assert "tba buffer load" in readyz(world.buffer.url)[1]["detail"]
     assert metric(world.buffer.url, "tba_redis_durable") == 0
     assert world.client.run().state == "running"  # reading goes on
-    assert aof(world.redis.folder).read_bytes()[: len(damaged)] == damaged, "somebody may yet mend it"
+    assert aof(world.redis.folder).read_bytes()[: len(damaged)] == damaged, "somebody may yet repair it"
 
 
 def test_a_buffer_that_starts_over_a_log_with_a_gap_says_so_in_one_sentence(world: World, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""The eviction policies as a few lists: tba_buffer.eviction.planner is compared with them."""
+"""The eviction policies as a few lists: tba_buffer.eviction.evictor is compared with them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tba_buffer.eviction.planner import EvictionSettings
+from tba_buffer.eviction.evictor import EvictionSettings
 
 from tba.versions import START, LineageTree, PolicyVersion
 

@@ -181,7 +181,7 @@ class Trial:
         self._until_it_goes_on()
         time.sleep(after_s)
         if self.with_compaction:
-            until("the log is compacted", lambda: client.stats().base_position > 0)
+            until("the log is compacted", lambda: client.stats().checkpoint_position > 0)
         for thread in (*self.load, self.trainer):
             thread.over.set()
         for thread in (*self.load, self.trainer):
@@ -207,7 +207,7 @@ class Trial:
             stored: dict[bytes, bytes] = redis.hgetall("tba:test:payloads")  # type: ignore[assignment]
         stats = self.stack.client.stats()
         num_evicted = sum(stats.evicted.values())
-        index, base_position = asyncio.run(_index(self.stack))
+        index, checkpoint_position = asyncio.run(_index(self.stack))
         rows = index.live_rows()
         assert stored.items() <= attempted.items(), "something is stored that nobody pushed, or other bytes"
         assert sorted(index.rollout_ids(rows)) == sorted(stored), "index and payloads disagree"
@@ -228,7 +228,7 @@ class Trial:
             steps=len(self.trainer.acked),
             void=self.trainer.num_void,
             pending=stats.num_pending,
-            with_compaction=int(base_position > 0),
+            with_compaction=int(checkpoint_position > 0),
         )
 
     def _check_ledger(self, num_trained: int) -> None:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer.eviction import planner, policies
-from tba_buffer.eviction.evictor import count_by_length, length_bucket
-from tba_buffer.eviction.planner import EvictionPlanner, EvictionSettings, make_policies
+from tba_buffer.eviction import evictor, policies
+from tba_buffer.eviction.evictor import EvictionPlanner, EvictionSettings, count_by_length, length_bucket, make_policies
 from tba_buffer.eviction.policies import MOST_SLACK_ROLLOUTS, SLACK, EvictionPlan, EvictionPolicy
 from tba_buffer.index.log import (
     CHANGE_DTYPE,
@@ -173,7 +172,7 @@ def test_a_new_policy_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
         def choose(self, plan: EvictionPlan) -> Rows:
             return plan.new_rows[plan.index.column("status", plan.new_rows) == FAILED]
 
-    monkeypatch.setattr(planner, "make_policies", lambda settings: [NoFailures(), *make_policies(settings)])
+    monkeypatch.setattr(evictor, "make_policies", lambda settings: [NoFailures(), *make_policies(settings)])
     run = Run(replace(ANY, max_rollouts=2))
     run.add({}, {"status": "failed"}, {}, {})
     assert [(reason, rows.tolist()) for reason, rows in run.plan()] == [("failed", [1]), ("max_rollouts", [0])]

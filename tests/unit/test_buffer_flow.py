@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tba_buffer.run.flow_control import (
+from tba_buffer.run.state import (
     DrawLimits,
     FlowCounts,
     FlowSettings,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer.index import columns
+from tba_buffer.index import tables
 from tba_buffer.index.log import Event, Publication
 from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
@@ -173,7 +173,7 @@ def test_any_history_leads_to_what_a_plain_model_holds(
     history: list, configuration: IndexSettings, min_capacity: int, batches: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "_MIN_CAPACITY", min_capacity)  # the ring turns, grows and is compacted
+        patch.setattr(tables, "_MIN_CAPACITY", min_capacity)  # the ring turns, grows and is compacted
         model, index, events = Model(configuration), Index(configuration), []
         for kind, value in history:
             events.append(model.step(kind, value))
@@ -199,7 +199,7 @@ def test_a_full_buffer_that_turns_over_holds_what_a_plain_model_holds(
     oldest_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots of rows that are gone are used again while blocks still name them."""
-    monkeypatch.setattr(columns, "_MIN_CAPACITY", 32)
+    monkeypatch.setattr(tables, "_MIN_CAPACITY", 32)
     rng = np.random.default_rng(0)
     configuration = IndexSettings(num_publications_kept=4, big_prompt=4)
     model, index = Model(configuration), Index(configuration)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tba_buffer.index import priorities
 from tba_buffer.index.priorities import SumTree
-from tba_buffer.index.prompt_rows import PromptSet, csr_indices, group_by
+from tba_buffer.index.tables import PromptSet, csr_indices, group_by
 
 weights_lists = st.lists(st.integers(0, 9), min_size=1, max_size=70)
 

@@ -74,14 +74,14 @@ def test_events_are_told_in_a_line_each() -> None:
     assert formatter.lines(event("change", paused)) == ["run 'demo': paused (lunch), step 4, lineage 1"]
     searchers = {
         "revision": 1,
-        "wanted": 3,
+        "desired": 3,
         "source": "operator",
         "alive": 1,
         "backend": "local",
         "note": "two are starting",
     }
     assert formatter.lines(event("change", {"searchers": searchers})) == [
-        "searchers: 1 of 3 wanted alive: two are starting"
+        "searchers: 1 of 3 desired alive: two are starting"
     ]
     wait = {"owner": "s-1", "kind": "searcher", "name": "no-version", "for_s": 2.0, "deadline_in_s": 8.0}
     (line,) = formatter.lines(event("wait", {**wait, "over": False}))
@@ -89,10 +89,10 @@ def test_events_are_told_in_a_line_each() -> None:
     (line,) = formatter.lines(event("wait", {**wait, "over": True}))
     assert line == "s-1 no longer waits for 'no-version': 2 s"
     assert formatter.lines(event("gone", {"component_id": "s-1"})) == ["s-1: gone, silent for an hour"]
-    assert formatter.lines(event("trouble", {"detail": "Redis is away"})) == [
+    assert formatter.lines(event("problem", {"detail": "Redis is away"})) == [
         "the buffer cannot read the run: Redis is away"
     ]
-    assert formatter.lines(event("trouble", {"detail": None})) == ["the buffer can read the run again"]
+    assert formatter.lines(event("problem", {"detail": None})) == ["the buffer can read the run again"]
 
 
 def test_a_trainer_that_only_goes_on_is_told_once() -> None:

@@ -82,10 +82,10 @@ def test_services_are_shown_with_their_reason_and_without_weights() -> None:
 def test_what_cannot_be_read_is_counted_and_named() -> None:
     items = [{"kind": "rollout", "name": f"r{number}", "detail": "bad", "found_at_s": 1.0} for number in range(4)]
     found = {"num": {"rollout": 4, "prompt": 1}, "items": items}
-    lines = status_lines(RunInfo.model_validate({**INFO, "unreadable": found}), stats(), make_settings())
+    lines = status_lines(RunInfo.model_validate({**INFO, "damaged": found}), stats(), make_settings())
     assert (
         "  5 stored items cannot be read (1 prompt, 4 rollout), last: rollout r0, rollout r1, rollout r2; "
-        "`tba status --json` says why under `unreadable`, docs/operations.md what to do (TbaDamagedItems)"
+        "`tba status --json` says why under `damaged`, docs/operations.md what to do (TbaDamagedItems)"
     ) in lines
     quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
     assert not any("cannot be read" in line for line in quiet)

@@ -12,7 +12,7 @@ from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
 from tba.store import FileStore
 from tba.wire import Canary, Manifest, StoredObject, encode_manifest
-from tba.wire.snapshot_manifest import SavedMark, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
+from tba.wire.snapshot_manifest import SavedPublication, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
 from tba.wire.weight_manifest import sha256_hex
 from tba_cli.commands import fork
 from tba_cli.main import main
@@ -75,7 +75,7 @@ class Place:
             step=8,
             latest_version="1-8",
             lineages={},
-            marks=[SavedMark(position=50, version="1-4")],
+            marks=[SavedPublication(position=50, version="1-4")],
             num_scored=90,
             num_pending=5,
             num_failed=1,

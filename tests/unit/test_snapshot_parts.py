@@ -15,7 +15,7 @@ from tba_buffer.snapshots.save import READ_BYTES, READ_ROLLOUTS, _read_sizes
 from tba.errors import ConfigError, MalformedError
 from tba.versions import PolicyVersion
 from tba.wire.snapshot_manifest import (
-    SavedMark,
+    SavedPublication,
     SnapshotManifest,
     SnapshotSource,
     decode_snapshot_manifest,
@@ -34,7 +34,7 @@ def manifest() -> SnapshotManifest:
         step=8,
         latest_version="1-8",
         lineages={},
-        marks=[SavedMark(position=at, version=version) for at, version in ((1, "0-0"), (9, "1-4"), (20, "0-0"))],
+        marks=[SavedPublication(position=at, version=version) for at, version in ((1, "0-0"), (9, "1-4"), (20, "0-0"))],
         num_scored=3,
         num_pending=2,
         num_failed=1,
@@ -79,11 +79,11 @@ def test_a_manifest_survives_its_bytes_and_wrong_ones_name_the_field() -> None:
         decode_snapshot_manifest(b"{", key="runs/a/m.json")
 
 
-def test_the_last_mark_of_a_version_counts() -> None:
-    found = manifest().mark_of(PolicyVersion(0, 0))
+def test_the_last_publication_of_a_version_counts() -> None:
+    found = manifest().publication_of(PolicyVersion(0, 0))
     assert found is not None
     assert found.position == 20
-    assert manifest().mark_of(PolicyVersion(1, 5)) is None
+    assert manifest().publication_of(PolicyVersion(1, 5)) is None
 
 
 def places_at(positions: list[int], num_bytes: int = 100) -> np.ndarray:
@@ -106,7 +106,7 @@ def test_a_load_replays_the_log_in_order_and_in_bounded_parts(
     positions: set[int], marks: set[int], num_bytes: int
 ) -> None:
     places = places_at(sorted(positions - marks), num_bytes)
-    found = list(split_parts(places, [SavedMark(position=at, version="1-1") for at in sorted(marks)], 3000))
+    found = list(split_parts(places, [SavedPublication(position=at, version="1-1") for at in sorted(marks)], 3000))
     order: list[tuple[int, str]] = []
     for part in found:
         order += [(position, "rollout") for position in part.places["position"].tolist()]

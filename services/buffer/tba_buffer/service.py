@@ -196,7 +196,7 @@ class Buffer:
         self.context = context = Context.connect(recipe, clock=clock)
         self.view = IndexView(context)
         self.view.on_rebuilt = self._reread
-        self.compactor = Compactor(context, min_tail=recipe.buffer.max_tail_events)
+        self.compactor = Compactor(context, min_events=recipe.buffer.max_log_events_since_checkpoint)
         self.recovery = LossRecovery(context, self.view)
         self.run = run = RunParts.of(context, self.view)
         self.prompts = PromptParts.of(context, run)
@@ -244,6 +244,7 @@ class Buffer:
         await self.context.durability.check()  # a service that says it is ready must not refuse a moment later
         self._not_ready, self._began_s = None, time.monotonic()
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
+        # last: these tasks change the run, and need everything above
         await self.rollouts.snapshots.start()
         self.scoring.worker.start()
         self.run.scaling.start()
@@ -268,6 +269,7 @@ class Buffer:
         if self._upkeep is not None and self._upkeep.done() and not self._ending.is_set():
             return f"the upkeep has failed ({self._upkeep.exception()!r}); restart the buffer"
         try:
+            # asked now: the last check of the upkeep may be a second old
             await self.context.redis.ping()
         except RedisError as error:
             return refused_writes(error) or f"Redis does not answer ({type(error).__name__})"
@@ -317,11 +319,12 @@ class Buffer:
             best=best,
             origin=await self.rollouts.snapshots.origin(),
             searchers=await self.run.scaling.searchers(fields.state, components),
-            unreadable=await self.context.damaged_items.info(self.context.redis, self.context.keys),
+            damaged=await self.context.damaged_items.info(self.context.redis, self.context.keys),
         )
 
     async def _observe(self) -> ObservedRun:
         info = await self.run_info()
+        # old changes have taken effect long ago
         newest = await self.run.settings.info(after=max(0, self.run.settings.revision - SETTINGS_FOLLOWED))
         return ObservedRun(info, newest.changes)
 
@@ -329,6 +332,7 @@ class Buffer:
         """Return this service itself as a component."""
         problem = self._not_ready or self._problem
         state = "starting" if self._not_ready else "refusing" if problem else "serving"
+        # a problem is more urgent to see than a save
         if self.rollouts.snapshots.is_saving and problem is None:
             state = "saving"
         return ComponentInfo(
@@ -400,4 +404,5 @@ def check_redis(recipe: Recipe) -> None:
         finally:
             await durability.aclose()
 
+    # connections belong to their event loop: these end with it, and the service makes its own
     asyncio.run(check())

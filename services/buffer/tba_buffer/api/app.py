@@ -12,7 +12,7 @@ from tba.config import Recipe
 from tba.errors import NotFoundError
 from tba.server import Authenticator, create_app
 from tba.tokens import TokensFile
-from tba_buffer.api import batches, prompts, rollouts, run
+from tba_buffer.api import rollouts, run
 from tba_buffer.monitoring.request_times import RequestTimes
 from tba_buffer.service import Buffer
 
@@ -48,16 +48,17 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         lifespan=lifespan,
         refresh_metrics=buffer.metrics.refresh,
     )
+    # awaited before the port listens: nobody meets a service that still reads Redis
     app.state.start = buffer.start
     app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
     # a request tries the routes in this order: the most frequent endpoints come first
     for router in (
-        rollouts.router,
-        batches.router,
+        rollouts.push_router,
+        rollouts.batches_router,
         run.router,
-        prompts.router,
-        prompts.evaluations_router,
-        batches.lineages_router,
+        rollouts.prompts_router,
+        rollouts.evaluations_router,
+        rollouts.lineages_router,
         rollouts.views_router,
         rollouts.scores_router,
         run.settings_router,

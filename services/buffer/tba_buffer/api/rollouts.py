@@ -1,4 +1,7 @@
-"""Endpoints for rollouts: push them, read them, score stored ones again."""
+"""Endpoints of the way of a rollout: prompts and leases, pushes, batches, published versions.
+
+Beside them are the endpoints for evaluations, for reading stored rollouts, and for scoring them again.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,82 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from tba.api import PushReply, RescoreInfo, RescoreRequest, RolloutDetail, RolloutOrder, RolloutPage
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    EvalInfo,
+    EvalRequest,
+    EvalResults,
+    LeaseRenewal,
+    LeaseRenewalReply,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    LedgerReply,
+    LineageReply,
+    LineageRequest,
+    Name,
+    PromptUpload,
+    PromptUploadReply,
+    PushReply,
+    RescoreInfo,
+    RescoreRequest,
+    RolloutDetail,
+    RolloutOrder,
+    RolloutPage,
+    SampleRequest,
+    VersionReply,
+    VersionRequest,
+)
 from tba.api.rollouts import RewardStatus
+from tba.api.run import SETTINGS_HEADER
 from tba.fields import VersionText
-from tba.server import MSGPACK_BODY, Authenticator, problems, raw_body
+from tba.server import MSGPACK_BODY, Authenticator, MsgpackResponse, problems, raw_body
 from tba.wire import decode_push
 from tba_buffer.rollouts.queries import MAX_CURSOR_CHARS, PageRequest
+from tba_buffer.sampling.ledger import MAX_ENTRIES_PER_PAGE
 from tba_buffer.service import Buffer
 
 MAX_PER_PAGE = 100
 MAX_TEXT_CHARS_PER_ROLLOUT = 10_000
 
 
-def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for prompts and leases."""
+    api = APIRouter(prefix="/v1")
+    searcher = [Depends(auth.require("searcher"))]
+
+    @api.post(
+        "/prompts",
+        operation_id="upload_prompts",
+        dependencies=[Depends(auth.require("operator"))],
+        responses=problems(409),
+    )
+    async def upload_prompts(body: PromptUpload) -> PromptUploadReply:
+        """Add prompts; the same id with other content refuses the whole upload."""
+        return await buffer.prompts.catalog.upload(body.prompts)
+
+    @api.post("/leases", operation_id="lease", dependencies=searcher)
+    async def lease(body: LeaseRequest) -> LeaseReply:
+        """Lease visits and evaluation units."""
+        # answered at once, also without work: the reply says when to ask again
+        return await buffer.prompts.leases.lease(body)
+
+    @api.post("/leases/renew", operation_id="renew_leases", dependencies=searcher)
+    async def renew_leases(body: LeaseRenewal) -> LeaseRenewalReply:
+        """Give leases that take longer a new deadline."""
+        return await buffer.prompts.leases.renew(body)
+
+    @api.post("/leases/return", operation_id="return_leases", status_code=204, dependencies=searcher)
+    async def return_leases(body: LeaseReturn) -> None:
+        """Return unfinished leases, and end those that cannot be sampled."""
+        await buffer.prompts.leases.give_back(body)
+
+    return api
+
+
+def push_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoint that searchers push to."""
     api = APIRouter(prefix="/v1")
     max_bytes = buffer.context.recipe.buffer.max_body_bytes
@@ -48,6 +114,116 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     return api
 
 
+def batches_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints that draw and ack batches, and read samples and the ledger."""
+    api = APIRouter(prefix="/v1")
+    trainer = [Depends(auth.require("trainer"))]
+    reader = [Depends(auth.require("viewer", "trainer"))]
+
+    @api.post(
+        "/batches",
+        operation_id="draw_batch",
+        response_class=MsgpackResponse,
+        dependencies=trainer,
+        responses=problems(409, 429),
+    )
+    async def draw_batch(body: BatchRequest) -> MsgpackResponse:
+        """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
+        drawn = await buffer.sampling.batch_drawer.draw(body)
+        # with every batch and ack: a trainer asks for the live settings when their revision is another one
+        return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.run.settings.revision)})
+
+    @api.post(
+        "/batches/{batch_id}/ack",
+        operation_id="ack",
+        status_code=204,
+        dependencies=trainer,
+        responses=problems(400, 409),
+    )
+    async def ack(batch_id: Name, body: AckRequest, response: Response) -> None:
+        """State that a step consumed the batch."""
+        await buffer.sampling.ledger.ack(batch_id, body)
+        response.headers[SETTINGS_HEADER] = str(buffer.run.settings.revision)
+
+    @api.post(
+        "/samples",
+        operation_id="sample",
+        response_class=MsgpackResponse,
+        dependencies=reader,
+        responses=problems(429),
+    )
+    async def sample(body: SampleRequest) -> MsgpackResponse:
+        """Draw stored rollouts by priority (msgpack, laid out as a push) and record nothing; headers `tba-seed` and
+        `tba-log-position` reproduce the draw."""
+        drawn = await buffer.sampling.sample_drawer.draw(body)
+        # in headers, so that the body is laid out exactly as a push
+        headers = {"tba-seed": str(drawn.seed), "tba-log-position": str(drawn.log_position)}
+        return MsgpackResponse(drawn.body, headers=headers)
+
+    @api.get("/ledger", operation_id="ledger", dependencies=reader)
+    async def ledger(
+        after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES_PER_PAGE)] = 1000,
+    ) -> LedgerReply:
+        """Return acked batches and trainer starts in order."""
+        return await buffer.sampling.ledger.read(after=after, limit=limit)
+
+    return api
+
+
+def lineages_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints that begin a lineage, announce a version, register a checkpoint."""
+    api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("trainer"))])
+
+    @api.post("/lineages", operation_id="new_lineage", responses=problems(409))
+    async def new_lineage(body: LineageRequest) -> LineageReply:
+        """Begin a new lineage for a trainer that starts; every older token is refused from now on."""
+        # a run that is to begin with a snapshot takes no trainer before everything is loaded
+        await buffer.rollouts.snapshots.check_may_train()
+        return await buffer.run.lineages.new(body)
+
+    @api.post("/versions", operation_id="announce_version", responses=problems(409))
+    async def announce_version(body: VersionRequest) -> VersionReply:
+        """Announce a published version, so that searchers load it."""
+        # the position is the same for a repeat, so a trainer may send it again
+        return VersionReply(log_position=await buffer.run.lineages.publish(body))
+
+    @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204, responses=problems(409))
+    async def register_checkpoint(body: CheckpointRequest) -> None:
+        """Make a complete checkpoint the one that a resume starts from."""
+        await buffer.run.lineages.checkpoint(body)
+
+    return api
+
+
+def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints for evaluations."""
+    api = APIRouter(prefix="/v1/evals")
+
+    @api.post("", operation_id="request_eval", dependencies=[Depends(auth.require("trainer"))], responses=problems(409))
+    async def request_eval(body: EvalRequest) -> EvalInfo:
+        """Evaluate a published version on held-out prompts."""
+        return await buffer.prompts.evaluations.request(body)
+
+    @api.get("/{eval_id}", operation_id="get_eval", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    async def get_eval(eval_id: Name) -> EvalInfo:
+        """Return one evaluation."""
+        return await buffer.prompts.evaluations.get(eval_id)
+
+    @api.post(
+        "/{eval_id}/results",
+        operation_id="eval_results",
+        status_code=204,
+        dependencies=[Depends(auth.require("searcher"))],
+        responses=problems(400, 409),
+    )
+    async def eval_results(eval_id: Name, body: EvalResults) -> None:
+        """Report the rewards of evaluation leases."""
+        await buffer.prompts.evaluations.results(eval_id, body)
+
+    return api
+
+
 def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints that read rollouts."""
     api = APIRouter(prefix="/v1/rollouts", dependencies=[Depends(auth.require("viewer"))])
@@ -63,6 +239,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         text_chars: Annotated[int, Query(ge=0, le=MAX_TEXT_CHARS_PER_ROLLOUT)] = 1000,
     ) -> RolloutPage:
         """Return stored rollouts: the best, worst, newest or oldest, of a prompt, a version, a reward status."""
+        # one value: the reader knows nothing of HTTP
         request = PageRequest(
             order=order,
             prompt_id=prompt_id,

@@ -100,6 +100,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def command(command: Literal["resume", "stop"], body: RunCommand) -> RunInfo:
         """Resume or stop the run."""
+        # the path names the command; only operators reach it here
         await buffer.run.control.command(command, body, "operator")
         return await buffer.run_info()
 
@@ -123,21 +124,24 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
     async def heartbeat(
         request: Request, response: Response, heard: Annotated[str, Header(alias=ACKNOWLEDGED_HEADER)] = ""
     ) -> None:
-        """Record a sign of life (msgpack `tba.wire.encode_heartbeat`). A trainer sends the last header
+        """Record a heartbeat (msgpack `tba.wire.encode_heartbeat`). A trainer sends the last header
         `tba-acknowledged` that it received, so that a restarted buffer finds out what Redis has lost meanwhile."""
         body = await raw_body(request)
         try:
             beat = decode_heartbeat(body)
             role = auth.role_of(request.headers.get("authorization", ""))
+            # operators, and callers where no tokens are checked, may send every kind
             if role in _KINDS and beat.kind not in _KINDS[role]:
                 raise ForbiddenError(f"role {role!r} sends heartbeats of kind {_KINDS[role][0]!r}, not {beat.kind!r}")
             await buffer.run.components.beat(beat)
             # trainers only, since a false claim would stop the run; `beat` has refused those of another run
             if heard and beat.kind == "trainer":
                 await buffer.recovery.check_claim(heard)
+        # counted: a component that is refused all the time is not shown among the components
         except (WireError, ForbiddenError, ConflictError, BusyError) as error:
             await buffer.run.components.count_refused(error)
             raise
+        # the trainer keeps it and sends it with its next heartbeat, perhaps to the next start of the buffer
         if (acknowledged := buffer.context.losses.claim) is not None:
             response.headers[ACKNOWLEDGED_HEADER] = acknowledged
 
@@ -251,6 +255,7 @@ def events_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     )
     async def events(request: Request, last_event_id: Annotated[str | None, Header(max_length=200)] = None) -> Response:
         """Stream server-sent events: `run`, the run as a whole, then its changes. `Last-Event-ID` resumes a stream."""
+        # asked again while the stream is open: tokens may change meanwhile
         check = partial(auth.check, request.headers.get("authorization", ""), EVENT_ROLES)
         return EventStreamResponse(buffer.events, await buffer.events.open(last_event_id), check=check)
 

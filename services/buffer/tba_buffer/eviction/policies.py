@@ -84,7 +84,7 @@ class EvictionPolicy(Protocol):
     """Chooses stored rollouts to drop, all of them for one reason.
 
     A policy from outside is a subclass that the recipe names (`buffer.eviction_policies`, custom.py); one of the
-    product has a line in `make_policies` (planner.py). It may remember what it has seen: every row is in
+    product has a line in `make_policies` (evictor.py). It may remember what it has seen: every row is in
     `EvictionPlan.new_rows` of exactly one plan, and a rebuilt index gets new policies. It runs on the event loop of the
     buffer, so every push waits for it.
     """

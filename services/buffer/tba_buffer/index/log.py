@@ -145,6 +145,7 @@ def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
 
 def _parse(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
     position = int(entry_id.split(b"-")[0])
+    # one letter names the kind of an entry, and the scripts write it: records, evicted, scored, mark (a publication)
     if (records := fields.get(b"r")) is not None:
         parsed = np.frombuffer(records, dtype=RECORD_DTYPE)
         # the id of the entry is the position of its last record

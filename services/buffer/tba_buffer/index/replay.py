@@ -40,7 +40,7 @@ from tba_buffer.storage.damage import DAMAGE_ERRORS
 ENTRIES_PER_READ = 1000
 NUM_BUILDS = 5
 PIECE_RECORDS = 65_536
-MIN_TAIL = 200_000
+MIN_EVENTS = 200_000
 PIECE_LIFETIME_MS = 600_000
 RETRY_S = 120.0
 Entry = tuple[bytes, dict[bytes, bytes]]
@@ -94,6 +94,7 @@ class IndexView:
             UnavailableError: Redis did not answer.
             IncompleteLogError: Redis does not have a whole log.
         """
+        # no read can tell it: the log of the newer process continues this one
         if self._context.ownership.refused is not None:
             raise SupersededError(self._context.ownership.refused)
         await self._reading.run()
@@ -115,6 +116,7 @@ class IndexView:
             UnavailableError: Redis did not answer.
         """
         async with self._lock:
+            # nothing was read before the restart, so there is nothing to compare
             if not self.index.position:
                 return None
             try:
@@ -140,7 +142,7 @@ class IndexView:
     async def _read(self) -> None:
         if self.index.position:
             try:
-                await self._read_tail(self._replayed)
+                await self._read_newer(self._replayed)
                 self.problem = None
                 return
             except LogGapError as error:
@@ -169,16 +171,17 @@ class IndexView:
                 index.restore(checkpoint)
             replayed = _Replayed(index)
             try:
-                await self._read_tail(replayed)
+                await self._read_newer(replayed)
             except LogGapError as error:
                 problem = str(error)
                 continue
+            # entries at the end may be missing too, which only the counter of positions shows
             if index.position >= end:
                 return replayed
             problem = f"the entries end at {index.position}, but {end} was given out"
         raise self._refusal(f"the log of run {self._context.run!r} in Redis is not whole ({problem})")
 
-    async def _read_tail(self, replayed: _Replayed) -> None:
+    async def _read_newer(self, replayed: _Replayed) -> None:
         """Apply the entries behind the index, page by page.
 
         Raises:
@@ -212,8 +215,8 @@ class IndexView:
         again = await self._build()
         # a write that was on its way to Redis before may still arrive, in the middle of the comparison
         for _ in range(NUM_BUILDS):
-            await self._read_tail(self._replayed)
-            await self._read_tail(again)
+            await self._read_newer(self._replayed)
+            await self._read_newer(again)
             if again.index.position == self.index.position:
                 return _same(again.index.checkpoint(), self.index.checkpoint())
         raise UnavailableError("the log grows while it is compared; try again")
@@ -231,7 +234,7 @@ class IndexView:
     async def _log_end(self) -> int:
         with redis_errors("read the log position"):
             raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
-        # a damaged number counts as none here: the durability check refuses the run for it (data_loss.py)
+        # a damaged number counts as none here: the durability check refuses the run for it (damage.py)
         return self._context.read_or_note("counter", "log_position", lambda: int(raw or 0)) or 0
 
     def _refuse_other_log(self, detail: str) -> None:
@@ -252,14 +255,14 @@ class Compactor:
 
     Args:
         context: Redis and settings.
-        min_tail: a log of at most this many positions and a quarter as many entries is never replaced. A longer one is
-            replaced when it has more positions than half, or more entries than an eighth, of what is live.
+        min_events: a log of at most this many positions and a quarter as many entries is never replaced. A longer one
+            is replaced when it has more positions than half, or more entries than an eighth, of what is live.
         piece_records: records per piece.
     """
 
-    def __init__(self, context: Context, *, min_tail: int = MIN_TAIL, piece_records: int = PIECE_RECORDS) -> None:
+    def __init__(self, context: Context, *, min_events: int = MIN_EVENTS, piece_records: int = PIECE_RECORDS) -> None:
         self._context = context
-        self._min_tail = min_tail
+        self._min_tail = min_events
         self._piece_records = piece_records
         self._retry_at_s = 0.0
 
@@ -275,6 +278,7 @@ class Compactor:
             num_entries = await self._context.redis.xlen(self._context.keys.log)
         positions_due = index.position - head.position > max(self._min_tail, index.num_live // 2)
         entries_due = num_entries > max(self._min_tail // 4, index.num_live // 8)
+        # after a failure not at once: a checkpoint writes everything that is live
         if (positions_due or entries_due) and now >= self._retry_at_s:
             self._retry_at_s = now + RETRY_S
             if await self._write(index, head):

@@ -1,9 +1,9 @@
 """The in-memory view of the log that batches are drawn from. It is a function of the log, so a restart rebuilds it.
 
-    columns         one row per rollout, in the order of the log                      (columns.py)
-    rows_by_prompt  the rows of each prompt                                           (prompt_rows.py)
+    columns         one row per rollout, in the order of the log                      (tables.py)
+    rows_by_prompt  the rows of each prompt                                           (tables.py)
     counts          per prompt, per status, per policy version, kept up to date       (here)
-    trees           sum trees for draws from many rollouts, built when first asked for (priorities_by_prompt.py)
+    trees           sum trees for draws from many rollouts, built when first asked for (priorities.py)
 
 Row numbers ascend with log positions. They are valid until the next `apply`, which may renumber the rows.
 """
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from tba.config import Recipe
 from tba.fields import MAX_NUMBER
 from tba.versions import PolicyVersion
-from tba_buffer.index.columns import DEAD, Columns, VersionNumbers
 from tba_buffer.index.log import (
     CHECKPOINT_DTYPE,
     FAILED,
@@ -35,8 +34,8 @@ from tba_buffer.index.log import (
     RolloutsAdded,
     first_position,
 )
-from tba_buffer.index.priorities_by_prompt import RewardTrees
-from tba_buffer.index.prompt_rows import Groups, PromptRows, PromptSet, csr_indices, group_by
+from tba_buffer.index.priorities import RewardTrees
+from tba_buffer.index.tables import DEAD, Columns, Groups, PromptRows, PromptSet, VersionNumbers, csr_indices, group_by
 
 Rows = NDArray[np.int64]
 
@@ -428,6 +427,7 @@ class Index:
 
     def rollout_ids(self, rows: Rows) -> list[bytes]:
         """Return the 16-byte ids of rows."""
+        # one copy of all ids, then slices: an item of a void array costs far more
         packed = self.columns.get("rollout_id", rows).tobytes()
         return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 

@@ -19,6 +19,7 @@ OTHER_WAITS = "other"
 
 def component_families(components: Sequence[ComponentInfo], waits: Sequence[WaitInfo]) -> Iterator[Metric]:
     """Yield the metrics of components and waits."""
+    # kinds without a component are shown as 0: alerts compare with that
     alive = Counter(item.kind for item in components if item.alive)
     yield _by_kind(
         "tba_components_alive",
@@ -75,6 +76,7 @@ MAX_NAMES = 64
 def gauge_families(components: Sequence[ComponentInfo]) -> Iterator[Metric]:
     """Yield the gauges of the trainer that was heard of last, and the sums over all searchers that are alive."""
     alive = [item for item in components if item.alive]
+    # while one trainer takes over from another, both are alive: the one that was heard of last counts
     trainers = sorted((item for item in alive if item.kind == "trainer"), key=lambda item: item.heartbeat_age_s)
     yield _family("tba_trainer_gauge", "Gauges of the trainer", trainers[0].gauges if trainers else {})
     sums: Counter[str] = Counter()

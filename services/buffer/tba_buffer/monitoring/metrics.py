@@ -111,6 +111,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric but the times; before the first `refresh` only those about Redis."""
+        # these two are there even without a reading: alerts need them while Redis is away
         is_durable = self._redis_answers and self._durability_problem() is None
         yield GaugeMetricFamily(
             "tba_redis_durable", "1 while Redis answers and can keep what the buffer acknowledges", value=is_durable
@@ -141,6 +142,7 @@ class Metrics(Collector):
 def _counter_families(counters: Counters) -> Iterator[Metric]:
     totals = counters.totals
     pushed = CounterMetricFamily("tba_rollouts", "Rollouts pushed, by outcome", labels=["service", "outcome"])
+    # outcomes that never occurred are shown as 0, since a rate needs a first value
     for outcome in PUSH_OUTCOMES:
         pushed.add_metric(["buffer", outcome], totals.get(f"pushed:{outcome}", 0))
     yield pushed
@@ -182,11 +184,13 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
         "tba_skipped_batches", "Batches consumed by a step that skipped them", "reason", counters.group("skipped")
     )
     slots = counters.group("slots")
+    # `slots` also counts rollouts, which are no slots
     kinds = {kind: slots.get(kind, 0) for kind in ("recent", "replay", "fallback")}
     yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)
     leases = counters.group("leases")
     ended = {event: leases.get(event, 0) for event in LEASE_EVENTS}
     yield _by("tba_buffer_leases", "Leases, by what became of them", "event", ended)
+    # a histogram of Prometheus is cumulative: each bucket holds those before it
     ages = [
         *((str(float(edge)), _up_to(counters.ages, edge)) for edge in AGE_BUCKETS),
         ("+Inf", sum(counters.ages.values())),
@@ -213,17 +217,23 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
         by_length.add_metric([length], number)
     yield by_length
     recent = GaugeMetricFamily("tba_buffer_mean_reward_recent", "Mean reward of the recent part of the buffer")
+    # absent, not 0: that would be a reward
     if reading.mean_reward_recent is not None:
         recent.add_metric([], reading.mean_reward_recent)
     yield recent
     for name, value, text in (
         ("tba_buffer_payload_bytes", index.payload_bytes, "Bytes of the stored rollouts, as pushed"),
         ("tba_buffer_index_bytes", index.memory_bytes(), "Memory of the index"),
-        ("tba_buffer_log_tail_events", index.position - counters.base_position, "Log positions that a restart replays"),
+        (
+            "tba_buffer_log_events_since_checkpoint",
+            index.position - counters.checkpoint_position,
+            "Log positions that a restart replays",
+        ),
         ("tba_buffer_open_leases", counters.num_open_leases, "Leases that have not ended"),
     ):
         yield GaugeMetricFamily(name, text, value=value)
     version = GaugeMetricFamily("tba_weight_version", "Step of the newest announced version", labels=["role"])
+    # absent until a version is announced: step 0 is a version too
     if reading.run.latest_version is not None:
         version.add_metric(["buffer"], PolicyVersion.parse(reading.run.latest_version).step)
     yield version
@@ -242,6 +252,7 @@ def _run_families(reading: Reading) -> Iterator[Metric]:
         "tba_run_step", "Last acked step of the active lineage", value=reading.counters.trainer.step
     )
     states = GaugeMetricFamily("tba_run_state", "1 for the state that the run is in", labels=["state"])
+    # a series for each state, so that a dashboard shows when each of them held
     for state in get_args(RunState):
         states.add_metric([state], state == reading.run.state)
     yield states

@@ -43,6 +43,7 @@ class RequestTimes:
         if operation is None:
             await self.app(scope, receive, send)
             return
+        # status "none": the connection ended before an answer began
         metrics, status, began_s = self._metrics, "none", time.perf_counter()
 
         async def watched(message: Message) -> None:
@@ -51,6 +52,7 @@ class RequestTimes:
                 status = str(message["status"])
             await send(message)
 
+        # a gauge of its own: a long poll that is held shows in no count of answers
         in_flight = metrics.in_flight.labels(operation)
         in_flight.inc()
         try:

@@ -42,6 +42,7 @@ class RateWindow:
     def add(self, at_s: float, counts: Mapping[str, int]) -> None:
         """Remember the counts NAMES at `at_s` (a clock that never goes back)."""
         self._samples.append((at_s, {name: counts[name] for name in NAMES}))
+        # the newest sample before the window stays: rates are measured from there
         while len(self._samples) > 1 and self._samples[1][0] <= at_s - WINDOW_S:
             self._samples.popleft()
 
@@ -65,6 +66,7 @@ def stored_stats(index: Index, tree: LineageTree, trainer: PolicyVersion) -> Sto
     Args:
         tree, trainer: what policy age is measured along, and the last step of the active lineage.
     """
+    # ages are counted per version, not per rollout: there are far fewer versions
     versions = sorted(index.versions().items(), reverse=True)
     ages: dict[int, int] = {}
     for version, number in versions:
@@ -153,7 +155,7 @@ class Counters:
     """Policy age in steps when consumed -> rollouts."""
     num_open_leases: int
     num_acked: int
-    base_position: int
+    checkpoint_position: int
     trainer: PolicyVersion
     """Lineage that owns the run, and its last acked step."""
     latest_version: str | None
@@ -219,8 +221,10 @@ class StatsReader:
         Raises:
             UnavailableError: Redis did not answer.
         """
+        # first the index: the counters that follow are then at least as new
         index, keys = await self._view.catch_up(), self._context.keys
         with redis_errors("read the counters"):
+            # one transaction: counters, ledger and run are of the same moment
             async with self._context.redis.pipeline(transaction=True) as pipe:
                 pipe.hgetall(keys.counters)
                 pipe.hgetall(keys.ages)
@@ -236,7 +240,7 @@ class StatsReader:
             ages=dict(sorted(self._ages(ages).items())),
             num_open_leases=num_leases,
             num_acked=num_acked,
-            base_position=self._context.read_number("base position", base),
+            checkpoint_position=self._context.read_number("base position", base),
             trainer=PolicyVersion(
                 self._context.read_number("lineage", lineage), self._context.read_number("step", step)
             ),
@@ -246,6 +250,7 @@ class StatsReader:
 
     def _ages(self, raw: Mapping[bytes, bytes]) -> dict[int, int]:
         ages = self._context.parse_counters(raw)
+        # ages are names of fields here; one that is no number is damaged
         return {int(age): number for age, number in ages.items() if age.lstrip("-").isdecimal()}
 
     async def sample(self) -> None:
@@ -279,10 +284,10 @@ class StatsReader:
             num_prompts_drawable=index.num_drawable,
             payload_bytes=index.payload_bytes,
             log_position=index.position,
-            base_position=counters.base_position,
+            checkpoint_position=counters.checkpoint_position,
             index_bytes=index.memory_bytes(),
-            replica=self._context.ownership.epoch,
-            num_marks=totals.get("marks", 0),
+            epoch=self._context.ownership.epoch,
+            num_publications=totals.get("marks", 0),
             pushed={name: totals.get(f"pushed:{name}", 0) for name in PUSH_OUTCOMES},
             refused=counters.group("refused"),
             evicted=counters.group("evicted"),

@@ -57,6 +57,7 @@ class Evaluations:
         num_prompts = min(request.num_prompts, len(self._catalog.heldout))
         if not num_prompts:
             raise ConflictError("there are no held-out prompts to evaluate on; upload prompts with split 'heldout'")
+        # the id says what is asked for: the same request again finds the same evaluation
         eval_id, now = f"eval-{request.version}-{num_prompts}-{request.num_samples}", self._context.clock()
         document = {
             "eval_id": eval_id,
@@ -110,13 +111,11 @@ class Evaluations:
         return [info for info, _ in found], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the stored documents of evaluations, without the damaged ones.
+        """Return the stored documents of evaluations, at least one, without the damaged ones.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
-        if not eval_ids:
-            return {}
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
         found = {}
@@ -165,6 +164,7 @@ class Evaluations:
                     f"lease {item.lease_id!r} was granted to another searcher than {results.searcher_id!r}; no result "
                     "was taken"
                 )
+            # before anything is stored: a report is taken as a whole or not at all
             _check_result(item, unit, document["num_samples"])
             args += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
         num_done = await self._context.scripts.run(
@@ -199,6 +199,7 @@ class Evaluations:
     def _document(self, eval_id: str, text: bytes) -> dict[str, Any] | None:
         def read() -> dict[str, Any]:
             document = json.loads(text)
+            # both readers are tried now: a damaged field must not show in the middle of an answer
             self._info(document, 0)
             StoredEval.model_validate(document)
             return document
@@ -232,6 +233,7 @@ class Evaluations:
             num_samples = document["num_samples"]
             results = {unit: self._result(unit, text, num_samples) for unit, text in zip(units, texts, strict=True)}
             done = self._done(document, results)
+            # a repeated report is answered by the state `done` from now on, so its leases need not be known
             ended = [lease for lease, value in leases.items() if _is_of(value, eval_id)]
             # one transaction: after a kill either the results are there, or the finished evaluation is
             async with redis.pipeline(transaction=True) as pipe:
@@ -257,6 +259,7 @@ class Evaluations:
     def _done(self, document: dict[str, Any], results: dict[EvaluationUnit, dict[str, Any]]) -> dict[str, Any]:
         """Return the document of a finished evaluation: its numbers, and those that versions are compared by."""
         how = {"success_reward": document["success_reward"], "pass_at": document.get("pass_at", ())}
+        # versions are compared over the prompts that every evaluation has
         num_first = min(document["num_prompts"], self._context.recipe.eval.num_prompts_compared)
         numbers, first = summarise(results, **how), summarise_first(results, num_first, **how)
         return {

@@ -21,8 +21,7 @@ from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseReq
 from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog, VisitCursor, VisitOrder
 from tba_buffer.prompts.evaluation_summary import EvaluationUnit
 from tba_buffer.prompts.evaluations import Evaluations
-from tba_buffer.run.flow_control import FlowSettings, generation_room
-from tba_buffer.run.state import RunSnapshot, RunStateReader
+from tba_buffer.run.state import FlowSettings, RunSnapshot, RunStateReader, generation_room
 from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
 
@@ -103,7 +102,7 @@ class Leases:
         )
 
     async def give_back(self, request: LeaseReturn) -> None:
-        """End leases of a searcher before their deadline. What they owe is leased again; refused visits are not.
+        """End leases of a searcher before their deadline. Owed rollouts are leased again; refused visits are not.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -137,6 +136,7 @@ class Leases:
     async def _claim(self, request: LeaseRequest, room: int | None, snapshot: RunSnapshot) -> list[Lease]:
         now, sampling = self._context.clock(), self._context.recipe.sampling
         lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
+        # rounded up: a visit is leased as a whole, and may exceed the room by a part of itself
         max_train = request.max_leases if room is None else min(request.max_leases, math.ceil(room / num_visit))
         lease_ids = make_lease_ids(request)
         # another process may move the cursor before lease.lua runs; the candidates are then of visits that are taken
@@ -196,7 +196,8 @@ class Leases:
     ) -> tuple[list[Lease], dict[str, str]]:
         """Return the leases; and lease id -> visit or unit of those that name something damaged or missing."""
         rows = [tuple(_text(value) for value in flat[at : at + 5]) for at in range(0, len(flat), 5)]
-        documents = await self._evaluations.documents(sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"}))
+        eval_ids = sorted({_eval_id(row[2]) for row in rows if row[0] == "eval"})
+        documents = await self._evaluations.documents(eval_ids) if eval_ids else {}
         leases: list[Lease] = []
         damaged: dict[str, str] = {}
         for kind, lease_id, subject, prompt_id, num in rows:

@@ -24,8 +24,6 @@ from tba_buffer.storage import ownership
 from tba_buffer.storage.context import Context
 
 RETRY_S = 0.5
-
-
 NEW = ord("n")
 OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused", "l": "refused"}
 REASONS = {
@@ -135,6 +133,7 @@ class RolloutWriter:
         if reply[0] == ownership.SUPERSEDED:
             raise await ownership.refusal(self._context, f"the push of {len(payloads)} rollouts")
         _, latest_version, run_state, results = reply
+        # the reply has a letter for each accepted item: refused ones are put back between them
         stored = map(stored_outcome, ids, results.decode())
         outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
         await self._enforce_limits(
@@ -142,6 +141,7 @@ class RolloutWriter:
         )
         return PushResult(
             outcomes=outcomes,
+            # a script returns "" where there is no version
             latest_version=read_version(self._context, "latest_version", latest_version or None),
             run_state=read_state(self._context, run_state),
         )

@@ -124,6 +124,7 @@ class RolloutReader:
         if payload is None:
             raise NotFoundError(f"rollout {rollout_id} is not stored: it was evicted, or never pushed to this run")
         rollout = self._context.read_or_note("rollout", rollout_id, lambda: decode_rollout(payload))
+        # shown as the index knows it, as in a page: so people see that it is damaged
         if rollout is None:
             rollout = await self._placeholder(rollout_id)
         ref = rollout.ref_logprob
@@ -215,6 +216,7 @@ def select_rows(index: Index, selection: Selection, num: int) -> Rows:
     unfiltered = selection.version is None and selection.status is None and selection.after is None
     if selection.prompt is not None:
         rows = index.prompt_rows(selection.prompt, scored_only=False)
+    # without a filter the index has both ends of the log at hand
     elif unfiltered and selection.order == "newest":
         rows = index.live_rows(newest=num)
     elif unfiltered and selection.order == "oldest":
@@ -243,6 +245,7 @@ def select_rows(index: Index, selection: Selection, num: int) -> Rows:
         before, ties = np.flatnonzero(keys < last), np.flatnonzero(keys == last)
         chosen = np.concatenate([before, ties[len(ties) - (num - len(before)) :]])  # the newest of the ties
         rows, keys = rows[chosen], keys[chosen]
+    # of equal rewards the newest is first, as cursors count on
     return rows[np.lexsort((-rows, keys))]
 
 

@@ -96,6 +96,7 @@ class Components:
         with redis_errors("read a heartbeat"):
             text = await redis.hget(keys.components, name)
             known = text and self._context.read_or_note("component", name, lambda: self._info(name, text))
+            # a damaged entry is free for every kind: the heartbeat replaces it
             if not known or known.kind == beat.kind:
                 return
         await self._context.count("foreign:heartbeat")
@@ -132,6 +133,7 @@ class Components:
             if gone is not None:
                 await self._context.redis.hdel(self._context.keys.components, gone)
                 await self._context.count("components_forgotten:replaced")
+        # of trainers only: an autoscaler reads how long they have waited
         if beat.kind == "trainer":
             await self.trainer_waits.count(beat)
 
@@ -261,7 +263,7 @@ def _too_many(kind: str, most: int, silent_s: float) -> BusyError:
         f"{most} components of kind {kind!r} are alive, which is the most that are remembered; this one may work on, "
         f"but GET /v1/run does not show it: {remedy}",
         retry_after_s=silent_s,
-        wait="component-places",
+        wait="component-slots",
     )
 
 

@@ -98,8 +98,8 @@ class RunControl:
         Raises:
             UnavailableError: Redis did not answer.
         """
-        keys, said = self._context.keys, [json.dumps(role), json.dumps(command.reason)]
-        args = [new_id("request"), self._context.clock(), *said]
+        keys, audit = self._context.keys, [json.dumps(role), json.dumps(command.reason)]
+        args = [new_id("request"), self._context.clock(), *audit]
         number = await self._context.scripts.run("retry_versions", [keys.run, keys.run_changes], args)
         log.info("versions_retried", number=number, reason=command.reason)
 
@@ -130,7 +130,7 @@ class RunControl:
         checks_token: bool,
     ) -> list[bytes]:
         keys = self._context.keys
-        said = [json.dumps(name), json.dumps(role), json.dumps(command.reason)]
+        audit = [json.dumps(name), json.dumps(role), json.dumps(command.reason)]
         return await self._context.scripts.run(
             "command",
             [keys.run, keys.run_changes],
@@ -140,7 +140,7 @@ class RunControl:
                 command.token or "",
                 int(checks_token),
                 self._context.clock(),
-                *said,
+                *audit,
                 *allowed_from,
             ],
         )

@@ -175,6 +175,7 @@ class Events(Collector):
                 wait="event-streams",
             )
         stream = Stream()
+        # counted before the reading: streams that open together must not exceed the limit while they wait for it
         self._streams.add(stream)
         try:
             await self._reading.run()
@@ -186,6 +187,7 @@ class Events(Collector):
         for event in [self._format(whole_run(self._last))] if missed is None else missed:
             stream.queue.put_nowait(event)
         stream.is_open = True
+        # the reading ends with its last follower
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._watch(), name="events")
         return stream
@@ -233,7 +235,7 @@ class Events(Collector):
     def _report(self, problem: str | None) -> None:
         if problem != self._problem:
             self._problem = problem
-            self._publish([("trouble", to_json({"detail": problem}))])
+            self._publish([("problem", to_json({"detail": problem}))])
 
     def _publish(self, found: Iterable[Change]) -> None:
         events = []
@@ -325,6 +327,7 @@ class EventStreamResponse(Response):
                     return "renewed"
                 chunk = await self._next(gone, stopping)
                 try:
+                    # for every chunk: a token may be taken away while the stream is open
                     self._check()
                 except UnauthorizedError:
                     return "unauthorized"
@@ -339,6 +342,7 @@ class EventStreamResponse(Response):
             await asyncio.wait({event, *endings}, timeout=KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
             return event.result() if event.done() else KEEPALIVE_COMMENT
         finally:
+            # asyncio.Queue: a `get` that is cancelled has taken nothing
             event.cancel()
 
 

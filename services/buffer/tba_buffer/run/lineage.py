@@ -64,6 +64,7 @@ class Lineages:
 
     def history(self, lineage: int) -> dict[int, int]:
         """Return lineage -> the last step of it in the history of `lineage`; its own steps are not bounded."""
+        # from a step beyond all others: so the own steps of the lineage are in its history
         path = self.tree.ancestry(PolicyVersion(lineage, 10**12))
         return {version.lineage: version.step for version in path}
 

@@ -15,7 +15,7 @@ from tba.wire.codec import new_id
 from tba_buffer.index.replay import IncompleteLogError, IndexView
 from tba_buffer.storage import ownership
 from tba_buffer.storage.context import Context
-from tba_buffer.storage.data_loss import ACCEPTED_BY_RECIPE
+from tba_buffer.storage.damage import ACCEPTED_BY_RECIPE
 
 log = get_logger("buffer")
 
@@ -96,6 +96,7 @@ class LossRecovery:
 
     async def _accept(self, role: AuditRole, reason: str | None) -> None:
         context, loss, num_lost = self._context, self.loss, self._context.losses.num_lost
+        # first: a log that is not whole must not be accepted, and raises here
         await self._view.reread()
         request_id = new_id("request")
         reply = await context.scripts.accept_loss(*context.losses.accept_args(role, reason, request_id))

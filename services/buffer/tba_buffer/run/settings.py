@@ -195,6 +195,7 @@ class Settings:
         keys, last = self._context.keys, after + limit
         current = await self.load()
         with redis_errors("read the audit of the live settings"):
+            # one transaction: the lineage and step that effects are compared with are those of these lines
             async with self._context.redis.pipeline(transaction=True) as pipe:
                 pipe.lrange(keys.settings_changes, after, last - 1)
                 pipe.llen(keys.settings_changes)

@@ -1,34 +1,181 @@
-"""Read the state of the run. Every request asks the RunStateReader, once.
+"""Read the state of the run, and decide by it whether sampling or generation waits.
 
     read         a RunSnapshot, which leases and draws decide by: state, counts of flow control, live settings, index.
                  A damaged field is an error, since nobody may be given work by a guess.
     read_fields  the RunFields, which people are shown. A damaged field is noted, and shown as absent.
 
-What must be atomic with other keys is read beside them: the scripts compare the token themselves, and the pages of the
-audits and of the ledger read lineage and step in one transaction with their lines.
+Every request asks the RunStateReader, once. Fields that must be atomic with other keys are read beside them: scripts
+compare the token themselves, and the pages of the audits and of the ledger read lineage and step in one transaction
+with their lines.
+
+Flow control is pure functions of the counts:
+
+    streaming    sampling waits   until `min_size_to_sample` scored rollouts are stored and one can fill a slot
+                                  ("rollouts"); with `samples_per_insert`, while
+                                  drawn + batch > samples_per_insert * inserted + error   ("samples-per-insert")
+                 generation waits while samples_per_insert * (inserted + pending + leased) > drawn + error
+                                  ("trainer-ahead")
+    alternate    after each publication: generation runs until k batches' worth arrived, sampling waits
+                 ("alternate-generate");
+                 then sampling runs for k batches, generation waits ("alternate-train"), until the next one
+    either       generation waits ("unscored") when only rollouts with an unknown reward hold it up: they count as if
+                 they were scored, and they fill at most half of the buffer
+
+`inserted` counts scored rollouts: only those can be trained on. Leased and pending ones count for generation, so that
+many searchers do not overshoot together, and generation stops by itself while the reward service is away.
+
+The two sides never wait for each other: generation never waits while no batch could be drawn at all and nothing is on
+its way, and the error margin is at least one batch and one rollout's worth of samples. When both wait, rollouts are on
+lease (they arrive, or their lease expires) or pending (they are scored, or end as failed). A push is never refused for
+flow control, since its rollouts are paid for (docs/adr/0006-leases-wait-not-pushes.md).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from tba.api import RunChange, RunState
 from tba.concurrency import SingleFlight
+from tba.config import Recipe
 from tba.errors import UnavailableError
 from tba.fields import MAX_NUMBER
 from tba.versions import PolicyVersion
 from tba_buffer.index.replay import IndexView
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.run.flow_control import FlowCounts
 from tba_buffer.run.settings import Settings, SettingsRevision
 from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
 
 COUNTERS = ("log_position", "scored_total", "inflight", "drawn", "void", "scored_at_mark", "marks")
 """The counters that read_run.lua returns, in its order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSettings:
+    """The settings that decide; counts are rollouts, except `sync_interval`: batches."""
+
+    batch_rollouts: int
+    sync_interval: int
+    min_size_to_sample: int
+    max_pending: int
+    samples_per_insert: float | None
+    error: float
+    alternate: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> FlowSettings:
+        """Return the settings of a recipe."""
+        sampling = recipe.sampling
+        batch_rollouts = sampling.prompts_per_batch * sampling.group_size
+        return cls(
+            batch_rollouts=batch_rollouts,
+            sync_interval=recipe.trainer.sync_interval,
+            min_size_to_sample=sampling.min_size_to_sample,
+            max_pending=max(1, recipe.buffer.max_rollouts // 2),
+            # an offline run inserts nothing, so a ratio to what was inserted would soon end it
+            samples_per_insert=None if recipe.is_offline else sampling.samples_per_insert,
+            # a smaller margin could let both sides wait for each other
+            error=max(sampling.samples_per_insert_error, batch_rollouts, sampling.samples_per_insert or 0.0),
+            alternate=sampling.alternate,
+        )
+
+    @property
+    def rollouts_per_interval(self) -> int:
+        """Scored rollouts of one generation phase of `alternate`."""
+        return math.ceil(self.sync_interval * self.batch_rollouts / (self.samples_per_insert or 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowCounts:
+    """Where the run stands, in rollouts unless the name says otherwise."""
+
+    stored: int
+    """Scored rollouts stored now."""
+    pending: int
+    """Rollouts stored now whose reward is unknown and may become known."""
+    can_fill_slot: bool
+    """Whether some prompt has enough of the scored ones for a group."""
+    inserted: int
+    """Scored rollouts ever stored."""
+    leased: int
+    """Rollouts that open train leases still owe."""
+    drawn: int
+    """Rollouts drawn, batches that became void not counted."""
+    inserted_since_publication: int
+    batches_since_publication: int
+    publications: int
+
+    def can_sample(self, settings: FlowSettings) -> bool:
+        """Return whether a batch could be drawn, flow control aside."""
+        return self.can_fill_slot and self.stored >= settings.min_size_to_sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawLimits:
+    """Limits that must still hold when a batch is recorded, since draws run at the same time. None: no limit.
+
+    `max_drawn` counts rollouts and `max_batches` counts batches since publication number `publications`, the newest
+    one; both include the new batch.
+    """
+
+    max_drawn: int | None = None
+    max_batches: int | None = None
+    publications: int | None = None
+
+
+def sampling_wait(counts: FlowCounts, settings: FlowSettings) -> str | None:
+    """Return the name of the wait of drawing a batch, or None."""
+    if not counts.can_sample(settings):
+        return "rollouts"
+    if settings.alternate:
+        # after the last batch of a phase too: the next generation phase begins with a publication
+        is_generating = counts.inserted_since_publication < settings.rollouts_per_interval
+        return (
+            "alternate-generate"
+            if is_generating or counts.batches_since_publication >= settings.sync_interval
+            else None
+        )
+    limit = draw_limits(counts, settings).max_drawn
+    if limit is not None and counts.drawn + settings.batch_rollouts > limit:
+        return "samples-per-insert"
+    return None
+
+
+def draw_limits(counts: FlowCounts, settings: FlowSettings) -> DrawLimits:
+    """Return the limits of a batch that these counts allow. More rollouts only ever raise them."""
+    if settings.alternate:
+        return DrawLimits(max_batches=settings.sync_interval, publications=counts.publications)
+    if settings.samples_per_insert is None:
+        return DrawLimits()
+    return DrawLimits(max_drawn=math.floor(settings.samples_per_insert * counts.inserted + settings.error))
+
+
+def generation_room(counts: FlowCounts, settings: FlowSettings) -> tuple[int | None, str | None]:
+    """Return how many more rollouts may be leased (None: any number), and the name of the wait when that is 0."""
+    # without this limit, rollouts without a reward could fill the whole buffer while the reward service is away
+    if counts.pending >= settings.max_pending:
+        return 0, "unscored"
+    if settings.alternate:
+        room = settings.rollouts_per_interval - counts.inserted_since_publication
+        wait = "alternate-train"
+    elif settings.samples_per_insert is not None:
+        room = math.floor((counts.drawn + settings.error) / settings.samples_per_insert) - counts.inserted
+        wait = "trainer-ahead"
+    else:
+        return None, None
+    on_the_way = counts.leased + counts.pending
+    # without enough rollouts for a batch the trainer cannot make room: so generation continues up to that many
+    if not counts.can_sample(settings):
+        room = max(room, settings.min_size_to_sample - counts.stored, int(on_the_way == 0))
+    room -= on_the_way
+    if room > 0:
+        return room, None
+    # without the pending ones there would be room: the wait is for their rewards
+    return 0, "unscored" if room + counts.pending > 0 else wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +290,7 @@ class RunStateReader:
         await self._view.catch_up()
 
     async def _read(self) -> None:
+        # the script also voids batches past their deadline, so that they do not count as drawn
         reply = await self._context.scripts.run("read_run", self._keys, [self._context.clock()])
         self._last = await self._parse(*reply)
 
@@ -189,6 +337,7 @@ class RunStateReader:
 
 def read_state(context: Context, text: bytes | None) -> RunState:
     """Return the state of the run; a text that is no state counts as failed, where nothing is drawn or leased."""
+    # a run has no state before its first change: it is running from the beginning
     state = "running" if text is None else text.decode(errors="replace")
     if state in get_args(RunState):
         context.damaged_items.forget("run", "state")

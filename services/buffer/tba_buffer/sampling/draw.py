@@ -1,7 +1,7 @@
 """Draws: the batch of an optimizer step, and samples that are read beside training.
 
     read     run, counts and a level index (run/state.py, shared by concurrent draws)
-    wait     the reason to wait, if there is one (flow_control.py)
+    wait     the reason to wait, if there is one (run/state.py)
     draw     slots by MOP, from the index, seeded (mop.py)
     record   draw.lua: active token, run running, no open batch for this step, limits of flow control; and the payloads,
              in the same round trip
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -24,15 +25,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.api import BatchRequest, SampleRequest
-from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError
-from tba.wire import encode_push, new_id
+from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError, WireError
+from tba.wire import check_push, encode_push, new_id
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
-from tba_buffer.run.flow_control import DrawLimits, FlowSettings, draw_limits, sampling_wait
 from tba_buffer.run.lineage import fenced
-from tba_buffer.run.state import RunSnapshot, RunStateReader, read_state
-from tba_buffer.sampling.batch import BatchRecord, GroupRecord
+from tba_buffer.run.state import (
+    DrawLimits,
+    FlowSettings,
+    RunSnapshot,
+    RunStateReader,
+    draw_limits,
+    read_state,
+    sampling_wait,
+)
+from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
 from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.storage.client import redis_errors
@@ -184,7 +192,8 @@ class BatchDrawer:
         match outcome:
             case b"ok" if None not in payloads:
                 # a trainer could not decode it, and would be given it again
-                if await self._scorer.fail_damaged(positions, payloads):
+                if (damaged := _damaged(payloads)).any():
+                    await self._scorer.fail_damaged(positions[damaged])
                     await self._run_state.void(record.member)
                     return "eviction"
                 return DrawnBatch(record.body(payloads), slots)
@@ -260,6 +269,11 @@ class BatchDrawer:
         return wait
 
 
+def _damaged(payloads: Sequence[bytes]) -> NDArray[np.bool_]:
+    """Return which of the payloads [n] cannot be read. [n]"""
+    return np.array([isinstance(item, WireError) for item in check_push(payloads)], dtype=bool)
+
+
 def _limit_args(limits: DrawLimits) -> list[int | str]:
     return ["" if limit is None else limit for limit in (limits.max_drawn, limits.max_batches, limits.publications)]
 
@@ -325,7 +339,8 @@ class SampleDrawer:
                 )
             # nothing is recorded, so what was evicted or damaged is simply drawn again
             if None not in payloads:
-                if await self._scorer.fail_damaged(positions, payloads):
+                if (damaged := _damaged(payloads)).any():
+                    await self._scorer.fail_damaged(positions[damaged])
                     continue
                 return DrawnSample(encode_push(payloads), seed, position)
             lost = lost_payload_error((await self._run_state.read()).index, positions, payloads)

@@ -1,4 +1,9 @@
-"""The ledger: which step consumed which batch. An append-only list of two kinds of lines, in the order of events.
+"""Drawn batches in Redis, and the ledger: which step consumed which batch.
+
+A BatchRecord is kept until some time after its deadline. It holds the ids of the rollouts; their stored bytes are put
+on the wire as they are, and never encoded again.
+
+The ledger is an append-only list of two kinds of lines, in the order of events.
 
     batch    step (lineage, step) consumed this batch (written by ack.lua)
     resume   a trainer started: its new lineage, and the version that it continues from (written by lineage.lua)
@@ -11,19 +16,117 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from tba.api import AckRequest, LedgerEntry, LedgerLine, LedgerReply, ResumeEntry
 from tba.errors import BadRequestError, ConflictError, VoidBatchError
 from tba.versions import PolicyVersion
+from tba.wire import DrawnGroup, encode_batch
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.run.lineage import Lineages, fenced
-from tba_buffer.sampling.batch import BatchRecord, batch_member
 from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
 
 MAX_ENTRIES_PER_PAGE = 10_000
+ID_BYTES = 16
+
+
+class GroupRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One slot: its prompt, what it drew from, and the rollout ids (16 bytes each) one after the other."""
+
+    prompt_id: str
+    source: str
+    fallback: bool
+    rollout_ids: bytes
+
+
+class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A drawn batch without its payloads. `seed`, `log_position` and `most_on_policy_prob` reproduce the draw."""
+
+    # array_like: the order of the fields is the stored format, so new ones come last and have a default
+    batch_id: str
+    lineage: int
+    step: int
+    seed: int
+    log_position: int
+    deadline_s: float
+    groups: list[GroupRecord]
+    most_on_policy_prob: float | None = None
+    """None: drawn by an older release."""
+
+    @property
+    def rollout_ids(self) -> list[bytes]:
+        """The ids of all rollouts, group after group."""
+        return _split(b"".join(group.rollout_ids for group in self.groups))
+
+    @property
+    def num_rollouts(self) -> int:
+        """The number of rollouts; repeated ones count as often as they occur."""
+        return sum(len(group.rollout_ids) for group in self.groups) // ID_BYTES
+
+    @property
+    def member(self) -> str:
+        """The batch as a member of `open_batches`."""
+        return batch_member(self.batch_id, self.num_rollouts, self.lineage, self.step)
+
+    def slots(self) -> dict[str, int]:
+        """Count the slots of each kind, the rollouts, and the distinct ones within each slot."""
+        ids = [_split(group.rollout_ids) for group in self.groups]
+        return {
+            "total": len(self.groups),
+            "recent": sum(group.source == "recent" for group in self.groups),
+            "replay": sum(group.source == "replay" for group in self.groups),
+            "fallback": sum(group.fallback for group in self.groups),
+            "rollouts": sum(map(len, ids)),
+            "distinct_rollouts": sum(len(set(group)) for group in ids),
+        }
+
+    def encode(self) -> bytes:
+        """Encode as msgpack."""
+        return _ENCODER.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> BatchRecord:
+        """Read what `encode` wrote."""
+        return _DECODER.decode(data)
+
+    def body(self, payloads: Sequence[bytes]) -> bytes:
+        """Encode the batch for the wire, from the stored bytes of its rollouts [num_rollouts]."""
+        # payloads are in the order of `rollout_ids`: group after group
+        groups, at = [], 0
+        for group in self.groups:
+            end = at + len(group.rollout_ids) // ID_BYTES
+            groups.append(
+                DrawnGroup(
+                    prompt_id=group.prompt_id,
+                    source=group.source,
+                    fallback=group.fallback,
+                    payloads=payloads[at:end],
+                )
+            )
+            at = end
+        return encode_batch(
+            batch_id=self.batch_id,
+            deadline_s=self.deadline_s,
+            seed=self.seed,
+            log_position=self.log_position,
+            groups=groups,
+        )
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(BatchRecord)
+
+
+def batch_member(batch_id: str, num_rollouts: int, lineage: int, step: int) -> str:
+    """Return a batch as a member of `open_batches`."""
+    return f"{batch_id}|{num_rollouts}|{lineage}|{step}"
+
+
+def _split(rollout_ids: bytes) -> list[bytes]:
+    return [rollout_ids[at : at + ID_BYTES] for at in range(0, len(rollout_ids), ID_BYTES)]
 
 
 class BatchLedger:
@@ -96,6 +199,7 @@ class BatchLedger:
             ],
         )
         _check_reply(reply, batch_id, request)
+        # the draw for the next step, or generation, may wait for this ack
         self._context.changed.notify()
         if self._evictor.record_step(PolicyVersion(request.lineage, request.step)):
             await self._evictor.enforce()
@@ -108,6 +212,7 @@ class BatchLedger:
         """
         context, limit = self._context, min(limit, MAX_ENTRIES_PER_PAGE)
         with redis_errors("read the ledger"):
+            # one transaction: the lineage decides which of these lines are abandoned
             async with context.redis.pipeline(transaction=True) as pipe:
                 pipe.lrange(context.keys.ledger, after, after + limit - 1)
                 pipe.llen(context.keys.ledger)
@@ -119,6 +224,7 @@ class BatchLedger:
             entry = context.read_or_note("ledger", f"line {number}", lambda line=line: _entry(line, history))
             if entry is not None:
                 entries.append(entry)
+        # damaged lines count too: a position in the ledger never changes
         end = after + len(lines)
         return LedgerReply(entries=entries, next=end if lines and end < num_lines else None)
 

@@ -28,10 +28,17 @@ from numpy.typing import NDArray
 
 from tba.config import Recipe
 from tba_buffer.index.log import SCORED
-from tba_buffer.index.priorities import LOWEST, MAX_EXCESS, Priorities, gumbel_noise, gumbel_terms, gumbel_top_k
-from tba_buffer.index.priorities_by_prompt import RewardTrees
-from tba_buffer.index.prompt_rows import PromptSet
+from tba_buffer.index.priorities import (
+    LOWEST,
+    MAX_EXCESS,
+    Priorities,
+    RewardTrees,
+    gumbel_noise,
+    gumbel_terms,
+    gumbel_top_k,
+)
 from tba_buffer.index.rollout_index import Index, Rows
+from tba_buffer.index.tables import PromptSet
 
 _MAX_ROUNDS = 8
 """Rounds of independent draws before all prompts, or all rollouts of a slot, are weighed one by one."""

@@ -88,6 +88,7 @@ class RescoreJobs:
         if request.task is not None and request.task not in tasks:
             names = ", ".join(sorted(tasks)) or "none"
             raise BadRequestError(f"no prompt of this run has the task {request.task!r}; its tasks: {names}")
+        # before the lock is taken: the reward service may need seconds for the answer
         known_tasks = await self._reward.known_tasks()
         async with self._context.mutation_lock:
             running = await self._read()
@@ -110,6 +111,7 @@ class RescoreJobs:
             left = self._matching(index, job)
             self._check_tasks(index, left, known_tasks)
             job = job.model_copy(update={"num_total": len(left)})
+            # where nothing matches the job is done as it begins
             await self._write([], job if len(left) else self._ended(job, "done"))
             self._left = left
         log.info("rescore_started", task=job.task, only=job.only, num_total=job.num_total)
@@ -187,6 +189,7 @@ class RescoreJobs:
             await self._scorer.store(scored)
             return
         ahead = [item for item in scored if self._is_ahead(job, item)]
+        # only rollouts that the job has not passed yet can change what is left of it
         num_joining = sum(item.after.reward_status == job.only for item in ahead)
         num_leaving = sum(item.before.reward_status == job.only for item in ahead)
         if num_joining or num_leaving:

@@ -144,6 +144,7 @@ class RewardConnection:
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if not work.done():
+            # its thread cannot be stopped: `close` ends the request
             work.cancel()
             raise RewardUnavailableError("the buffer service stops", 0.0)
         return work.result()

@@ -19,8 +19,8 @@ from tba.api import ScoreItem
 from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
 from tba.clients import RewardClient
 from tba.concurrency import in_thread
-from tba.errors import BadRequestError, WireError
-from tba.wire import Rollout, check_push, decode_rollout, encode_rollout
+from tba.errors import BadRequestError
+from tba.wire import Rollout, decode_rollout, encode_rollout
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.replay import IndexView
@@ -134,6 +134,7 @@ class RolloutScorer:
         kept = {at for at, score in zip(taken, scores, strict=True) if not self._must_wait(at, score)}
         self.retry_queue.remove([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
         self.update_waits()
+        # in a thread: encoding a request of large payloads would hold up every other request
         return failed + await in_thread(
             lambda: [
                 _scored(position, rollout, len(payload), score)
@@ -142,23 +143,17 @@ class RolloutScorer:
             ]
         )
 
-    async def fail_damaged(self, positions: NDArray[np.integer], payloads: Sequence[bytes]) -> bool:
-        """Return whether some payloads [n] of the scored rollouts at positions [n] cannot be read.
-
-        These rollouts are stored as failed, so that nobody draws them again.
+    async def fail_damaged(self, positions: NDArray[np.integer]) -> None:
+        """Store those of the rollouts at these positions that cannot be read as failed: nobody draws them again.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not answer.
         """
-        damaged = [isinstance(item, WireError) for item in check_push(payloads)]
-        if not any(damaged):
-            return False
         # no eviction or re-scoring may come between the look at the index and the write
         async with self._context.mutation_lock:
-            _, _, failed = await self._load(np.unique(positions[damaged]).astype(np.int64))
+            _, _, failed = await self._load(np.unique(positions).astype(np.int64))
             await self.store(failed)
-        return True
 
     async def _load(self, positions: Positions) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
         """Load the rollouts at these positions as `_decode` returns them; those that are gone are left out."""
@@ -178,6 +173,7 @@ class RolloutScorer:
         """Return (positions and payloads [n], their rollouts [n], and the damaged ones as failed)."""
         found, rollouts, failed = [], [], []
         for position, payload, fallback in zip(positions.tolist(), stored, fallbacks, strict=True):
+            # evicted since the index was read
             if payload is None:
                 continue
             name = fallback.rollout_id.hex()
@@ -279,6 +275,7 @@ class RolloutScorer:
             f"rollout {rollout.rollout_id.hex()} names prompt {rollout.prompt_id!r}, never uploaded"
         )
         prompt = found[1]
+        # tokens are most of the bytes of an item: they are sent only to scorers that read them
         takes_tokens = self._context.recipe.reward.takes_tokens(prompt.task)
         return ScoreItem(
             item_id=rollout.rollout_id.hex(),

@@ -95,10 +95,12 @@ class ScoringWorker:
         """Score the oldest pending rollouts, parked ones later. Return whether there is more to do at once."""
         self._scorer.update_waits()
         index = await self._view.catch_up()
+        # a job about pending rollouts scores them itself, and counts them
         if not index.num_pending or await self._rescore_jobs.scores_pending():
             return False
         dead_letters, retry_queue = self._scorer.dead_letters, self._scorer.retry_queue
         request_size = self._reward.request_size
+        # as many more as may have to wait: then the request is full without them
         rows = index.pending_rows(request_size + len(dead_letters) + len(retry_queue))
         due = retry_queue.next_due(index.column("position", rows).tolist(), request_size)
         chosen = np.array(dead_letters.next_due(due), dtype=np.int64)

@@ -53,6 +53,7 @@ def decode_places(data: bytes) -> NDArray[np.void]:
         MalformedError, SchemaVersionError, LimitError: it is not one.
     """
     rows = unpack(data, _DECODER, what="live table", schema=SCHEMA).rows
+    # a table that was cut would lose rollouts without a word
     if len(rows) % PLACE_DTYPE.itemsize:
         raise MalformedError(f"live table: {len(rows)} bytes are not rows of {PLACE_DTYPE.itemsize}")
     return np.frombuffer(rows, dtype=PLACE_DTYPE)
@@ -108,6 +109,7 @@ class SnapshotWriter:
     def places(self) -> NDArray[np.void]:
         """Return the place of the newest copy of every flushed rollout, by position."""
         every = np.concatenate(self._places) if self._places else np.zeros(0, dtype=PLACE_DTYPE)
+        # reversed, so that the first of equal positions is the newest copy
         _, first = np.unique(every["position"][::-1], return_index=True)
         return every[::-1][first]
 
@@ -145,6 +147,7 @@ async def read_manifest(store: ObjectStore, source: SnapshotSource) -> tuple[Sna
             "snapshots` lists those of a run"
         ) from None
     manifest = decode_snapshot_manifest(data, key=source.manifest_key)
+    # a copied folder: its manifest names the objects of the snapshot that it was copied from
     if (manifest.run, manifest.name) != (source.run, source.name):
         raise MalformedError(f"{source.manifest_key} is the manifest of snapshot {manifest.run}/{manifest.name}")
     return manifest, hashlib.sha256(data).hexdigest()
@@ -220,6 +223,7 @@ class SnapshotReader:
     async def _get(self, stored: StoredObject) -> bytes:
         data = await in_thread(lambda: self._store.get(stored.key))
         found = hashlib.sha256(data).hexdigest()
+        # always: a snapshot may be copied between stores, by tools that check nothing
         if len(data) != stored.size_bytes or found != stored.sha256:
             raise DigestError(
                 f"object {stored.key} in {self._store.url} is damaged: {len(data)} bytes with sha256 {found}, the "

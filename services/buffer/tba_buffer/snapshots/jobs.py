@@ -117,6 +117,7 @@ class SnapshotJobs:
         # the manifest is written last: without one there is no snapshot, only leftovers
         if await in_thread(lambda: store.size_bytes(source.manifest_key)) is not None:
             raise ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")
+        # after the last await: no other job can begin between this check and the start
         self._check_idle()
         save = SnapshotSave(self._context, self._view, self._catalog, store, source)
         self._save, self._load = (source, save), None
@@ -134,6 +135,7 @@ class SnapshotJobs:
         is_loading = self._is_busy and self._load is not None and self._load[0] == request
         loaded = origin is not None and (origin.source, origin.version) == (request.source, request.version)
         if not is_loading:
+            # a snapshot brings its lineages, whose numbers a run that has begun may have given out itself
             if not loaded and (origin is not None or lineage is not None):
                 what = "a trainer" if origin is None else f"snapshot {origin.source}"
                 raise ConflictError(f"run {self._context.run!r} has begun with {what}: choose another run.name")
@@ -259,6 +261,7 @@ class SnapshotJobs:
             try:
                 await load.run()
                 return
+            # an UnavailableError too, but waiting for it would never end
             except SupersededError:
                 raise
             except (UnavailableError, StoreUnavailableError) as error:
@@ -279,6 +282,7 @@ class SnapshotJobs:
         log.info("snapshot_job_started", job=what)
         deadline_s = time.monotonic() + DEADLINE_S
         try:
+            # shown as a wait of the buffer: a trainer or an operator waits for this job
             with self._components.waiting(OWNER, wait, deadline_s):
                 async with asyncio.timeout(DEADLINE_S):
                     await job

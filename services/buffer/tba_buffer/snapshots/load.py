@@ -25,7 +25,7 @@ from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.wire import RolloutDocument, check_push
 from tba.wire.codec import MAX_NAME_CHARS
-from tba.wire.snapshot_manifest import SavedMark, SnapshotManifest, SnapshotSource
+from tba.wire.snapshot_manifest import SavedPublication, SnapshotManifest, SnapshotSource
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.rollout_index import IndexSettings
 from tba_buffer.prompts.catalog import Catalog
@@ -60,7 +60,7 @@ class Part:
     """Rollouts [N] (PLACE_DTYPE), then perhaps a publication; together they reach to `cursor` in the saved log."""
 
     places: NDArray[np.void]
-    publication: SavedMark | None
+    publication: SavedPublication | None
     cursor: int
 
 
@@ -143,7 +143,7 @@ class SnapshotLoad:
         """Return the last position of the saved log to load; a fork ends before the publication of its version."""
         if self._version is None:
             return manifest.log_position
-        publication = manifest.mark_of(self._version)
+        publication = manifest.publication_of(self._version)
         if publication is None:
             known = ", ".join(each.version for each in manifest.marks[-8:]) or "none"
             raise ConflictError(
@@ -162,6 +162,7 @@ class SnapshotLoad:
                 pipe.hget(context.keys.counters, "log_position")
                 (found, lineage), position = await pipe.execute()
         if found is not None:
+            # the first part of this very load wrote it: continue
             begun = found != msgspec.json.encode(origin)
         else:
             # only a run that stores nothing and has no trainer can begin with a snapshot
@@ -199,6 +200,7 @@ class SnapshotLoad:
 
     async def _upload(self, reader: SnapshotReader) -> None:
         async for prompts in reader.prompts():
+            # a load that continues uploads them again, which changes nothing
             for at in range(0, len(prompts), PROMPTS_PER_UPLOAD):
                 await self._catalog.upload(prompts[at : at + PROMPTS_PER_UPLOAD])
 
@@ -234,6 +236,7 @@ class SnapshotLoad:
                 if self._evictor.record_added(len(payloads), sum(map(len, payloads))):
                     await self._evictor.enforce()
             self.progress.num_loaded += len(part.places)
+        # adopt.lua has written those of the snapshot
         await self._lineages.load()
         context.changed.notify()
 
@@ -254,7 +257,7 @@ class SnapshotLoad:
         return rewritten, records
 
 
-def split_parts(places: NDArray[np.void], publications: list[SavedMark], end: int) -> Iterator[Part]:
+def split_parts(places: NDArray[np.void], publications: list[SavedPublication], end: int) -> Iterator[Part]:
     """Yield places and publications in the order of the saved log; the last part, at least one, reaches to `end`."""
     positions = places["position"].astype(np.int64)
     at = 0
@@ -262,11 +265,13 @@ def split_parts(places: NDArray[np.void], publications: list[SavedMark], end: in
         stop = len(places) if publication is None else int(np.searchsorted(positions, publication.position))
         while at < stop:
             total = np.cumsum(places["num_bytes"][at : min(stop, at + PART_ROLLOUTS)], dtype=np.int64)
+            # a payload that is larger than a part has one of its own
             num = max(1, int(np.searchsorted(total, PART_BYTES, side="right")))
             yield Part(places[at : at + num], None, int(positions[at + num - 1]))
             at += num
         if publication is not None:
             yield Part(places[:0], publication, publication.position)
+    # also of an empty snapshot: the last cursor says that the load is complete
     yield Part(places[:0], None, end)
 
 

@@ -36,7 +36,7 @@ from tba.weights import WeightVersions
 from tba.wire import RolloutDocument, StoredObject, check_push
 from tba.wire.snapshot_manifest import (
     SavedLineage,
-    SavedMark,
+    SavedPublication,
     SnapshotManifest,
     SnapshotSource,
     encode_snapshot_manifest,
@@ -69,7 +69,7 @@ class _Captured:
     rollout_ids: NDArray[np.void]
     num_bytes: NDArray[np.uint32]
     statuses: NDArray[np.uint8]
-    marks: tuple[SavedMark, ...]
+    publications: tuple[SavedPublication, ...]
 
     def only(self, chosen: NDArray[np.bool_]) -> _Captured:
         """Return the chosen rows."""
@@ -112,6 +112,7 @@ class SnapshotSave:
         """
         await in_thread(self._delete_leftovers)
         position = 0
+        # each pass is shorter than the one before, unless rollouts arrive faster than the store takes them
         for left in reversed(range(MAX_PASSES)):
             captured = _capture(await self._view.catch_up())
             due = await self._due(captured, since=position)
@@ -123,6 +124,7 @@ class SnapshotSave:
             async with self._context.mutation_lock:
                 live = _capture(await self._view.catch_up())
                 due = await self._due(live, since=position)
+                # little is left: read under the lock, so that all of it is of one position
                 if int(due.num_bytes.sum()) <= (LITTLE_BYTES if left else HELD_BYTES):
                     rest = [found async for found in self._payloads(due, is_last=True)]
                     base, num_prompts = await self._manifest_base(), len(self._catalog.ids)
@@ -164,6 +166,7 @@ class SnapshotSave:
         return manifest
 
     def _delete_leftovers(self) -> None:
+        # an interrupted attempt leaves objects that no manifest names
         keys = self._store.list(self._source.prefix)
         if self._source.manifest_key in keys:
             raise _taken(self._source)
@@ -206,6 +209,7 @@ class SnapshotSave:
                 payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
             readable = await in_thread(lambda ids=ids, payloads=payloads: self._readable(ids, payloads))
             for position, payload, is_good in zip(due.positions[rows].tolist(), payloads, readable, strict=True):
+                # a damaged payload is left out; an evicted one is no part of the snapshot any more
                 if is_good:
                     yield position, payload
                 elif payload is not None:
@@ -240,7 +244,9 @@ class SnapshotSave:
                 pipe.hgetall(keys.lineages)
                 pipe.hgetall(keys.announced)
                 (lineage, step, latest), lineages, announced = await pipe.execute()
-        marks = [SavedMark(position=int(at), version=version.decode()) for version, at in announced.items()]
+        publications = [
+            SavedPublication(position=int(at), version=version.decode()) for version, at in announced.items()
+        ]
         return SnapshotManifest(
             run=context.run,
             name=self._source.name,
@@ -252,7 +258,7 @@ class SnapshotSave:
             step=int(step or 0),
             latest_version=None if latest is None else latest.decode(),
             lineages={int(number): SavedLineage.model_validate_json(text) for number, text in lineages.items()},
-            marks=marks,
+            marks=publications,
             num_scored=0,
             num_pending=0,
             num_failed=0,
@@ -270,6 +276,7 @@ class SnapshotSave:
         lines: list[bytes] = []
         for at in range(0, num_prompts, PROMPTS_PER_READ):
             ids = list(filter(self._has_prompt, self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]))
+            # all of these prompts are damaged
             if not ids:
                 continue
             with redis_errors("read the prompts"):
@@ -284,12 +291,13 @@ class SnapshotSave:
     def _start_params(self) -> str | None:
         try:
             return WeightVersions(self._store, self._context.run).manifest(START).params_sha256
-        except ObjectNotFoundError:
+        except ObjectNotFoundError:  # nothing is published yet
             return None
         except MalformedError as error:
             raise ConflictError(f"the snapshot cannot say which model this run starts from: {error}") from None
 
     async def _finish(self, manifest: SnapshotManifest) -> None:
+        # a newer owner may have evicted meanwhile what this snapshot says is live
         await ownership.check(self._context)
         try:
             await in_thread(
@@ -307,14 +315,16 @@ def _capture(index: Index) -> _Captured:
         rollout_ids=index.column("rollout_id", rows),
         num_bytes=index.column("num_bytes", rows),
         statuses=index.column("status", rows),
-        marks=tuple(SavedMark(position=mark.position, version=str(mark.version)) for mark in index.publications),
+        publications=tuple(
+            SavedPublication(position=each.position, version=str(each.version)) for each in index.publications
+        ),
     )
 
 
-def _join(announced: list[SavedMark], live: _Captured) -> list[SavedMark]:
+def _join(announced: list[SavedPublication], live: _Captured) -> list[SavedPublication]:
     """Join the publications that Redis keeps by version and the newest ones of the index, up to the saved position."""
-    marks = {(mark.position, mark.version): mark for mark in (*announced, *live.marks)}
-    return [marks[key] for key in sorted(marks) if key[0] <= live.log_position]
+    known = {(each.position, each.version): each for each in (*announced, *live.publications)}
+    return [known[key] for key in sorted(known) if key[0] <= live.log_position]
 
 
 def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:

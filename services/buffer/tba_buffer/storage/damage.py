@@ -1,21 +1,42 @@
-"""Stored items that cannot be read: damaged ones, or those of a release that accepted larger numbers.
+"""Find out what Redis has damaged or lost of this run.
 
-Such an item fails alone. Its reader leaves it out, or shows it as failed, and notes it here; GET /v1/run counts and
-names it. The notes are kept in Redis, because a new checkpoint of the log no longer shows that a rollout was damaged.
+A damaged item cannot be read: its bytes are damaged, or of a release that accepted larger numbers. It fails alone. Its
+reader leaves it out, or shows it as failed, and notes it here (DamagedItems); GET /v1/run counts and names it. The
+notes are kept in Redis, because a new checkpoint of the log no longer shows that a rollout was damaged.
+
+A loss is something that was acknowledged and is not there (Losses):
+
+number        every script that acknowledges something adds one to the counter `acknowledged`, behind its writes. Redis
+              writes its file in this order, so a Redis that counts to n has all that was acknowledged up to n
+acknowledged  the highest number that this process was told
+claim         the number that an earlier start of the buffer told the trainer. The trainer hears the number with each
+              heartbeat and sends it with the next. So a buffer that starts over an older copy of Redis finds out
+lost          Redis counts less than this process was told or a script was answered before; or, when this process
+              started, less than the trainer claims; or it does not know of this start of the buffer. A loss that Redis
+              may outgrow is noted there, so that no later check, and no later start of the buffer, can miss it
+damaged       a compared number cannot be read, or the counters are older than the log: nobody knows how much is lost
+accepted      by an operator, with a line of the audit; or, with `appendfsync everysec`, by the recipe
+
+Writes are refused until a loss is accepted. docs/adr/0017-what-redis-has-lost.md lists the losses that go unnoticed.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from tba.api import UnreadableInfo, UnreadableItem
+from tba.api import DamagedInfo, DamagedItem
+from tba.api.run import AuditRole
 from tba.fields import one_line
 from tba.logs import get_logger
 from tba_buffer.storage.client import BytesRedis, redis_errors
-from tba_buffer.storage.keys import Keys
+from tba_buffer.storage.keys import FORMAT_TEXT, Keys
+from tba_buffer.storage.ownership import Ownership
 
 T = TypeVar("T")
 Kind = Literal[
@@ -45,6 +66,14 @@ MAX_KEPT = 1000
 """Most items that are counted. With more, the items are not the problem."""
 NUM_SHOWN = 20
 MAX_DETAIL_CHARS = 300
+MAX_CLAIM = 2**53
+LOSS_COUNTERS = ("acknowledged", "log_position")
+"""Counters that show losses."""
+REMEDIES = (
+    "restore Redis from its newest copy, load a saved buffer into a new run (`tba buffer load`), or continue with what "
+    "is there (`tba buffer accept-loss`)"
+)
+ACCEPTED_BY_RECIPE = "buffer.appendfsync is everysec: what a crash of Redis loses is accepted"
 log = get_logger("damage")
 
 
@@ -122,7 +151,7 @@ class DamagedItems:
             self._due.pop(field, None)
         self._restored -= restored
 
-    async def info(self, redis: BytesRedis, keys: Keys) -> UnreadableInfo | None:
+    async def info(self, redis: BytesRedis, keys: Keys) -> DamagedInfo | None:
         """Return what was found since the run began; None when nothing was.
 
         Raises:
@@ -136,12 +165,208 @@ class DamagedItems:
             return None
         items = [_item(field.decode(errors="replace"), text) for field, text in raw.items()]
         items.sort(key=lambda item: (-item.found_at_s, item.kind, item.name))
-        return UnreadableInfo(num=dict(sorted(Counter(item.kind for item in items).items())), items=items[:NUM_SHOWN])
+        return DamagedInfo(num=dict(sorted(Counter(item.kind for item in items).items())), items=items[:NUM_SHOWN])
 
 
-def _item(field: str, text: bytes) -> UnreadableItem:
+def _item(field: str, text: bytes) -> DamagedItem:
     kind, _, name = field.partition(":")
     try:
-        return UnreadableItem(kind=kind, name=name, **json.loads(text))
+        return DamagedItem(kind=kind, name=name, **json.loads(text))
     except DAMAGE_ERRORS:
-        return UnreadableItem(kind=kind, name=name, detail="the note of why is damaged itself", found_at_s=0.0)
+        return DamagedItem(kind=kind, name=name, detail="the note of why is damaged itself", found_at_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The numbers of Redis; None: one that cannot be read."""
+
+    epoch: int | None
+    acknowledged: int | None
+    noted: int | None
+    """How many lost changes were noted."""
+    log_position: int | None
+    accepted_by: bytes
+    log_end: int
+    """Position of the last entry of the log."""
+
+
+class Losses:
+    """Knows what was acknowledged, and compares it with Redis.
+
+    Args:
+        redis: the client.
+        keys: of the run.
+        owner: the epoch of this process.
+        damaged_items: where damaged numbers are noted.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        redis: BytesRedis,
+        keys: Keys,
+        owner: Ownership,
+        damaged_items: DamagedItems,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._redis, self._keys, self._owner, self._clock = redis, keys, owner, clock
+        self._damaged_items = damaged_items
+        self._process = secrets.token_hex(8)
+        """Names this start in the claims of trainers; never used again."""
+        self._acknowledged = self._at_start = 0
+        self.num_lost = 0
+        """Acknowledged changes that Redis does not have now."""
+        self.problem: str | None = None
+        """The loss of Redis, while it is not accepted."""
+        self.accepted_by = b""
+        """The last acceptance. Log positions that were read before it may belong to other rollouts now."""
+
+    @property
+    def acknowledged(self) -> int:
+        """The highest number that this process was told."""
+        return self._acknowledged
+
+    @property
+    def claim(self) -> str | None:
+        """The token that a trainer gets, and sends with its next heartbeat; None while a loss is not accepted."""
+        # the trainer keeps its older claim then: a Redis that is restored once more forgets the loss noted in it
+        return None if self.problem is not None else f"{self._process}:{self._acknowledged}"
+
+    async def begin(self) -> None:
+        """Begin to own the run; what Redis has now counts as acknowledged.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        redis = await self._read()
+        self._acknowledged = self._at_start = redis.acknowledged or 0
+        self.accepted_by = redis.accepted_by
+
+    async def acknowledge(self, number: int, before: int, *, owner: int) -> bool:
+        """Take the number that a script was answered; return whether it shows a loss.
+
+        Args:
+            number: of the script.
+            before: what was acknowledged before the script ran; Redis must count beyond it.
+            owner: the epoch in Redis after the script.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        # a newer process counts from what it found: a trainer that heard this number would claim a loss there
+        if owner > self._owner.epoch:
+            return False
+        self._acknowledged = max(self._acknowledged, number)
+        # Redis counted up to `before` already: it has lost what was counted since
+        if number <= before:
+            await self._note(before - number + 1)
+        return number <= before
+
+    async def _note(self, num_lost: int) -> None:
+        # of several that find out at once, the one that misses most is right
+        if num_lost > ((await self._read()).noted or 0):
+            with redis_errors("note a loss"):
+                await self._redis.hset(self._keys.run, "changes_missing", num_lost)
+
+    async def check_claim(self, text: str) -> bool:
+        """Take a trainer's claim; return whether Redis did not have all of it when this process started.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        match = re.fullmatch(r"([0-9a-f]{16}):([0-9]{1,16})", text)
+        # a claim of this start is compared with each answer already (`acknowledge`)
+        if match is None or match[1] == self._process or int(match[2]) > MAX_CLAIM:
+            return False
+        num_lost = int(match[2]) - self._at_start
+        if num_lost > 0:
+            await self._note(num_lost)
+        return num_lost > 0
+
+    async def check(self) -> str | None:
+        """Compare with Redis and return `problem`.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        own = self._owner.epoch
+        # this process has not taken the run yet, so it was told nothing
+        if not own:
+            return None
+        told = self._acknowledged  # before Redis is asked: its answer may miss what is acknowledged meanwhile
+        redis = await self._read()
+        found, number, self.accepted_by = redis.epoch or 0, redis.acknowledged, redis.accepted_by
+        if found > own:  # a newer process owns the run, and compares for itself
+            return None
+        self.num_lost, self.problem = max(0, told - (told if number is None else number), redis.noted or 0), None
+        if (damage := self._damage(redis)) is not None:
+            self.problem = f"{damage}, so nobody knows whether all is there that was acknowledged; {REMEDIES}"
+        elif self.num_lost or found < own:
+            starts = "" if found == own else f"; its epoch of the buffer is {found}, and this process has epoch {own}"
+            self.problem = (
+                f"Redis has lost data of this run: {self.num_lost} changes that were acknowledged are not there (it "
+                f"was emptied, or restored from an older copy{starts}); {REMEDIES}"
+            )
+        return self.problem
+
+    def accept_args(
+        self, role: AuditRole, reason: str | None, request_id: str
+    ) -> tuple[list[str], list[str | int | float]]:
+        """Return keys and arguments of accept_loss.lua."""
+        keys = [self._keys.epoch, self._keys.counters, self._keys.run, self._keys.run_changes, self._keys.format]
+        keys += [self._keys.log, self._keys.log_checkpoint]
+        audit = [json.dumps(role), json.dumps(reason), FORMAT_TEXT, request_id]
+        return keys, [self._owner.epoch, self._acknowledged, self.num_lost, self._clock(), *audit]
+
+    def accept(self, number: int, request_id: str) -> None:
+        """Continue from this number, without what is missing."""
+        self._acknowledged = self._at_start = number
+        self.num_lost, self.problem, self.accepted_by = 0, None, request_id.encode()
+
+    def read_count(self, name: str, value: bytes | None) -> int | None:
+        """Return a number of Redis; 0 where there is none, None for a damaged one, which is noted."""
+
+        def read() -> int:
+            number = int(value or 0)
+            if not 0 <= number <= MAX_CLAIM:
+                raise ValueError(f"it is {number}")
+            return number
+
+        return self._damaged_items.read("counter", name, read, at_s=self._clock())
+
+    def _damage(self, redis: _Found) -> str | None:
+        counters, run = self._keys.counters, self._keys.run
+        places = {
+            self._keys.epoch: redis.epoch,
+            f"the field acknowledged of {counters}": redis.acknowledged,
+            f"the field log_position of {counters}": redis.log_position,
+            f"the field changes_missing of {run}": redis.noted,
+        }
+        damaged = [place for place, number in places.items() if number is None]
+        if damaged:
+            return f"Redis has no whole number in {' and '.join(damaged)}"
+        if (redis.log_position or 0) < redis.log_end:
+            return (
+                f"{counters} is older than the rest that Redis has of this run, or a part of it is gone: its field "
+                f"log_position is {redis.log_position}, and the log ends at {redis.log_end}"
+            )
+        return None
+
+    async def _read(self) -> _Found:
+        with redis_errors("count what was acknowledged"):
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.get(self._keys.epoch)
+                pipe.hget(self._keys.counters, "acknowledged")
+                pipe.hmget(self._keys.run, "changes_missing", "loss_accepted_by")
+                pipe.hget(self._keys.counters, "log_position")
+                pipe.xrevrange(self._keys.log, count=1)
+                epoch, acknowledged, (noted, accepted_by), log_position, last = await pipe.execute()
+        return _Found(
+            epoch=self.read_count("replica", epoch),
+            acknowledged=self.read_count("acknowledged", acknowledged),
+            noted=self.read_count("changes_missing", noted),
+            log_position=self.read_count("log_position", log_position),
+            accepted_by=accepted_by or b"",
+            log_end=int(last[0][0].split(b"-")[0]) if last else 0,
+        )

@@ -19,8 +19,14 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, 
 
 from tba.config.redis import RedisAccess
 from tba.errors import ConfigError, UnavailableError
-from tba_buffer.storage.client import BytesRedis, connect, redis_errors, refused_writes, why_unreachable
-from tba_buffer.storage.multiplexer import MultiplexedPool
+from tba_buffer.storage.client import (
+    BytesRedis,
+    MultiplexedPool,
+    connect,
+    redis_errors,
+    refused_writes,
+    why_unreachable,
+)
 
 NUM_CONNECTIONS = 8
 LOADING_TIMEOUT_S = 300.0
@@ -174,6 +180,7 @@ class DurabilityCheck:
         redis = self.redis
         try:
             config: dict[str, Any] = {}
+            # one pattern per call: before Redis 7, CONFIG GET takes no more
             for names in ("*append*", "maxmemory*", "aof-load-truncated"):
                 config |= await redis.config_get(names)
         except BusyLoadingError:

@@ -47,7 +47,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
 |                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
 |                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
-|                 |        | changes_missing: lost, and not accepted, as it was found out      | data_loss.py,         |
+|                 |        | changes_missing: lost, and not accepted, as it was found out      | damage.py,            |
 |                 |        | retries: how often an operator had refused versions tried again;  | accept_loss,          |
 |                 |        | retried_by: request id of the last time                           | retry_versions        |
 | run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, lineage,     |
@@ -86,15 +86,15 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | first 1,000 that were found                                       | read.lua              |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
-Counters: acknowledged (changes that somebody was told are stored: data_loss.py); log_position (of the last event);
+Counters: acknowledged (changes that somebody was told are stored: damage.py); log_position (of the last event);
 evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
 refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
 skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); heartbeats_refused:<reason>;
 components_forgotten:<reason>; foreign:<what> (writes to what belongs to another component);
 scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks (publications);
-scored_at_mark (scored_total at the last publication). What is stored now (live, by status, bytes) is not counted,
-because the index knows it.
+scored_at_mark (scored_total at the last publication). The rollouts that are stored now (live, by status, bytes) are not
+counted, because the index knows them.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class Keys:
         self.gone = self._prefix + "gone"
         self.gone_before = self._prefix + "gone_before"
         self.log = self._prefix + "log"
+        # names in Redis never change, where the code has better ones by now: runs continue over an upgrade
         self.log_checkpoint = self._prefix + "base"
         self.epoch = self._prefix + "replica"
         self.rescore = self._prefix + "rescore"
@@ -166,5 +167,5 @@ class Keys:
         return f"{self._prefix}batch:{batch_id}"
 
     def checkpoint_piece(self, generation: int, number: int) -> str:
-        """One piece of a base."""
+        """One piece of a checkpoint of the log."""
         return f"{self._prefix}base:{generation}:{number}"

@@ -53,7 +53,7 @@ def stats() -> dict[str, Any]:
         "num_prompts_train": splits.count("train"),
         "num_prompts_heldout": splits.count("heldout"),
         "log_position": 0,
-        "num_marks": 0,
+        "num_publications": 0,
         "rollouts_generated": 2 * trained,
         "rollouts_drawn": trained,
         "rollouts_trained": trained,

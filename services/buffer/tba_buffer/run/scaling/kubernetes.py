@@ -118,6 +118,7 @@ class Deployment:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError, NewConnectionError, SSLError, TimeoutError
 
+        # read for every call: the token in the file is replaced about every hour
         self._api.api_client.default_headers["authorization"] = f"Bearer {self._token()}"
         try:
             scale = call(self._api, {"_request_timeout": (CONNECT_S, READ_S)})
@@ -153,30 +154,34 @@ class Deployment:
                 f"the Kubernetes API shows a certificate that {self._account / 'ca.crt'} does not vouch for "
                 f"({_short(error.reason)})",
             )
-        said = _said(error)
+        message = _message(error)
         match error.status:
             case 401:
                 return ScalingFailure(
                     "unauthorized",
-                    f"the Kubernetes API does not know the token of the buffer's service account (401: {said})",
+                    f"the Kubernetes API does not know the token of the buffer's service account (401: {message})",
                 )
             case 403:
                 return ScalingFailure(
                     "forbidden",
-                    f"the Kubernetes API forbids to {verb} the replicas of {self.where} (403: {said}); give the "
+                    f"the Kubernetes API forbids to {verb} the replicas of {self.where} (403: {message}); give the "
                     "buffer's service account a Role with get and patch on deployments/scale of that name",
                 )
             case 404:
                 return ScalingFailure(
-                    "not-found", f"there is no {self.where} (404: {said}); check scaling.deployment and .namespace"
+                    "not-found", f"there is no {self.where} (404: {message}); check scaling.deployment and .namespace"
                 )
             case 409:
-                return ScalingFailure("conflict", f"{self.where} was changed by others at the same time (409: {said})")
+                return ScalingFailure(
+                    "conflict", f"{self.where} was changed by others at the same time (409: {message})"
+                )
             case 429:
-                return ScalingFailure("busy", f"the Kubernetes API is busy (429: {said})")
+                return ScalingFailure("busy", f"the Kubernetes API is busy (429: {message})")
             case status if 500 <= status < 600:
-                return ScalingFailure("server-error", f"the Kubernetes API failed ({status}: {said})")
-        return ScalingFailure("refused", f"the Kubernetes API refused to {verb} {self.where} ({error.status}: {said})")
+                return ScalingFailure("server-error", f"the Kubernetes API failed ({status}: {message})")
+        return ScalingFailure(
+            "refused", f"the Kubernetes API refused to {verb} {self.where} ({error.status}: {message})"
+        )
 
 
 def _api(host: str, ca_path: Path) -> AppsV1Api:
@@ -192,13 +197,13 @@ def _api(host: str, ca_path: Path) -> AppsV1Api:
     return AppsV1Api(ApiClient(configuration))
 
 
-def _said(error: Any) -> str:
+def _message(error: Any) -> str:
     """Return the message in the API's answer."""
     try:
-        said = json.loads(error.body)["message"]
+        message = json.loads(error.body)["message"]
     except (TypeError, ValueError, KeyError):
-        said = error.reason
-    return _short(said)
+        message = error.reason
+    return _short(message)
 
 
 def _short(words: object) -> str:

@@ -74,7 +74,7 @@ class Reconciler:
             held = HeldReplicas(found, held.asserted, held.asserting)
             self._num_reassertions = self._num_reassertions + 1 if was_held else 0
             if was_held:
-                log.warning("replicas_changed_by_others", found=found, wanted=target)
+                log.warning("replicas_changed_by_others", found=found, desired=target)
         self.own = held.own
         if found != target:
             # written first: after a crash behind the call, the new replicas are known to be ours
@@ -94,6 +94,7 @@ class Reconciler:
         """Give the Deployment its own number back, unless somebody has changed it."""
         self._num_reassertions, self.note = 0, None
         self.own = found
+        # nothing was held, so nothing is given back
         if held.own is None:
             return
         # somebody else's number stays: it is the own one from now on

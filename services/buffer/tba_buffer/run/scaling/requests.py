@@ -85,6 +85,7 @@ class ScaleRequests:
 
         def audit(line: bytes) -> ScaleAudit:
             fields = json.loads(line)
+            # read by itself: a damaged time must not hide who asked for how many
             when = raw.get(b"%d" % fields["revision"])
             name = f"searchers reached {fields['revision']}"
             reached = None if when is None else read("change", name, lambda: ScaleReached.model_validate_json(when))

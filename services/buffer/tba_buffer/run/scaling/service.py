@@ -85,7 +85,7 @@ class Scaling:
         """
         self._check(request.num_searchers)
         revision = await self._requests.change(request)
-        if self._reconciler is not None:  # the answer tells what the API said, if it does so soon
+        if self._reconciler is not None:  # the reply tells the answer of the API, if it comes soon
             await asyncio.wait({asyncio.create_task(self._round(), name="scale now")}, timeout=SETTLE_S)
         return await self.info(after=revision - 1, limit=1)
 
@@ -148,10 +148,10 @@ class Scaling:
         return self._context.recipe.searcher.num_searchers, "recipe"
 
     def _shown(self, desired: DesiredSearchers, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
-        wanted, source = self._target(desired, state)
+        num, source = self._target(desired, state)
         return SearchersInfo(
             revision=desired.revision,
-            wanted=wanted,
+            desired=num,
             source=source,
             alive=num_alive(components),
             backend=self._section.backend,
@@ -194,17 +194,17 @@ class Scaling:
 
     async def _advance(self) -> None:
         desired, fields = await self._requests.read(), await self._run_state.read_fields()
-        wanted, source = self._target(desired, fields.state)
+        num, source = self._target(desired, fields.state)
         if self._reconciler is not None:
             try:
-                target = None if source == "deployment" else wanted
+                target = None if source == "deployment" else num
                 await self._reconciler.reconcile(
                     target, why=f"revision {desired.revision}" if source == "operator" else str(source)
                 )
             except ScalingFailure as failure:
                 await self._failed(failure)
                 return
-            # said once, not with every round
+            # logged once, not with every round
             if self._problem is not None:
                 log.info("scaling_works_again")
                 self._problem = None
@@ -229,5 +229,5 @@ class Scaling:
 
 
 def num_alive(components: Sequence[ComponentInfo]) -> int:
-    """Return how many searchers send heartbeats and have not said that they end."""
+    """Return how many searchers send heartbeats and have not reported that they end."""
     return sum(item.kind == "searcher" and item.alive and item.state not in ENDED for item in components)

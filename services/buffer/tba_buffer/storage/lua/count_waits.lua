@@ -1,5 +1,5 @@
--- Count how long a trainer has waited. It says how long since its start, and the difference to the longest time that it
--- said before is counted, so a heartbeat that is lost, repeated or late changes nothing.
+-- Count how long a trainer has waited. It sends how long since its start, and the difference to the longest time that it
+-- sent before is counted, so a heartbeat that is lost, repeated or late changes nothing.
 -- KEYS: 1 trainer_waits
 -- ARGV: 1 component id, 2 when the trainer started (Unix seconds), 3 most names of waits, 4 the name for all others,
 --       5 most trainers that are remembered, then pairs of a wait's name, seconds since the start

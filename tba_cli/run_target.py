@@ -48,6 +48,7 @@ def ended_run(args: argparse.Namespace) -> RunFolder | None:
     if args.url:
         return None
     folder = run_folder(args)
+    # the lock and not a file: a supervisor that was killed leaves its files behind
     return folder if folder.has_begun and not folder.is_in_use else None
 
 
@@ -99,6 +100,7 @@ def _no_such_run(folder: Path) -> str:
 
 def _folder_of(run: str | None) -> Path:
     if run is not None:
+        # a path is taken as it is, a name is below runs/
         return Path(run) if "/" in run else RUNS_DIR / run
     from tba_cli.run_folder import RunFolder
 
@@ -126,6 +128,7 @@ def save_snapshot(client: BufferClient, name: str, *, show: Callable[[SnapshotIn
     while info.state == "saving":
         time.sleep(POLL_S)
         before, info = info, client.get_snapshot(name)
+        # any change counts as progress: rollouts, files or the state
         if info != before:
             moved_s = time.monotonic()
             show(info)

@@ -70,8 +70,10 @@ def resume_recipe(
     Raises:
         ConfigError: the file has changed and `take_changes` is not given.
     """
+    # the variables of the start are in it already; those of this shell may be for something else
     recipe = load_recipe(folder.recipe_path, sets=sets, environ={})
     began = _read(folder.recipe_file_path)
+    # there is nothing to compare the file with
     if began is None:
         return recipe, None
     all_sets = [*began.sets, *sets]

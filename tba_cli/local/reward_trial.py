@@ -57,6 +57,7 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
 
     async def work(processes: ProcessManager) -> None:
         await start_reward(processes, config, folder, console)
+        # the deadline of the service itself: it answers before
         client = reward_client(config, timeout_s=config.reward.request_deadline_s)
         try:
             results = (await asyncio.to_thread(client.score, items)).results if items else []
@@ -87,6 +88,7 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
 def _items(prompt: Prompt, *, has_tokens: bool) -> list[ScoreItem]:
     """Return a response that is hardly right, and the answer where the prompt has one, with made-up token ids."""
     answer = prompt.data.get(ANSWER_FIELD)
+    # two responses: a scorer that gives everything the same score is well, but one that raises for both is not
     responses = [WRONG_ANSWER, *([str(answer)] if isinstance(answer, str | int) else [])]
     return [
         ScoreItem(
@@ -118,6 +120,7 @@ def _why_not(recipe: Recipe, reward: TaskReward, *, networks: bool, http: bool) 
         if spec.kind == "http" and not http:
             return f"scorer {spec.part!r} asks an endpoint elsewhere"
         if isinstance(spec, ModelScorerSpec) and not networks:
+            # small models are loaded in any case: only so an error in their settings is found
             size_bytes = _size_bytes(spec)
             if size_bytes > LARGE_BYTES:
                 return f"scorer {spec.part!r} would load networks of {size_bytes / 2**30:.1f} GiB"

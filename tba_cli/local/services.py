@@ -49,7 +49,7 @@ class Services:
         self._redis_port = redis_port
 
     def redis(self) -> ProcessSpec:
-        """The run's own Redis."""
+        """Return the run's own Redis."""
         folder: Path = self._folder.redis_path
         conf = self._folder.redis_conf_path
         command = redis_command(self._redis_binary, port=self._redis_port, folder=folder, conf=conf)
@@ -58,19 +58,20 @@ class Services:
         )
 
     def warm_start(self) -> ProcessSpec:
-        """The program that makes the starting model."""
+        """Return the program that makes the starting model."""
         return self._python("warm-start", "tba_cli.starter_models.warm_start", self._recipe.trainer.torch_num_threads)
 
     def buffer(self) -> ProcessSpec:
-        """The buffer service."""
+        """Return the buffer service."""
+        # one thread: it waits for Redis most of the time
         return self._python("buffer", "tba_buffer", 1)
 
     def reward(self) -> ProcessSpec:
-        """The reward service."""
+        """Return the reward service."""
         return self._python("reward", "tba_reward", 1, gpus=self._recipe.local.gpus.reward)
 
     def trainer(self) -> ProcessSpec:
-        """The trainer; torchrun starts it where it has several processes."""
+        """Return the trainer; torchrun starts it where it has several processes."""
         section, gpus = self._recipe.trainer, self._recipe.local.gpus.trainer
         if section.num_processes == 1:
             return self._python("trainer", "tba_trainer", section.torch_num_threads, gpus=gpus)
@@ -83,7 +84,7 @@ class Services:
         )
 
     def searcher(self, index: int) -> ProcessSpec:
-        """Searcher number `index`, from 0."""
+        """Return searcher number `index`, from 0."""
         searcher_id, gpus = f"searcher-{index}", self._recipe.local.gpus.searchers
         return ProcessSpec(
             name=searcher_id,
@@ -96,6 +97,7 @@ class Services:
                 # `tba scale` may ask for more searchers than the recipe lists GPUs for
                 gpus=None if gpus is None else gpus[index % len(gpus)],
             ),
+            # on a machine without GPUs searchers would take the cores that the trainer waits for
             niceness=self._recipe.local.nice_searchers,
         )
 
@@ -112,6 +114,7 @@ class Services:
 
     def _tokens_file(self, name: str) -> Path | None:
         """Return the tokens file that this run made for the child, or None where the recipe has its own."""
+        # a child gets only the tokens that it needs; a tokens file of the recipe is for everyone
         own = self._recipe.auth.tokens_file == str(self._folder.tokens_path("all"))
         return self._folder.tokens_path(name) if own and name in ("buffer", "reward", "searcher", "trainer") else None
 

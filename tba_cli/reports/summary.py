@@ -103,6 +103,7 @@ def trainer_wait_share(entries: Sequence[LedgerEntry], sync_interval_steps: int)
     """Return the share of time that the trainer spent in waits after its warm-up, or None where it never got so far."""
     waited_s = passed_s = 0.0
     for mine in _by_lineage(entries):
+        # the first batches wait for the first rollouts, which says nothing about the rest
         warm = mine[WARM_UP_SYNC_INTERVALS * sync_interval_steps - 1 :]
         if warm:
             waited_s += _grown(warm, "waited_s_total")
@@ -127,6 +128,7 @@ def rate_per_s(history: History, counter: str) -> float | None:
     end_s = max(entry.acked_at_s for entry in history.batches)
     grown, passed_s = 0, 0.0
     for before, after in gapless_pairs(history.polls):
+        # without the start of the services and the evaluations at the end
         if before.at_s >= begin_s and after.at_s <= end_s:
             grown += getattr(after, counter) - getattr(before, counter)
             passed_s += after.at_s - before.at_s
@@ -148,6 +150,7 @@ def _by_lineage(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
 
 def _requested_at_s(entry: LedgerEntry) -> float:
     """Return when the trainer asked for the batch of this step."""
+    # the ledger holds when a step ended; how long it took is among its metrics
     return entry.acked_at_s - (entry.metrics.get("step_s") or 0.0) - (entry.metrics.get("wait_s") or 0.0)
 
 

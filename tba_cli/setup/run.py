@@ -61,6 +61,7 @@ def run_setup(
         TbaError: something is not to be had; says what to do.
     """
     if only != "models":
+        # before the store is waited for: an address that is missing stays so
         _check_addresses(recipe)
     _set_up_store(recipe, wait_s=wait_s, create_bucket=create_bucket, on_progress=on_progress)
     artifacts = ArtifactStore(open_store(recipe.store), on_progress)

@@ -107,6 +107,7 @@ class RecipeChecks:
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
         """Read every prompt as the run reads it, and check that its task is scored."""
         hub = self._hub_datasets()
+        # a data set may be in a cache here, but nobody could tell a missing one from a broken network
         if self.offline and hub:
             yield skip("prompts", f"{OFFLINE} for {' and '.join(hub)}")
             return
@@ -125,6 +126,7 @@ class RecipeChecks:
             yield _failed("prompt-tasks", error)
         else:
             yield ok("prompt-tasks", f"scored: {', '.join(sorted({prompt.task for prompt in self.prompts}))}")
+        # a misspelt task name shows as a reward that no prompt asks for
         asked = {*self.recipe.eval.published.tasks, *(prompt.task for prompt in self.prompts)}
         for task in self.recipe.reward.tasks:
             if task not in asked:
@@ -159,6 +161,7 @@ class RecipeChecks:
         if importlib.util.find_spec("transformers") is None:
             yield skip("tokenizer", "transformers, which reads tokenizers, is not installed here")
             return
+        # enough to see a limit that is too low; all of them would take minutes
         measured = self.prompts[:MAX_MEASURED_PROMPTS]
         try:
             answer, lines = measure_model(self.recipe, measured)
@@ -167,6 +170,7 @@ class RecipeChecks:
             return
         yield ok("tokenizer", f"{answer['architecture']}, vocabulary of {answer['vocab_size']:,}")
         num_over = sum(tokens > self.recipe.searcher.max_prompt_tokens for tokens in answer["text_tokens"])
+        # a warning: the run works without them, since searchers refuse such prompts
         if num_over:
             yield warn("prompt-length", lines, "raise searcher.max_prompt_tokens, or leave those prompts out")
         else:

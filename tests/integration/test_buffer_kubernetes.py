@@ -22,7 +22,7 @@ from tba.api import RunCommand, ScaleRequest, SearchersInfo
 from tba.clients import BufferClient
 from tba.errors import ConfigError
 from tests.support.buffer import start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
 
@@ -190,7 +190,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesA
 
 
 @pytest.fixture
-def serve(api: KubernetesApi, serve_buffer: ServeBuffer) -> Callable[..., BufferThread]:  # noqa: F811
+def serve(api: KubernetesApi, serve_buffer: ServeBuffer) -> Callable[..., BufferThread]:
     def serve(**scaling: Any) -> BufferThread:
         section = {"backend": "kubernetes", "deployment": NAME, "reconcile_s": RECONCILE_S, **scaling}
         return serve_buffer(scaling=section)
@@ -262,9 +262,7 @@ def test_what_is_held_survives_a_restart_of_the_buffer(api: KubernetesApi, serve
 
 
 def test_a_call_that_was_carried_out_but_not_noted_is_not_taken_for_the_charts_number(
-    api: KubernetesApi,
-    serve: Callable[..., BufferThread],
-    redis: RedisProcess,  # noqa: F811
+    api: KubernetesApi, serve: Callable[..., BufferThread], redis: RedisProcess
 ) -> None:
     from redis import Redis
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from redis import Redis as Client
 
 from tba.wire import decode_rollout, encode_push
-from tests.support.buffer import make_payloads, make_prompts
-from tests.support.buffer_fixtures import BufferThread, make_recipe, redis  # noqa: F401
+from tests.support.buffer import make_payloads, make_prompts, make_recipe
+from tests.support.buffer_fixtures import BufferThread
 from tests.support.redis_process import RedisProcess
 
 MAX_BODY_BYTES = 4096
@@ -43,7 +43,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(redis: RedisProcess) -> Iterator[World]:  # noqa: F811
+def world(redis: RedisProcess) -> Iterator[World]:
     made = World(redis.url)
     yield made
     made.stop()
@@ -120,7 +120,7 @@ def test_hostile_headers_are_refused(world: World, body: bytes) -> None:
         assert status == 422
 
 
-def test_what_is_stored_is_what_was_acknowledged_and_can_be_read(world: World, redis: RedisProcess) -> None:  # noqa: F811
+def test_what_is_stored_is_what_was_acknowledged_and_can_be_read(world: World, redis: RedisProcess) -> None:
     """Runs last: after all the damage above."""
     with Client.from_url(redis.url) as client:
         payloads: dict[bytes, bytes] = client.hgetall("tba:test:payloads")  # type: ignore[assignment]

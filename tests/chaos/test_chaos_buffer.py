@@ -12,7 +12,7 @@ from pathlib import Path
 from tba.errors import UnavailableError
 from tba.wire import decode_rollout
 from tests.support.buffer import BufferProcess, Stack, make_payloads, start_buffer, write_recipe
-from tests.support.chaos import RECOVERY_S, Trial
+from tests.support.chaos import RECOVERY_S, Trial, in_campaigns
 from tests.support.redis_process import free_port
 
 Counts = list[Counter[str]]
@@ -40,6 +40,7 @@ def test_kill_9_of_the_buffer(start: Start, seed: int, count: Counts) -> None:
     count.append(Trial(stack, seed).run(kill))
 
 
+@in_campaigns
 def test_kill_9_of_the_buffer_while_it_evicts(start: Start, seed: int, count: Counts) -> None:
     stack = start(buffer=EVICTING)
     counts = Trial(stack, seed).run(kill)

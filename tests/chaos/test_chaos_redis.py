@@ -16,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.support.buffer import Stack
-from tests.support.chaos import RECOVERY_S, Trial, until_ready
+from tests.support.chaos import RECOVERY_S, Trial, in_campaigns, until_ready
 from tests.support.waiting import until
 
 Counts = list[Counter[str]]
@@ -46,6 +46,7 @@ def until_a_push_fails(trial: Trial) -> None:
     until("a push fails", lambda: sum(pusher.num_failures for pusher in trial.load) > 0)
 
 
+@in_campaigns
 def test_kill_9_of_redis(start: Start, seed: int, count: Counts) -> None:
     stack = start()
     count.append(Trial(stack, seed).run(kill))

@@ -15,7 +15,7 @@ from tba_trainer.objectives import Objective, Tokens, Totals, advantages, object
 from tba.config import ObjectiveSection
 from tests.support.objective_values import make_problem, objective_of
 
-BETA = 0.11
+BETA = 0.07
 PRESETS = get_args(ObjectiveSection.model_fields["preset"].annotation)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{preset: (preset, {"beta": BETA}) for preset in PRESETS},

@@ -22,6 +22,7 @@ from tba_cli.main import main
 from tests.e2e.conftest import MakePlace
 from tests.support.buffer import make_rollout, start_lineage, stored_run
 from tests.support.e2e import Services, start_services, until
+from tests.support.reward_process import is_ready
 
 MAX_BODY_BYTES = 64 * 1024
 MSGPACK = {"content-type": "application/msgpack"}
@@ -100,13 +101,6 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
         yield services
     finally:
         services.stop()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/readyz", timeout=60).status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 def everything(services: Services) -> tuple[object, ...]:

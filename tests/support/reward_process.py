@@ -32,7 +32,7 @@ def running_reward(folder: Path, **section: Any) -> Iterator[str]:
         )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
     try:
-        while not _is_ready(url):
+        while not is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the reward service did not start: {(folder / 'log').read_text()[-3000:]}")
             time.sleep(0.05)
@@ -42,7 +42,8 @@ def running_reward(folder: Path, **section: Any) -> Iterator[str]:
         process.wait()
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
+    """Whether a service answers `/readyz` well."""
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
             return response.status == 200

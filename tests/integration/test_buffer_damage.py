@@ -29,7 +29,7 @@ from tba.errors import UnavailableError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
-from tests.support.buffer_reads import ask, read_everything
+from tests.support.buffer_reads import ask, named, read_everything
 from tests.support.leasing import fulfil, lease, request_eval
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
@@ -43,11 +43,6 @@ def begin(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:
     client.upload_prompts(make_prompts(4, 3))
     start_lineage(client)
     return client
-
-
-def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().unreadable
-    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 def store(server: RedisProcess) -> Redis:

@@ -27,13 +27,12 @@ from tba.api import (
     SettingsRequest,
     VersionRequest,
 )
-from tba.clients import BufferClient
 from tba.config import parse_live
 from tba.errors import ConflictError, TbaError, UnavailableError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
-from tests.support.buffer_reads import ask
+from tests.support.buffer_reads import ask, named
 from tests.support.leasing import lease, request_eval
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
@@ -178,11 +177,6 @@ def test_a_damaged_field_of_what_says_how_the_run_stands_is_named(
 ) -> None:
     world.damage(name, field, damage)
     check_answers(world, name, field)
-
-
-def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().unreadable
-    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 @pytest.mark.parametrize("change", [{"deadline_s": None}, {"deadline_s": "soon"}, {"num_samples": 0}, {"version": 3}])

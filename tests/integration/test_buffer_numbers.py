@@ -22,7 +22,7 @@ from tba.fields import MAX_NUMBER
 from tba.wire import Heartbeat, Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
-from tests.support.buffer_reads import READS, ask, read_everything
+from tests.support.buffer_reads import READS, ask, named, read_everything
 from tests.support.leasing import lease, request_eval
 from tests.support.metrics import values
 from tests.support.redis_process import RedisProcess
@@ -154,11 +154,6 @@ def test_a_setting_that_is_too_large_is_refused(serve_buffer: ServeBuffer, setti
 def unreadable(client: BufferClient) -> dict[str, int]:
     found = client.run().unreadable
     return {} if found is None else found.num
-
-
-def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().unreadable
-    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 def store(server: RedisProcess) -> Redis:

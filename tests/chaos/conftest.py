@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.buffer import Stack, start_stack
 
 _counts: dict[str, list[Counter[str]]] = {}
 _base_seed = int(os.environ.get("CHAOS_SEED", "0"))
@@ -21,6 +26,20 @@ def count(request: pytest.FixtureRequest) -> list[Counter[str]]:
 def seed(trial: int) -> int:
     """Decides when the fault comes and how long it lasts."""
     return _base_seed + trial
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
+    """Call it to start Redis and a buffer; both end with the test."""
+    stacks: list[Stack] = []
+
+    def start(**sections: Any) -> Stack:
+        stacks.append(start_stack(tmp_path, **sections))
+        return stacks[-1]
+
+    yield start
+    for stack in stacks:
+        stack.stop()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

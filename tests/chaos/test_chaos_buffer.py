@@ -6,15 +6,17 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from tba.errors import UnavailableError
 from tba.wire import decode_rollout
-from tests.support.buffer import BufferProcess, Stack, make_payloads, start_buffer, start_stack, write_recipe
-from tests.support.chaos import RECOVERY_S, Trial
+from tests.support.buffer import BufferProcess, Stack, make_payloads, start_buffer, write_recipe
+from tests.support.chaos import RECOVERY_S, Trial, in_campaigns
 from tests.support.redis_process import free_port
 
 Counts = list[Counter[str]]
+Start = Callable[..., Stack]
 EVICTING = {"max_rollouts": 200}
 
 
@@ -33,50 +35,39 @@ def freeze(stack: Stack, rng: random.Random) -> None:
     stack.buffer.process.send_signal(signal.SIGCONT)
 
 
-def test_kill_9_of_the_buffer(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path)
-    try:
-        count.append(Trial(stack, seed).run(kill))
-    finally:
-        stack.stop()
+def test_kill_9_of_the_buffer(start: Start, seed: int, count: Counts) -> None:
+    stack = start()
+    count.append(Trial(stack, seed).run(kill))
 
 
-def test_kill_9_of_the_buffer_while_it_evicts(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path, buffer=EVICTING)
-    try:
-        counts = Trial(stack, seed).run(kill)
-        assert counts["evicted"] > 0
-        count.append(counts)
-    finally:
-        stack.stop()
+@in_campaigns
+def test_kill_9_of_the_buffer_while_it_evicts(start: Start, seed: int, count: Counts) -> None:
+    stack = start(buffer=EVICTING)
+    counts = Trial(stack, seed).run(kill)
+    assert counts["evicted"] > 0
+    count.append(counts)
 
 
-def test_sigstop_of_the_buffer_while_it_evicts(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path, buffer=EVICTING)
-    try:
-        counts = Trial(stack, seed).run(freeze)
-        assert counts["evicted"] > 0
-        count.append(counts)
-    finally:
-        stack.stop()
+def test_sigstop_of_the_buffer_while_it_evicts(start: Start, seed: int, count: Counts) -> None:
+    stack = start(buffer=EVICTING)
+    counts = Trial(stack, seed).run(freeze)
+    assert counts["evicted"] > 0
+    count.append(counts)
 
 
-def test_kill_9_of_the_buffer_while_it_writes_bases(tmp_path: Path, seed: int, count: Counts) -> None:
+def test_kill_9_of_the_buffer_while_it_writes_bases(start: Start, seed: int, count: Counts) -> None:
     """The log is so short that the upkeep of every second writes a new base."""
-    stack = start_stack(tmp_path, buffer={**EVICTING, "max_log_events_since_checkpoint": 100})
-    try:
-        counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
-        assert counts["evicted"] > 0
-        assert counts["with_compaction"] > 0
-        count.append(counts)
-    finally:
-        stack.stop()
+    stack = start(buffer={**EVICTING, "max_log_events_since_checkpoint": 100})
+    counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
+    assert counts["evicted"] > 0
+    assert counts["with_compaction"] > 0
+    count.append(counts)
 
 
-def test_a_frozen_owner_that_wakes_beside_its_successor(tmp_path: Path, seed: int, count: Counts) -> None:
+def test_a_frozen_owner_that_wakes_beside_its_successor(tmp_path: Path, start: Start, seed: int, count: Counts) -> None:
     """The owner is frozen under load, in the middle of evicting; a successor takes the run and evicts as well; the old
     owner wakes, is refused, and changes nothing of what is stored."""
-    stack = start_stack(tmp_path, buffer=EVICTING)
+    stack = start(buffer=EVICTING)
     second: list[BufferProcess] = []
 
     def fault(_: Stack, rng: random.Random) -> None:
@@ -102,7 +93,6 @@ def test_a_frozen_owner_that_wakes_beside_its_successor(tmp_path: Path, seed: in
     finally:
         for buffer in second:
             buffer.stop()
-        stack.stop()
 
 
 def start_second(stack: Stack, folder: Path) -> BufferProcess:

@@ -8,8 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,11 +18,12 @@ from tba_buffer.service import Buffer
 from tba.api import AckRequest, BatchRequest, LeaseRequest, LineageRequest, VersionRequest
 from tba.errors import ServiceError, VoidBatchError
 from tba.wire import decode_batch, encode_push
-from tests.support.buffer import Stack, make_payloads, make_prompts, make_recipe, start_stack
+from tests.support.buffer import Stack, make_payloads, make_prompts, make_recipe
 from tests.support.chaos import Trial
 from tests.support.redis_process import RedisProcess, start_redis
 
 Counts = list[Counter[str]]
+Start = Callable[..., Stack]
 
 
 def half_bodies(stack: Stack, rng: random.Random) -> None:
@@ -48,47 +48,41 @@ def half_bodies(stack: Stack, rng: random.Random) -> None:
         sock.close()
 
 
-def test_clients_that_stop_half_way_through_a_body(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path)
-    try:
-        counts = Trial(stack, seed).run(half_bodies)
-        assert counts["failed_pushes"] == 0, "others were hurt"
-        count.append(counts)
-    finally:
-        stack.stop()
+def test_clients_that_stop_half_way_through_a_body(start: Start, seed: int, count: Counts) -> None:
+    stack = start()
+    counts = Trial(stack, seed).run(half_bodies)
+    assert counts["failed_pushes"] == 0, "others were hurt"
+    count.append(counts)
 
 
-def test_the_same_ids_pushed_at_once_reordered_and_split(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path)
-    try:
-        client = stack.client
-        client.upload_prompts(make_prompts(2))
-        payloads = make_payloads(["train-0", "train-1"], per_prompt=40)
-        outcomes: Counter[str] = Counter()
-        lock = threading.Lock()
+def test_the_same_ids_pushed_at_once_reordered_and_split(start: Start, seed: int, count: Counts) -> None:
+    stack = start()
+    client = stack.client
+    client.upload_prompts(make_prompts(2))
+    payloads = make_payloads(["train-0", "train-1"], per_prompt=40)
+    outcomes: Counter[str] = Counter()
+    lock = threading.Lock()
 
-        def push(number: int) -> None:
-            rng = random.Random(f"{seed}-{number}")
-            order = payloads[:]
-            rng.shuffle(order)
-            mine, size = stack.buffer.client(), rng.choice([1, 7, 40, 80])
-            for at in range(0, len(order), size):
-                reply = mine.push([*order[at : at + size], *order[at : at + 1]])
-                with lock:
-                    outcomes.update(item.outcome for item in reply.outcomes)
+    def push(number: int) -> None:
+        rng = random.Random(f"{seed}-{number}")
+        order = payloads[:]
+        rng.shuffle(order)
+        mine, size = stack.buffer.client(), rng.choice([1, 7, 40, 80])
+        for at in range(0, len(order), size):
+            reply = mine.push([*order[at : at + size], *order[at : at + 1]])
+            with lock:
+                outcomes.update(item.outcome for item in reply.outcomes)
 
-        threads = [threading.Thread(target=push, args=(number,)) for number in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        stats = client.stats()
-        assert outcomes["new"] == len(payloads) == stats.num_rollouts == stats.rollouts_generated
-        assert outcomes["refused"] == 0
-        assert stats.pushed["duplicate"] == outcomes["duplicate"]
-        count.append(outcomes)
-    finally:
-        stack.stop()
+    threads = [threading.Thread(target=push, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = client.stats()
+    assert outcomes["new"] == len(payloads) == stats.num_rollouts == stats.rollouts_generated
+    assert outcomes["refused"] == 0
+    assert stats.pushed["duplicate"] == outcomes["duplicate"]
+    count.append(outcomes)
 
 
 @pytest.fixture(scope="module")

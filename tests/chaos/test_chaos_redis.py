@@ -8,18 +8,19 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from tests.support.buffer import Stack, start_stack
-from tests.support.chaos import RECOVERY_S, Trial, until_ready
+from tests.support.buffer import Stack
+from tests.support.chaos import RECOVERY_S, Trial, in_campaigns, until_ready
 from tests.support.waiting import until
 
 Counts = list[Counter[str]]
+Start = Callable[..., Stack]
 
 
 def kill(stack: Stack, rng: random.Random) -> None:
@@ -45,26 +46,21 @@ def until_a_push_fails(trial: Trial) -> None:
     until("a push fails", lambda: sum(pusher.num_failures for pusher in trial.load) > 0)
 
 
-def test_kill_9_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path)
-    try:
-        count.append(Trial(stack, seed).run(kill))
-    finally:
-        stack.stop()
+@in_campaigns
+def test_kill_9_of_redis(start: Start, seed: int, count: Counts) -> None:
+    stack = start()
+    count.append(Trial(stack, seed).run(kill))
 
 
-def test_kill_9_of_redis_while_it_evicts_and_gets_bases(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path, buffer={"max_rollouts": 200, "max_log_events_since_checkpoint": 100})
-    try:
-        counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
-        assert counts["evicted"] > 0
-        assert counts["with_compaction"] > 0
-        count.append(counts)
-    finally:
-        stack.stop()
+def test_kill_9_of_redis_while_it_evicts_and_gets_bases(start: Start, seed: int, count: Counts) -> None:
+    stack = start(buffer={"max_rollouts": 200, "max_log_events_since_checkpoint": 100})
+    counts = Trial(stack, seed, with_compaction=True).run(kill, before_s=2.5)
+    assert counts["evicted"] > 0
+    assert counts["with_compaction"] > 0
+    count.append(counts)
 
 
-def test_kill_9_of_redis_and_the_buffer(tmp_path: Path, seed: int, count: Counts) -> None:
+def test_kill_9_of_redis_and_the_buffer(start: Start, seed: int, count: Counts) -> None:
     def both(stack: Stack, rng: random.Random) -> None:
         stack.redis.kill()
         stack.buffer.kill()
@@ -72,30 +68,21 @@ def test_kill_9_of_redis_and_the_buffer(tmp_path: Path, seed: int, count: Counts
         stack.redis.start()
         stack.buffer.start()
 
-    stack = start_stack(tmp_path)
-    try:
-        count.append(Trial(stack, seed).run(both))
-    finally:
-        stack.stop()
+    stack = start()
+    count.append(Trial(stack, seed).run(both))
 
 
-def test_sigstop_of_redis(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path)
-    try:
-        count.append(Trial(stack, seed).run(freeze))
-    finally:
-        stack.stop()
+def test_sigstop_of_redis(start: Start, seed: int, count: Counts) -> None:
+    stack = start()
+    count.append(Trial(stack, seed).run(freeze))
 
 
-def test_kill_9_of_redis_during_an_aof_rewrite(tmp_path: Path, seed: int, count: Counts) -> None:
-    stack = start_stack(tmp_path)
-    try:
-        count.append(Trial(stack, seed, num_tokens=2000).run(kill_during_rewrite))
-    finally:
-        stack.stop()
+def test_kill_9_of_redis_during_an_aof_rewrite(start: Start, seed: int, count: Counts) -> None:
+    stack = start()
+    count.append(Trial(stack, seed, num_tokens=2000).run(kill_during_rewrite))
 
 
-def test_redis_refuses_writes_and_takes_them_again(tmp_path: Path, seed: int, count: Counts) -> None:
+def test_redis_refuses_writes_and_takes_them_again(start: Start, seed: int, count: Counts) -> None:
     """`maxmemory` below what is used: every write is answered with OOM."""
 
     def refuse_writes(stack: Stack, rng: random.Random) -> None:
@@ -105,14 +92,11 @@ def test_redis_refuses_writes_and_takes_them_again(tmp_path: Path, seed: int, co
             until_a_push_fails(trial)
             redis.config_set("maxmemory", 0)
 
-    stack = start_stack(tmp_path)
-    try:
-        trial = Trial(stack, seed)
-        counts = trial.run(refuse_writes)
-        assert counts["failed_pushes"] > 0
-        count.append(counts)
-    finally:
-        stack.stop()
+    stack = start()
+    trial = Trial(stack, seed)
+    counts = trial.run(refuse_writes)
+    assert counts["failed_pushes"] > 0
+    count.append(counts)
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +110,12 @@ def slow_fsync(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def test_kill_9_of_redis_under_a_slow_fsync(tmp_path: Path, seed: int, count: Counts, slow_fsync: Path) -> None:
-    stack = start_stack(tmp_path, redis_environ={"LD_PRELOAD": str(slow_fsync)})
-    try:
-        before_s = time.monotonic()
-        assert _writes(stack)
-        assert time.monotonic() - before_s > 0.05, "the slow fsync is not in effect"
-        count.append(Trial(stack, seed).run(kill, before_s=2.0, after_s=1.5))
-    finally:
-        stack.stop()
+def test_kill_9_of_redis_under_a_slow_fsync(start: Start, seed: int, count: Counts, slow_fsync: Path) -> None:
+    stack = start(redis_environ={"LD_PRELOAD": str(slow_fsync)})
+    before_s = time.monotonic()
+    assert _writes(stack)
+    assert time.monotonic() - before_s > 0.05, "the slow fsync is not in effect"
+    count.append(Trial(stack, seed).run(kill, before_s=2.0, after_s=1.5))
 
 
 @pytest.fixture
@@ -148,7 +129,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_the_disk_under_the_aof_is_full(tmp_path: Path, small_disk: Path, seed: int, count: Counts) -> None:
+def test_the_disk_under_the_aof_is_full(small_disk: Path, start: Start, seed: int, count: Counts) -> None:
     """With `appendfsync always` Redis ends itself when it cannot write; it starts again once there is room."""
 
     def fill(stack: Stack, rng: random.Random) -> None:
@@ -171,14 +152,11 @@ def test_the_disk_under_the_aof_is_full(tmp_path: Path, small_disk: Path, seed: 
             stack.redis.start()
         until_ready(stack)
 
-    stack = start_stack(tmp_path, redis_folder=small_disk / "redis")
-    try:
-        trial = Trial(stack, seed)
-        counts = trial.run(fill)
-        assert counts["failed_pushes"] > 0
-        count.append(counts)
-    finally:
-        stack.stop()
+    stack = start(redis_folder=small_disk / "redis")
+    trial = Trial(stack, seed)
+    counts = trial.run(fill)
+    assert counts["failed_pushes"] > 0
+    count.append(counts)
 
 
 def _writes(stack: Stack) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from charts.tools import alerts
-from tests.support.alert_cases import HEALTHY, TROUBLE, unit_tests
 from tests.support.promql import (
     FILES,
     OF_PROMETHEUS,
@@ -23,6 +24,137 @@ from tests.support.promql import (
     promtool,
     rules,
 )
+
+BUFFER = 'namespace="ml",job="tba-buffer"'
+REWARD = 'namespace="ml",job="tba-reward"'
+MINUTES = 110
+LOOK_AT_MINUTE = 100
+
+
+def still(value: float) -> str:
+    """A gauge that stays."""
+    return f"{value}x{MINUTES}"
+
+
+def grows(per_minute: float) -> str:
+    """A counter."""
+    return f"0+{per_minute}x{MINUTES}"
+
+
+HEALTHY: dict[str, str] = {
+    f'tba_build_info{{{BUFFER},service="buffer"}}': still(1),
+    f'tba_build_info{{{REWARD},service="reward"}}': still(1),
+    f"tba_redis_durable{{{BUFFER}}}": still(1),
+    f"tba_redis_lost_data{{{BUFFER}}}": still(0),
+    f'tba_damaged_items{{{BUFFER},kind="rollout"}}': still(2),
+    f'tba_damaged_items{{{BUFFER},kind="result"}}': f"_x{MINUTES}",  # none
+    f'tba_requests_total{{{BUFFER},operation="push",status="200"}}': grows(100),
+    f'tba_requests_total{{{BUFFER},operation="push",status="429"}}': grows(50),
+    f'tba_requests_total{{{BUFFER},operation="push",status="503"}}': grows(1),
+    f"tba_unauthorized_total{{{BUFFER}}}": grows(3),
+    f'tba_run_state{{{BUFFER},state="running"}}': still(1),
+    f'tba_run_state{{{BUFFER},state="paused"}}': still(0),
+    f'tba_run_state{{{BUFFER},state="failed"}}': still(0),
+    f"tba_run_step{{{BUFFER}}}": " ".join(f"{step}x19" for step in range(6)),  # every 20 minutes
+    f"tba_searchers_desired{{{BUFFER}}}": still(3),
+    f'tba_components_alive{{{BUFFER},kind="searcher"}}': still(3),
+    f'tba_components_alive{{{BUFFER},kind="trainer"}}': still(1),
+    f'tba_scaling_failures_total{{{BUFFER},reason="forbidden"}}': still(3),
+    f'tba_trainer_wait_seconds_total{{{BUFFER},name="rollouts"}}': grows(25),
+    f'tba_trainer_wait_seconds_total{{{BUFFER},name="unpublished-versions"}}': grows(10),
+    f'tba_trainer_wait_seconds_total{{{BUFFER},name="run-paused"}}': grows(0),
+    f'tba_component_wait_seconds{{{BUFFER},kind="searcher",name="leases"}}': still(1700),
+    f'tba_component_wait_seconds{{{BUFFER},kind="searcher",name="run-done"}}': still(9000),
+    f'tba_component_wait_overdue_seconds{{{BUFFER},kind="searcher"}}': still(20),
+    f'tba_rollouts_total{{{BUFFER},service="buffer",outcome="new"}}': grows(1000),
+    f'tba_buffer_refused_total{{{BUFFER},reason="too-large"}}': grows(5),
+    f'tba_buffer_evicted_total{{{BUFFER},reason="policy_age",length="17-32"}}': grows(100),
+    f'tba_buffer_evicted_total{{{BUFFER},reason="max_rollouts",length="17-32"}}': grows(900),
+    f'tba_buffer_rollouts{{{BUFFER},status="scored"}}': still(900),
+    f'tba_buffer_rollouts{{{BUFFER},status="pending"}}': still(100),
+    f'tba_reward_verifications_total{{{REWARD},task="math",result="scored"}}': grows(1000),
+    f'tba_reward_verifications_total{{{REWARD},task="math",result="timeout"}}': grows(20),
+    f'tba_reward_worker_losses_total{{{REWARD},cause="timeout"}}': grows(10),
+    f'tba_reward_worker_losses_total{{{REWARD},cause="crashed"}}': still(3),
+    f"tba_drawn_rollouts_total{{{BUFFER}}}": grows(1500),
+    f'tba_trainer_refused_total{{{BUFFER},reason="too-long"}}': grows(30),
+    f'tba_skipped_batches_total{{{BUFFER},reason="grad_norm"}}': still(5),
+    f"tba_void_rollouts_total{{{BUFFER}}}": grows(100),
+    f'tba_buffer_leases_total{{{BUFFER},event="granted"}}': grows(100),
+    f'tba_buffer_leases_total{{{BUFFER},event="expired"}}': grows(10),
+}
+
+RUNNING, PAUSED, FAILED = (f'tba_run_state{{{BUFFER},state="{state}"}}' for state in ("running", "paused", "failed"))
+TROUBLE: dict[str, Mapping[str, str | None]] = {
+    "TbaBufferDown": {f'tba_build_info{{{BUFFER},service="buffer"}}': None},
+    "TbaRewardDown": {f'tba_build_info{{{REWARD},service="reward"}}': None},
+    "TbaRedisNotDurable": {f"tba_redis_durable{{{BUFFER}}}": still(0)},
+    "TbaRedisLostData": {f"tba_redis_lost_data{{{BUFFER}}}": still(1)},
+    "TbaDamagedItems": {f'tba_damaged_items{{{BUFFER},kind="result"}}': f"_x70 1x{MINUTES - 71}"},
+    "TbaRequestsFail": {f'tba_requests_total{{{BUFFER},operation="push",status="503"}}': grows(10)},
+    "TbaUnauthorized": {f"tba_unauthorized_total{{{BUFFER}}}": grows(60)},
+    "TbaRunFailed": {RUNNING: still(0), FAILED: still(1)},
+    "TbaRunPaused": {RUNNING: still(0), PAUSED: still(1), f"tba_run_step{{{BUFFER}}}": still(3)},
+    "TbaNoStep": {f"tba_run_step{{{BUFFER}}}": still(3)},
+    "TbaTrainerAbsent": {f'tba_components_alive{{{BUFFER},kind="trainer"}}': None},
+    "TbaSearchersMissing": {f'tba_components_alive{{{BUFFER},kind="searcher"}}': None},
+    "TbaScalingFails": {f'tba_scaling_failures_total{{{BUFFER},reason="forbidden"}}': grows(12)},
+    "TbaTrainerStarved": {f'tba_trainer_wait_seconds_total{{{BUFFER},name="rollouts"}}': grows(35)},
+    "TbaTrainerWaitsForStore": {f'tba_trainer_wait_seconds_total{{{BUFFER},name="unpublished-versions"}}': grows(15)},
+    "TbaWaitIsLong": {f'tba_component_wait_seconds{{{BUFFER},kind="searcher",name="leases"}}': still(1900)},
+    "TbaWaitOverdue": {f'tba_component_wait_overdue_seconds{{{BUFFER},kind="searcher"}}': still(90)},
+    "TbaRolloutsRefused": {f'tba_buffer_refused_total{{{BUFFER},reason="too-large"}}': grows(15)},
+    "TbaStaleRolloutsDropped": {f'tba_buffer_evicted_total{{{BUFFER},reason="policy_age",length="17-32"}}': grows(300)},
+    "TbaUnscoredPileUp": {f'tba_buffer_rollouts{{{BUFFER},status="pending"}}': still(500)},
+    "TbaRewardErrors": {f'tba_reward_verifications_total{{{REWARD},task="math",result="timeout"}}': grows(80)},
+    "TbaRewardWorkersDie": {f'tba_reward_worker_losses_total{{{REWARD},cause="crashed"}}': grows(1)},
+    "TbaTrainerRefuses": {f'tba_trainer_refused_total{{{BUFFER},reason="too-long"}}': grows(90)},
+    "TbaBatchesSkipped": {f'tba_skipped_batches_total{{{BUFFER},reason="grad_norm"}}': grows(1)},
+    "TbaBatchesVoid": {f"tba_void_rollouts_total{{{BUFFER}}}": grows(400)},
+    "TbaLeasesExpire": {f'tba_buffer_leases_total{{{BUFFER},event="expired"}}': grows(30)},
+}
+
+
+ABSENT = ("TbaBufferDown", "TbaRewardDown")
+"""They fire where nothing is left to tell releases apart by, so each needs a Prometheus of its own."""
+
+
+def unit_tests(rule_file: str) -> dict[str, Any]:
+    """The document for `promtool test rules`: over a healthy run nothing fires, over each trouble its alert alone.
+
+    The troubles are namespaces of one Prometheus, so that no alert may take another release's series for its own.
+    """
+    together = {"healthy": {}, **{name: changes for name, changes in TROUBLE.items() if name not in ABSENT}}
+    cases = [_case(together, {name: name for name in together if name != "healthy"})]
+    cases += [_case({"": TROUBLE[name]}, {"": name}) for name in ABSENT]
+    return {"rule_files": [rule_file], "evaluation_interval": "1m", "tests": cases}
+
+
+def _case(troubles: Mapping[str, Mapping[str, str | None]], fires: Mapping[str, str]) -> dict[str, Any]:
+    """`troubles`: namespace -> changes; `fires`: namespace -> alert."""
+    return {
+        "interval": "1m",
+        "input_series": [
+            {"series": series.replace('namespace="ml"', f'namespace="{namespace}"'), "values": values}
+            for namespace, changes in troubles.items()
+            for series, values in {**HEALTHY, **changes}.items()
+            if values is not None
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname, namespace) (ALERTS{alertstate="firing"})',
+                "eval_time": f"{LOOK_AT_MINUTE}m",
+                "exp_samples": [
+                    {"labels": _labels(alert, namespace), "value": 1} for namespace, alert in fires.items()
+                ],
+            }
+        ],
+    }
+
+
+def _labels(alert: str, namespace: str) -> str:
+    return f'{{alertname="{alert}"' + (f',namespace="{namespace}"' if namespace else "") + "}"
+
 
 ALERTS = {rule["alert"]: rule for rule in rules()}
 

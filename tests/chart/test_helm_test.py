@@ -8,17 +8,17 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.integration.conftest import redis, serve_buffer
 from tests.support.buffer import SERVICE_PATHS, make_prompts, make_recipe, start_lineage, write_recipe
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import free_port
+from tests.support.reward_process import is_ready
 
 __all__ = ["redis", "serve_buffer"]
 SCRIPT = Path(__file__).parents[2] / "charts/tba/files/helm_test.py"
@@ -66,15 +66,6 @@ def reward_url(tmp_path_factory: pytest.TempPathFactory, tokens_file: Path) -> I
     finally:
         process.kill()
         process.wait()
-
-
-def is_ready(url: str) -> bool:
-    """Whether a service answers."""
-    try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
-            return response.status == 200
-    except (OSError, urllib.error.URLError):
-        return False
 
 
 def config(folder: Path, buffer_url: str, reward_url: str, tokens_file: Path) -> list[str]:

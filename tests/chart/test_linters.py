@@ -10,14 +10,14 @@ import pytest
 from tests.support.chart import OLDEST, SCENARIOS, SEARCHERS, needs_helm, render, render_file, value_files
 
 pytestmark = needs_helm
-FILES = [*value_files(), SEARCHERS]
+LINTED = [*value_files(), SEARCHERS]
 DIGESTS = [
     f"{part}.image.digest=sha256:{number:064x}"
     for number, part in enumerate(("buffer", "reward", "searcher", "trainer", "redis", "objectstore"))
 ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LINTED, ids=lambda path: path.stem)
 def test_replicas_stand_on_different_nodes_where_they_can(path: Path) -> None:
     made = render_file(path)
     for found in made.of("Deployment"):
@@ -28,7 +28,7 @@ def test_replicas_stand_on_different_nodes_where_they_can(path: Path) -> None:
             assert term["podAffinityTerm"]["labelSelector"] == found["spec"]["selector"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LINTED, ids=lambda path: path.stem)
 def test_no_secret_is_a_plain_value_of_an_environment(path: Path) -> None:
     for pod in render_file(path).pods():
         for container in pod.containers:
@@ -38,14 +38,14 @@ def test_no_secret_is_a_plain_value_of_an_environment(path: Path) -> None:
 
 
 def test_a_pod_that_is_not_ready_holds_up_no_drain() -> None:
-    quickstart = next(path for path in FILES if path.stem == "values-cpu-quickstart")
+    quickstart = next(path for path in LINTED if path.stem == "values-cpu-quickstart")
     for budget in render_file(quickstart).of("PodDisruptionBudget"):
         assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     old = render_file(quickstart, kube=OLDEST).of("PodDisruptionBudget")
     assert not any("unhealthyPodEvictionPolicy" in budget["spec"] for budget in old)
 
 
-@pytest.mark.parametrize("path", [*FILES, SCENARIOS / "bare.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*LINTED, SCENARIOS / "bare.yaml"], ids=lambda path: path.stem)
 def test_images_registries_and_pull_secrets_are_set_in_one_place(path: Path) -> None:
     """One file of values pins every image by its digest, wherever it comes from."""
     once = ["global.imageRegistry=registry.company:5000/tba", "global.imagePullSecrets={pull-a,pull-b}", *DIGESTS]
@@ -59,6 +59,6 @@ def test_images_registries_and_pull_secrets_are_set_in_one_place(path: Path) -> 
 
 def test_a_digest_makes_the_tag_unimportant() -> None:
     sets = f"{','.join(DIGESTS)},image.tag=latest,redis.image.tag=latest"
-    quickstart = next(path for path in FILES if path.stem == "values-cpu-quickstart")
+    quickstart = next(path for path in LINTED if path.stem == "values-cpu-quickstart")
     images = {c["image"] for pod in render("-f", str(quickstart), "--set", sets).pods() for c in pod.containers}
     assert all("@sha256:" in image and "latest" not in image for image in images)

@@ -132,38 +132,37 @@ def test_a_finished_run_is_looked_at_but_neither_resumed_nor_overwritten(finishe
     assert "--fresh" in again.err
 
 
-@pytest.fixture
-def s3_server(tmp_path: Path) -> Iterator[S3Server]:
-    server = S3Server(tmp_path / "s3")
+@pytest.fixture(scope="module")
+def s3_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The section of a bucket on an S3 server."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CREDENTIALS.items():
             patch.setenv(name, value)
         try:
             server.start()
             server.create_bucket("weights")
-            yield server
+            yield {"url": "s3://weights/some/prefix", "endpoint_url": server.url}
         finally:
             server.kill()
 
 
-def test_a_run_goes_to_the_end_over_an_s3_server(make_place: MakePlace, s3_server: S3Server) -> None:
-    store = {"url": "s3://weights/some/prefix", "endpoint_url": s3_server.url}
-    place = run_to_the_end(make_place(store=store, searcher={"num_searchers": 2}))
-    check_summary(place)
-    AutoModelForCausalLM.from_pretrained(place.folder / "model")
-    assert not (place.folder / "store").exists()
-    again = make_place(store=store).start()
+@pytest.fixture(scope="module")
+def alternating(make_place: MakePlace, s3_store: dict[str, str]) -> Place:
+    """Both baselines in one run, over an S3 server: it alternates, and its rewards are shuffled."""
+    sections = {"sampling": {"alternate": True}, "trainer": {"shuffle_rewards": True}}
+    return run_to_the_end(make_place(store=s3_store, searcher={"num_searchers": 2}, **sections))
+
+
+def test_a_run_goes_to_the_end_over_an_s3_server(
+    alternating: Place, make_place: MakePlace, s3_store: dict[str, str]
+) -> None:
+    AutoModelForCausalLM.from_pretrained(alternating.folder / "model")
+    assert not (alternating.folder / "store").exists()
+    again = make_place(store=s3_store).start()
     assert again.wait() == 2
     assert "already holds" in again.err
     assert again.err.count("\n") == 1
-
-
-@pytest.fixture(scope="module")
-def alternating(make_place: MakePlace) -> Place:
-    """Both baselines in one run: it alternates, and its rewards are shuffled."""
-    return run_to_the_end(
-        make_place(sampling={"alternate": True}, searcher={"num_searchers": 2}, trainer={"shuffle_rewards": True})
-    )
 
 
 def test_a_run_that_alternates_or_shuffles_rewards_goes_to_the_end(alternating: Place) -> None:

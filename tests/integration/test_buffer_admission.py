@@ -11,7 +11,7 @@ import pytest
 from tba.errors import BusyError
 from tba.wire import encode_push
 from tests.support.buffer import make_payloads, make_prompts
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.waiting import until
 
 LIMIT = 20_000
@@ -37,10 +37,7 @@ def is_busy(buffer: BufferThread, payloads: list[bytes]) -> BusyError | None:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_push_beyond_the_bound_comes_back_and_is_stored_later(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    declared: bool,
-) -> None:
+def test_a_push_beyond_the_bound_comes_back_and_is_stored_later(serve_buffer: ServeBuffer, declared: bool) -> None:
     buffer = serve_buffer(buffer={"max_inflight_bytes": LIMIT, "max_body_bytes": 2_000_000})
     client = buffer.client()
     client.upload_prompts(make_prompts(1))
@@ -59,7 +56,7 @@ def test_a_push_beyond_the_bound_comes_back_and_is_stored_later(
     assert client.stats().num_rollouts == len(payloads)
 
 
-def test_a_body_that_is_alone_is_admitted_whatever_its_size(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_body_that_is_alone_is_admitted_whatever_its_size(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"max_inflight_bytes": 1024}).client()
     client.upload_prompts(make_prompts(1))
     for _ in range(3):  # and what it took is given back

@@ -16,7 +16,7 @@ from tba.api import Stats
 from tba.server.problems import install_problem_handlers
 from tba.wire import encode_push
 from tests.support.buffer import make_payloads, make_prompts, start_lineage, stored_run
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 
 JSON = {"content-type": "application/json"}
 LONE = "\ud800"
@@ -56,7 +56,7 @@ def counts(stats: Stats) -> Stats:
     return stats.model_copy(update={"rates": None})
 
 
-def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(2, 2))
@@ -72,7 +72,7 @@ def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer
     assert (stored_run(client), counts(client.stats())) == before
 
 
-def test_a_prompt_that_could_not_be_read_back_is_not_stored(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_prompt_that_could_not_be_read_back_is_not_stored(serve_buffer: ServeBuffer) -> None:
     deep: dict[str, Any] = {}
     for _ in range(250):
         deep = {"a": deep}
@@ -99,12 +99,12 @@ async def test_a_text_that_cannot_be_written_is_the_fault_of_the_request() -> No
 
 
 @pytest.mark.parametrize("after", ["-1", "9007199254740993", "99999999999999999999999", "x"])
-def test_a_ledger_position_that_no_ledger_reaches_is_refused(serve_buffer: ServeBuffer, after: str) -> None:  # noqa: F811
+def test_a_ledger_position_that_no_ledger_reaches_is_refused(serve_buffer: ServeBuffer, after: str) -> None:
     reply = httpx2.get(f"{serve_buffer().url}/v1/ledger", params={"after": after}, timeout=60)
     assert (reply.status_code, reply.json()["type"]) == (422, "urn:tba:problem:invalid-body")
 
 
-def test_the_ledger_after_its_end_is_empty(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_ledger_after_its_end_is_empty(serve_buffer: ServeBuffer) -> None:
     reply = serve_buffer().client().ledger(after=2**53)
     assert (reply.entries, reply.next) == ([], None)
 
@@ -130,7 +130,7 @@ def parse_address(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def test_a_body_over_the_limit_is_refused_before_it_is_sent(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_body_over_the_limit_is_refused_before_it_is_sent(serve_buffer: ServeBuffer) -> None:
     url = serve_buffer(buffer={"max_body_bytes": 4096}).url
     head = b"POST /v1/rollouts HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000000\r\n\r\n"
     answer, _ = answer_to(url, head)
@@ -139,7 +139,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(serve_buffer: ServeB
     assert b"the body has 1000000000000 bytes or more, the limit is 4096" in answer
 
 
-def test_a_body_without_a_declared_size_is_cut_off_at_the_limit(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_body_without_a_declared_size_is_cut_off_at_the_limit(serve_buffer: ServeBuffer) -> None:
     url = serve_buffer(buffer={"max_body_bytes": 4096}).url
     head = b"POST /v1/rollouts HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     answer, num_sent = answer_to(url, head, then_for_ever=b"400\r\n" + b"x" * 1024 + b"\r\n")
@@ -147,7 +147,7 @@ def test_a_body_without_a_declared_size_is_cut_off_at_the_limit(serve_buffer: Se
     assert num_sent < 64 * 2**20  # what the sockets hold, not a stream that never ends
 
 
-def test_a_client_that_stops_in_the_middle_of_a_body_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_client_that_stops_in_the_middle_of_a_body_changes_nothing(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     buffer.client().upload_prompts(make_prompts(1))
     body = encode_push(make_payloads(["train-0"]))

@@ -26,12 +26,12 @@ from tba.versions import START, PolicyVersion
 from tba.wire import Batch, encode_rollout
 from tba_cli.reports.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import DEADLINE_S, until
 
 
-def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:  # noqa: F811
+def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:
     client = serve_buffer(**sections).client()
     client.upload_prompts(make_prompts(8))
     lineage = start_lineage(client)
@@ -62,7 +62,7 @@ def ack(client: BufferClient, lineage: LineageReply, step: int, batch: Batch, ag
     )
 
 
-def test_a_batch_has_k_rollouts_of_one_prompt_per_slot(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_batch_has_k_rollouts_of_one_prompt_per_slot(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer)
     batch = draw(client, lineage, 1)
     assert len(batch.groups) == len({group.prompt_id for group in batch.groups}) == 4
@@ -73,14 +73,14 @@ def test_a_batch_has_k_rollouts_of_one_prompt_per_slot(serve_buffer: ServeBuffer
     assert batch.deadline_s > time.time()
 
 
-def test_a_group_may_be_one_rollout_for_reinforce(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_group_may_be_one_rollout_for_reinforce(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(
         serve_buffer, sampling={"group_size": 1, "min_distinct": 1}, objective={"preset": "reinforce"}
     )
     assert [len(group.rollouts) for group in draw(client, lineage, 1).groups] == [1, 1, 1, 1]
 
 
-def test_an_acked_batch_is_one_line_of_the_ledger_however_often_it_is_acked(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_acked_batch_is_one_line_of_the_ledger_however_often_it_is_acked(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer)
     batches = []
     for step in (1, 2, 3):
@@ -110,7 +110,7 @@ def test_an_acked_batch_is_one_line_of_the_ledger_however_often_it_is_acked(serv
     assert ([entry.step for entry in batch_entries(page.entries)], page.next) == ([2], 3)
 
 
-def test_a_repeated_draw_for_one_step_answers_the_same_batch(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_repeated_draw_for_one_step_answers_the_same_batch(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer)
     first, again, ahead = draw(client, lineage, 1), draw(client, lineage, 1), draw(client, lineage, 2)
     assert first.batch_id == again.batch_id
@@ -123,7 +123,7 @@ def test_a_repeated_draw_for_one_step_answers_the_same_batch(serve_buffer: Serve
     assert client.stats().rollouts_drawn == 32
 
 
-def test_an_open_batch_is_answered_again_even_while_another_would_have_to_wait(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_open_batch_is_answered_again_even_while_another_would_have_to_wait(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 1})
     batch = draw(client, lineage, 1)
     with pytest.raises(BusyError, match="generating phase"):
@@ -131,7 +131,7 @@ def test_an_open_batch_is_answered_again_even_while_another_would_have_to_wait(s
     assert draw(client, lineage, 1).batch_id == batch.batch_id
 
 
-def test_a_batch_whose_deadline_is_near_is_not_answered_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_batch_whose_deadline_is_near_is_not_answered_again(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 1000.0})
     batch = draw(client, lineage, 1)
     later(client, 450.0)
@@ -145,7 +145,7 @@ def test_a_batch_whose_deadline_is_near_is_not_answered_again(serve_buffer: Serv
     assert client.stats().rollouts_trained == 16
 
 
-def test_redis_may_forget_its_scripts(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+def test_redis_may_forget_its_scripts(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     client, lineage = filled(serve_buffer)
     batch = draw(client, lineage, 1)
     with Redis.from_url(redis.url) as connection:
@@ -153,7 +153,7 @@ def test_redis_may_forget_its_scripts(serve_buffer: ServeBuffer, redis: RedisPro
     assert draw(client, lineage, 2).batch_id != batch.batch_id
 
 
-def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer, buffer={"batch_deadline_s": 1000.0})
     batch = draw(client, lineage, 1)
     later(client, 1001.0)
@@ -165,7 +165,7 @@ def test_an_expired_batch_is_void_and_the_step_draws_anew(serve_buffer: ServeBuf
     assert [entry.batch_id for entry in acked(client)] == [new.batch_id]
 
 
-def test_an_ack_that_does_not_fit_its_batch_is_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_ack_that_does_not_fit_its_batch_is_refused(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer)
     batch, ahead = draw(client, lineage, 1), draw(client, lineage, 2)
     with pytest.raises(VoidBatchError, match="unknown"):
@@ -183,7 +183,7 @@ def test_an_ack_that_does_not_fit_its_batch_is_refused(serve_buffer: ServeBuffer
     assert len(acked(client)) == 1
 
 
-def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) -> None:
     client, old = filled(serve_buffer)
     batch, prefetched = draw(client, old, 1), draw(client, old, 2)
     ack(client, old, 1, batch)
@@ -207,7 +207,7 @@ def test_everything_of_a_zombie_trainer_is_refused(serve_buffer: ServeBuffer) ->
     assert [(entry.lineage, entry.abandoned) for entry in acked(client)] == [(1, True)]
 
 
-def test_along_the_living_lineage_every_step_appears_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_along_the_living_lineage_every_step_appears_once(serve_buffer: ServeBuffer) -> None:
     client, first = filled(serve_buffer)
     for step in range(1, 6):
         ack(client, first, step, draw(client, first, step))
@@ -230,7 +230,7 @@ def test_along_the_living_lineage_every_step_appears_once(serve_buffer: ServeBuf
     assert (check.num_starts, check.num_batches, check.num_abandoned) == (3, 8, 3)
 
 
-def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: ServeBuffer) -> None:
     client, first = filled(serve_buffer)
     for step in (1, 2, 3, 4):
         ack(client, first, step, draw(client, first, step))
@@ -245,7 +245,7 @@ def test_only_versions_of_the_living_history_can_be_announced(serve_buffer: Serv
     assert client.stats().num_publications == 3
 
 
-def test_a_late_attempt_of_a_trainer_start_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_late_attempt_of_a_trainer_start_changes_nothing(serve_buffer: ServeBuffer) -> None:
     client, _ = filled(serve_buffer)
     request = LineageRequest(trainer_id="t", parent="1-0")
     first = client.new_lineage(request)
@@ -268,7 +268,7 @@ def test_a_late_attempt_of_a_trainer_start_changes_nothing(serve_buffer: ServeBu
     assert client.run().lineage == 3
 
 
-def test_a_late_repeat_of_a_mark_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_late_repeat_of_a_mark_changes_nothing(serve_buffer: ServeBuffer) -> None:
     client, first = filled(serve_buffer)
     requests = [VersionRequest(version=f"1-{step}", token=first.token) for step in (1, 2, 3)]
     replies = [client.announce_version(request) for request in requests]
@@ -279,7 +279,7 @@ def test_a_late_repeat_of_a_mark_changes_nothing(serve_buffer: ServeBuffer) -> N
     assert (after.num_publications, after.log_position) == (before.num_publications, before.log_position)
 
 
-def test_a_new_lineage_announces_the_version_it_starts_from_once_more(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_new_lineage_announces_the_version_it_starts_from_once_more(serve_buffer: ServeBuffer) -> None:
     client, first = filled(serve_buffer)
     replies = [client.announce_version(VersionRequest(version=f"1-{step}", token=first.token)) for step in (1, 2)]
     second = start_lineage(client, PolicyVersion(1, 1), mark=False)
@@ -293,7 +293,7 @@ def test_a_new_lineage_announces_the_version_it_starts_from_once_more(serve_buff
     assert client.stats().log_position == again.log_position + 1
 
 
-def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer) -> None:
     client, first = filled(serve_buffer)
     for step in (1, 2, 3):
         ack(client, first, step, draw(client, first, step))
@@ -323,7 +323,7 @@ def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer
     ]
 
 
-def test_a_draw_waits_for_rollouts_and_is_woken_by_them(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_draw_waits_for_rollouts_and_is_woken_by_them(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(8))
@@ -341,7 +341,7 @@ def test_a_draw_waits_for_rollouts_and_is_woken_by_them(serve_buffer: ServeBuffe
     assert client.run().waits == []
 
 
-def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer)
     batch = draw(client, lineage, 1)
     assert client.command("pause", RunCommand(reason="look")).state_reason == "look"
@@ -374,7 +374,7 @@ def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> 
     assert client.run_changes(after=4).changes == [client.run().last_change]
 
 
-def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer, sampling={"most_on_policy_prob": 1.0})
     client.announce_version(VersionRequest(version="1-1", token=lineage.token))
     client.announce_version(VersionRequest(version="1-2", token=lineage.token))
@@ -387,7 +387,7 @@ def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: Serv
     assert stats.slots["fallback"] == 1
 
 
-def test_samples_per_insert_holds_the_trainer_back(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_samples_per_insert_holds_the_trainer_back(serve_buffer: ServeBuffer) -> None:
     sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
     client, lineage = filled(serve_buffer, sampling=sampling)
     for step in range(1, 5):
@@ -399,7 +399,7 @@ def test_samples_per_insert_holds_the_trainer_back(serve_buffer: ServeBuffer) ->
     draw(client, lineage, 5)
 
 
-def test_rollouts_without_a_reward_hold_generation_back_under_a_name_of_their_own(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_rollouts_without_a_reward_hold_generation_back_under_a_name_of_their_own(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(sampling={"samples_per_insert": 1.0, "samples_per_insert_error": 16}).client()
     client.upload_prompts(make_prompts(8))
     start_lineage(client)
@@ -411,7 +411,7 @@ def test_rollouts_without_a_reward_hold_generation_back_under_a_name_of_their_ow
     assert client.lease(request).wait == "trainer-ahead"
 
 
-def test_void_batches_do_not_count_as_drawn_for_flow_control(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_void_batches_do_not_count_as_drawn_for_flow_control(serve_buffer: ServeBuffer) -> None:
     sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
     client, lineage = filled(serve_buffer, sampling=sampling)
     for step in range(1, 5):
@@ -423,7 +423,7 @@ def test_void_batches_do_not_count_as_drawn_for_flow_control(serve_buffer: Serve
         draw(client, second, step)
 
 
-def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 2})
     for step in (1, 2):
         ack(client, lineage, step, draw(client, lineage, step))
@@ -439,8 +439,7 @@ def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: Ser
 
 @pytest.mark.parametrize("how", ["deadline", "lineage"])
 def test_a_batch_of_an_earlier_interval_that_becomes_void_gives_this_interval_no_more_batches(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    how: str,
+    serve_buffer: ServeBuffer, how: str
 ) -> None:
     client, lineage = filled(
         serve_buffer,
@@ -463,7 +462,7 @@ def test_a_batch_of_an_earlier_interval_that_becomes_void_gives_this_interval_no
     assert caught.value.wait == "alternate-generate"
 
 
-def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(
         serve_buffer,
         sampling={"alternate": True},
@@ -480,7 +479,7 @@ def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer)
 
 
 def test_a_lineage_from_before_the_registered_checkpoint_moves_or_clears_it_and_counts_rollbacks(
-    serve_buffer: ServeBuffer,  # noqa: F811
+    serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer().client()
     lineage = start_lineage(client)

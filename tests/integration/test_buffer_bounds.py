@@ -24,14 +24,14 @@ from tba.errors import UnavailableError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Rollout, decode_batch, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import copy_of, go_back, redis  # noqa: F401
+from tests.support.buffer_fixtures import copy_of, go_back
 from tests.support.redis_process import RedisProcess
 
 Start = Callable[..., Awaitable[Buffer]]
 
 
 @pytest.fixture
-async def start(redis: RedisProcess) -> AsyncIterator[Start]:  # noqa: F811
+async def start(redis: RedisProcess) -> AsyncIterator[Start]:
     """Call it with settings of the buffer section; the first call empties Redis."""
     started: list[Buffer] = []
 

@@ -23,7 +23,7 @@ from tba.errors import BusyError, RunFailedError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait, encode_heartbeat
 from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
 from tests.support.buffer import start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later
 from tests.support.buffer_reads import ask
 from tests.support.metrics import metrics_of, values
 from tests.support.redis_process import RedisProcess
@@ -60,9 +60,7 @@ def waited(buffer: BufferThread, name: str) -> float:
 # ---- how long trainers waited ---------------------------------------------------------------------------------------
 
 
-def test_what_a_trainer_waited_is_counted_once_whatever_becomes_of_its_heartbeats(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_what_a_trainer_waited_is_counted_once_whatever_becomes_of_its_heartbeats(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     assert waited(buffer, "samples-per-insert") == 0.0, "a rate needs a first value"
@@ -73,7 +71,7 @@ def test_what_a_trainer_waited_is_counted_once_whatever_becomes_of_its_heartbeat
     assert (waited(buffer, "samples-per-insert"), waited(buffer, "rollouts")) == (7.5, 1.0)
 
 
-def test_the_count_goes_on_over_the_death_of_trainer_and_buffer(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_count_goes_on_over_the_death_of_trainer_and_buffer(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     trainer_waited(client, "t", 1000.0, batch=5.0)
@@ -88,7 +86,7 @@ def test_the_count_goes_on_over_the_death_of_trainer_and_buffer(serve_buffer: Se
     assert waited(after, "batch") == 7.75
 
 
-def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     beat(client, "s", "searcher", gauges={STARTED_AT_S: 1.0, f"{WAITED_S}batch": 99.0})
@@ -105,7 +103,7 @@ def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer)
 # ---- components -----------------------------------------------------------------------------------------------------
 
 
-def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0})
     client = buffer.client()
     beat(client, "s-1", "searcher", wait=Wait(name="no-version", for_s=3.0, deadline_in_s=60.0))
@@ -125,7 +123,7 @@ def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer)
     assert values(buffer.url, "tba_components_silent")[("searcher",)] == 0
 
 
-def test_ages_are_those_of_the_newest_beat_and_late_waits_show(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_ages_are_those_of_the_newest_beat_and_late_waits_show(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0})
     client = buffer.client()
     assert ("trainer",) not in values(buffer.url, "tba_component_heartbeat_age_seconds")
@@ -141,7 +139,7 @@ def test_ages_are_those_of_the_newest_beat_and_late_waits_show(serve_buffer: Ser
     assert (alive[("trainer",)], alive[("searcher",)], alive[("buffer",)]) == (2, 0, 1)
 
 
-def test_a_draw_that_is_held_is_a_wait_of_the_trainer(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_draw_that_is_held_is_a_wait_of_the_trainer(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     lineage = start_lineage(client)
@@ -166,7 +164,7 @@ def test_a_draw_that_is_held_is_a_wait_of_the_trainer(serve_buffer: ServeBuffer)
     assert not isinstance(answers[0], BusyError)
 
 
-def test_the_state_and_the_step_of_the_run_are_metrics(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_state_and_the_step_of_the_run_are_metrics(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(searcher={"num_searchers": 3})
     client = buffer.client()
     assert values(buffer.url, "tba_run_state")[("running",)] == 1
@@ -209,8 +207,7 @@ def readyz(answers: list[tuple[int, bytes]]) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_the_reward_service_is_a_component_with_its_reason(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     problem = b'{"type": "urn:tba:problem:not-ready", "status": 503, "detail": "the model of `judge` is loading"}'
@@ -238,8 +235,7 @@ BROKEN = b'{"type": "urn:tba:problem:broken-reward", "status": 503, "detail": "t
 
 
 def test_what_a_ready_reward_service_says_beside_is_the_note_of_the_component(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     with readyz([(200, READY_WITH_NOTE)]) as (url, _):
@@ -250,8 +246,7 @@ def test_what_a_ready_reward_service_says_beside_is_the_note_of_the_component(
 
 
 def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_text(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
     answers = [(503, BROKEN)]
@@ -274,7 +269,7 @@ def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_tex
         assert client.run().state == "running"
 
 
-def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     beat(client, "s-1", "searcher", gauges={"tokens_per_s": 100.0, "unpushed": 1.0})
@@ -288,9 +283,7 @@ def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:  #
 
 
 def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays_counted(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch, redis: RedisProcess
 ) -> None:
     monkeypatch.setattr(tba_buffer.run.components, "MAX_TRAINERS", 3)
     buffer = serve_buffer()
@@ -307,7 +300,7 @@ def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays
 # ---- what may not change --------------------------------------------------------------------------------------------
 
 
-def test_the_run_names_what_of_its_recipe_is_constant(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_run_names_what_of_its_recipe_is_constant(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     constants = buffer.client().run().constants
     assert constants["run.name"] == "test"
@@ -333,7 +326,7 @@ def shown(client: BufferClient) -> set[str]:
     return {item.component_id for item in client.run().components if item.kind == "searcher"}
 
 
-def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"max_searchers_shown": 3, "heartbeat_timeout_s": 1000.0})
     client = buffer.client()
     assert [raw_beat(buffer, f"s-{i}")[0] for i in range(3)] == [204] * 3
@@ -354,7 +347,7 @@ def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serv
     assert values(again.url, "tba_heartbeats_refused_total") == {("too-many",): 2.0}
 
 
-def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"max_searchers_shown": 2, "heartbeat_timeout_s": 1000.0})
     client = buffer.client()
     for component_id, state in (("s-0", "running"), ("s-1", "ended")):
@@ -365,7 +358,7 @@ def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuff
     assert shown(client) == {"s-0", "s-2"}
 
 
-def test_a_flood_of_large_heartbeats_leaves_the_run_readable(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_flood_of_large_heartbeats_leaves_the_run_readable(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0, "max_searchers_shown": 100})
     client = buffer.client()
     assert raw_beat(buffer, "large", num_gauges=255)[0] == 413

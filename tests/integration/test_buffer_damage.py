@@ -28,8 +28,8 @@ from tba.config import parse_live
 from tba.errors import UnavailableError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
-from tests.support.buffer_reads import ask, read_everything
+from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.buffer_reads import ask, named, read_everything
 from tests.support.leasing import fulfil, lease, request_eval
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
@@ -38,16 +38,11 @@ KEYS = Keys("test")
 DAMAGE = [b"\xff\x00", b"", b"null", b"[]", b"7", b'{"p": 5, "l": "", "n": 1}', b'{"n": "many"}', b"[" * 5000]
 
 
-def begin(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:  # noqa: F811
+def begin(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:
     client = serve_buffer(**sections).client()
     client.upload_prompts(make_prompts(4, 3))
     start_lineage(client)
     return client
-
-
-def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().damaged
-    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 def store(server: RedisProcess) -> Redis:
@@ -64,9 +59,7 @@ def in_flight(server: RedisProcess) -> int:
 
 @pytest.mark.parametrize("damage", [*DAMAGE, b'{"p": "train-0", "l": "", "n": 1e300}'])
 def test_a_damaged_visit_is_dropped_and_other_pushes_and_leases_go_on(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    damage: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
 ) -> None:
     client = begin(serve_buffer)
     bad, good, left = lease(client, 3).leases
@@ -87,8 +80,7 @@ def test_a_damaged_visit_is_dropped_and_other_pushes_and_leases_go_on(
 
 
 def test_a_damaged_visit_that_waits_to_be_leased_again_is_in_nobodys_way(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client = begin(serve_buffer)
     bad, good = lease(client, 2).leases
@@ -99,10 +91,7 @@ def test_a_damaged_visit_that_waits_to_be_leased_again_is_in_nobodys_way(
     assert named(client) == {("visit", bad.visit_id)}
 
 
-def test_a_visit_whose_prompt_is_not_there_ends(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_a_visit_whose_prompt_is_not_there_ends(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     client = begin(serve_buffer)
     (bad,) = lease(client, 1).leases
     client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=[bad.lease_id]))
@@ -117,9 +106,7 @@ def test_a_visit_whose_prompt_is_not_there_ends(
 
 @pytest.mark.parametrize("damage", [*DAMAGE, b'{"k": "train", "s": "s1"}', b'{"k": "other", "s": "s1", "v": "x"}'])
 def test_a_damaged_lease_is_unknown_to_its_holder_and_what_it_owed_is_leased_again(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    damage: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(4, 3))
@@ -145,8 +132,7 @@ def test_a_damaged_lease_is_unknown_to_its_holder_and_what_it_owed_is_leased_aga
 
 
 def test_a_lease_request_that_is_sent_again_gets_what_can_be_read(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client = begin(serve_buffer)
     request = LeaseRequest(searcher_id="s1", max_leases=3, request_id="r-1")
@@ -158,10 +144,7 @@ def test_a_lease_request_that_is_sent_again_gets_what_can_be_read(
     assert lease(client, 1, "s2").leases[0].visit_id == bad.visit_id
 
 
-def test_a_unit_that_is_none_is_in_no_evaluations_way(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_a_unit_that_is_none_is_in_no_evaluations_way(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(4, 3))
     lineage = start_lineage(client)
@@ -173,8 +156,7 @@ def test_a_unit_that_is_none_is_in_no_evaluations_way(
 
 
 def test_damaged_counts_and_lines_of_the_audit_stop_no_push_and_no_lease(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client = begin(serve_buffer)
     client.change_settings(SettingsRequest(settings=parse_live({"sampling_temperature": 0.5})))
@@ -188,8 +170,7 @@ def test_damaged_counts_and_lines_of_the_audit_stop_no_push_and_no_lease(
 
 
 def test_a_damaged_count_of_what_a_trainer_waited_stops_no_heartbeat(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client = begin(serve_buffer)
 
@@ -221,10 +202,7 @@ def test_a_damaged_count_of_what_a_trainer_waited_stops_no_heartbeat(
 # ---- what is drawn -------------------------------------------------------------------------------------------------
 
 
-def begin_with_damage(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    server: RedisProcess,
-) -> tuple[BufferClient, LineageReply, str]:
+def begin_with_damage(serve_buffer: ServeBuffer, server: RedisProcess) -> tuple[BufferClient, LineageReply, str]:
     """Six scored rollouts of one prompt, one of which is damaged."""
     client = serve_buffer(sampling={"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 4}).client()
     client.upload_prompts(make_prompts(1))
@@ -243,8 +221,7 @@ def failed_alone(client: BufferClient, bad: str) -> None:
 
 
 def test_a_damaged_rollout_that_is_drawn_fails_and_no_trainer_sees_it(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client, lineage, bad = begin_with_damage(serve_buffer, redis)
     for step in range(1, 21):
@@ -257,10 +234,7 @@ def test_a_damaged_rollout_that_is_drawn_fails_and_no_trainer_sees_it(
     failed_alone(client, bad)
 
 
-def test_a_damaged_rollout_is_in_no_sample(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_a_damaged_rollout_is_in_no_sample(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     client, _, bad = begin_with_damage(serve_buffer, redis)
     for seed in range(5):
         found = client.sample(6, seed=seed)
@@ -297,11 +271,7 @@ def ready(client: BufferClient) -> None:
 )
 @pytest.mark.parametrize("is_restored", [True, False])
 def test_a_damaged_number_that_losses_are_found_by_is_taken_as_a_loss(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    name: str,
-    value: bytes,
-    is_restored: bool,
+    serve_buffer: ServeBuffer, redis: RedisProcess, name: str, value: bytes, is_restored: bool
 ) -> None:
     client = begin(serve_buffer)
     client.push([encode_rollout(make_rollout()) for _ in range(3)])
@@ -330,8 +300,7 @@ def test_a_damaged_number_that_losses_are_found_by_is_taken_as_a_loss(
 
 
 def test_counters_that_are_older_than_the_log_are_a_loss_that_can_be_accepted(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     first = serve_buffer()
     client = first.client()
@@ -351,10 +320,7 @@ def test_counters_that_are_older_than_the_log_are_a_loss_that_can_be_accepted(
     assert client.stats().num_rollouts == 5
 
 
-def test_a_buffer_starts_and_evicts_over_damaged_numbers(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_a_buffer_starts_and_evicts_over_damaged_numbers(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     bounds = {"max_rollouts": 2}
     first = serve_buffer(buffer=bounds, sampling={"min_size_to_sample": 1})
     client = first.client()
@@ -375,9 +341,7 @@ def test_a_buffer_starts_and_evicts_over_damaged_numbers(
 
 @pytest.mark.parametrize("field", ["generation", "marks"])
 async def test_a_damaged_base_is_named_and_is_no_defect_of_the_buffer(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    field: str,
+    serve_buffer: ServeBuffer, redis: RedisProcess, field: str
 ) -> None:
     buffer = Buffer(make_recipe(buffer={"redis_url": redis.url}), CollectorRegistry())
     base = {"generation": 1, "position": 0, "num_pieces": 0, "marks": "[]"} | {field: b"\xff"}
@@ -387,10 +351,7 @@ async def test_a_damaged_base_is_named_and_is_no_defect_of_the_buffer(
     await buffer.stop()
 
 
-def test_what_is_restored_is_not_named_any_more(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_what_is_restored_is_not_named_any_more(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     first = serve_buffer()
     client = first.client()
     client.upload_prompts(make_prompts(4))

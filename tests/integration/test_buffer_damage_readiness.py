@@ -12,7 +12,7 @@ from tba.api import LineageRequest, RunCommand
 from tba.versions import PolicyVersion
 from tba.wire import encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.buffer_reads import ask
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
@@ -28,10 +28,7 @@ def readiness(url: str) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize(("key", "field"), [*COUNTS, ("run", "step"), ("run", "latest_version"), ("run", "retries")])
 def test_what_leases_cannot_do_without_makes_the_service_not_ready_until_it_is_restored(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    key: str,
-    field: str,
+    serve_buffer: ServeBuffer, redis: RedisProcess, key: str, field: str
 ) -> None:
     url = serve_buffer().url
     with Redis.from_url(redis.url) as store:
@@ -47,10 +44,7 @@ def test_what_leases_cannot_do_without_makes_the_service_not_ready_until_it_is_r
 
 @pytest.mark.parametrize(("key", "field"), BARE)
 def test_what_is_only_shown_leaves_the_service_ready(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    key: str,
-    field: str,
+    serve_buffer: ServeBuffer, redis: RedisProcess, key: str, field: str
 ) -> None:
     client = serve_buffer().client()
     with Redis.from_url(redis.url) as store:
@@ -61,10 +55,7 @@ def test_what_is_only_shown_leaves_the_service_ready(
     assert readiness(client.base_url)[0] == 200
 
 
-def test_a_damaged_lineage_lets_no_rollout_look_too_old(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_a_damaged_lineage_lets_no_rollout_look_too_old(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     settings: dict[str, Any] = {"max_policy_age_steps": 10}
     server = serve_buffer(buffer=settings)
     client = server.client()
@@ -90,10 +81,7 @@ def test_a_damaged_lineage_lets_no_rollout_look_too_old(
 
 @pytest.mark.parametrize(("field", "value"), [("state", b"bogus"), ("step", b"many"), ("lineage", b"\xff")])
 def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    field: str,
-    value: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, field: str, value: bytes
 ) -> None:
     client = serve_buffer().client()
     start_lineage(client)
@@ -106,8 +94,7 @@ def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
 
 
 def test_a_damaged_piece_of_the_run_is_noted_however_many_items_are(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client = serve_buffer().client()
     with Redis.from_url(redis.url) as store:

@@ -27,13 +27,12 @@ from tba.api import (
     SettingsRequest,
     VersionRequest,
 )
-from tba.clients import BufferClient
 from tba.config import parse_live
 from tba.errors import ConflictError, TbaError, UnavailableError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
-from tests.support.buffer_reads import ask
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.buffer_reads import ask, named
 from tests.support.leasing import lease, request_eval
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
@@ -128,7 +127,7 @@ class World:
 
 
 @pytest.fixture
-def world(serve_buffer: ServeBuffer, redis: RedisProcess) -> Iterator[World]:  # noqa: F811
+def world(serve_buffer: ServeBuffer, redis: RedisProcess) -> Iterator[World]:
     made = World(serve_buffer, redis)
     yield made
     made.store.close()
@@ -178,11 +177,6 @@ def test_a_damaged_field_of_what_says_how_the_run_stands_is_named(
 ) -> None:
     world.damage(name, field, damage)
     check_answers(world, name, field)
-
-
-def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().damaged
-    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 @pytest.mark.parametrize("change", [{"deadline_s": None}, {"deadline_s": "soon"}, {"num_samples": 0}, {"version": 3}])
@@ -310,7 +304,7 @@ def test_a_number_that_is_too_large_stays_named_whoever_reads_it(world: World) -
         assert ("counter", "acknowledged") in named(world.client)
 
 
-def test_damaged_counts_of_evictions_stop_no_push(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+def test_damaged_counts_of_evictions_stop_no_push(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     buffer = serve_buffer(buffer={"max_rollouts": 2}, sampling={"min_size_to_sample": 1, "prompts_per_batch": 1})
     with Redis.from_url(redis.url) as store:
         store.hset(KEYS.counters, "evicted:max_rollouts", b"\xff")
@@ -323,8 +317,7 @@ def test_damaged_counts_of_evictions_stop_no_push(serve_buffer: ServeBuffer, red
 
 
 def test_a_position_of_the_log_without_a_log_is_repaired_by_accepting(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     buffer = serve_buffer()
     with Redis.from_url(redis.url) as store:

@@ -14,7 +14,6 @@ from tba_buffer.service import Buffer
 from tba.api import BatchRequest, LineageReply, LineageRequest, VersionRequest
 from tba.errors import BusyError
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
-from tests.support.buffer_fixtures import redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
 
 HOUR_S = 3600.0
@@ -50,7 +49,7 @@ def request_of(lineage: LineageReply, step: int, wait_s: float = 0.0) -> BatchRe
 
 
 @pytest.fixture
-async def start(redis: RedisProcess, clock: WallClock) -> AsyncIterator:  # noqa: F811
+async def start(redis: RedisProcess, clock: WallClock) -> AsyncIterator:
     started = []
 
     async def starter(**sampling: object) -> Buffer:

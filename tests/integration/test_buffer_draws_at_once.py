@@ -15,14 +15,14 @@ from tba.errors import BusyError, UnavailableError
 from tba.wire import Batch
 from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 
 THREADS = 8
 BATCH = 16
 
 
-def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:  # noqa: F811
+def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:
     client = serve_buffer(**sections).client()
     client.upload_prompts(make_prompts(8))
     lineage = start_lineage(client)
@@ -41,12 +41,12 @@ def draw_or_none(client: BufferClient, lineage: LineageReply, step: int) -> Batc
         return None
 
 
-def counters(redis: RedisProcess) -> dict[str, int]:  # noqa: F811
+def counters(redis: RedisProcess) -> dict[str, int]:
     with Redis.from_url(redis.url, decode_responses=True) as connection:
         return {name: int(value) for name, value in connection.hgetall("tba:test:counters").items()}  # pyright: ignore
 
 
-def test_draws_of_many_steps_and_of_the_same_step_at_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_draws_of_many_steps_and_of_the_same_step_at_once(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer)
     steps = [step for step in range(1, 21) for _ in range(3)]  # each three times
     with ThreadPoolExecutor(THREADS) as pool:
@@ -59,10 +59,7 @@ def test_draws_of_many_steps_and_of_the_same_step_at_once(serve_buffer: ServeBuf
     assert client.stats().rollouts_drawn == 20 * BATCH
 
 
-def test_draws_at_once_never_overshoot_samples_per_insert(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_draws_at_once_never_overshoot_samples_per_insert(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     client, lineage = filled(serve_buffer, sampling={"samples_per_insert": 2.0, "samples_per_insert_error": 16})
     num_allowed = (2 * 48 + 16) // BATCH
     with ThreadPoolExecutor(THREADS) as pool:
@@ -75,7 +72,7 @@ def test_draws_at_once_never_overshoot_samples_per_insert(
     assert sum(batch is not None for batch in more) == 2
 
 
-def test_draws_at_once_never_overshoot_an_alternate_interval(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_draws_at_once_never_overshoot_an_alternate_interval(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 3})
     for interval in range(2):
         steps = range(1 + 20 * interval, 21 + 20 * interval)
@@ -86,10 +83,7 @@ def test_draws_at_once_never_overshoot_an_alternate_interval(serve_buffer: Serve
         client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
 
 
-def test_a_batch_is_whole_however_much_is_evicted_meanwhile(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_a_batch_is_whole_however_much_is_evicted_meanwhile(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     """Every push evicts a sixth of what is stored, while a trainer trains and two draws run ahead of it."""
     buffer = serve_buffer(buffer={"max_rollouts": 48})
     client = buffer.client()
@@ -134,8 +128,7 @@ def test_a_batch_is_whole_however_much_is_evicted_meanwhile(
 
 
 def test_a_batch_with_a_lost_rollout_is_never_answered_and_counts_as_void(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client, lineage = filled(serve_buffer)
     client.draw_batch(request_of(lineage, 1))

@@ -22,6 +22,7 @@ from tba.errors import ConfigError, UnavailableError
 from tests.support import redis_process
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import BufferThread
+from tests.support.buffer_reads import readyz
 from tests.support.redis_process import DURABLE, RedisProcess, redis_server_path, start_redis
 from tests.support.waiting import until
 
@@ -74,15 +75,6 @@ def why_refused(client: BufferClient) -> str | None:
     except UnavailableError as error:
         return str(error)
     return None
-
-
-def readyz(url: str) -> tuple[int, dict[str, Any]]:
-    try:
-        with urllib.request.urlopen(f"{url}/readyz") as reply:
-            return reply.status, json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
 
 
 @pytest.mark.parametrize(

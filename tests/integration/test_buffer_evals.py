@@ -9,7 +9,7 @@ from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, FencedError, NotFoundError
 from tba.versions import PolicyVersion
 from tests.support.buffer import make_prompts, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leasing import lease, request_eval
 
 
@@ -20,7 +20,7 @@ def report(client: BufferClient, item: Lease, rewards: list[float | None], searc
     client.eval_results(item.eval_id, EvalResults(searcher_id=searcher_id, version=item.version, results=[result]))
 
 
-def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(5, 6))
     lineage = start_lineage(client)
@@ -42,7 +42,7 @@ def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve
     assert client.stats().num_rollouts == 0
 
 
-def test_only_the_living_trainer_evaluates_and_only_versions_that_were_announced(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_only_the_living_trainer_evaluates_and_only_versions_that_were_announced(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1, 3))
     old = start_lineage(client)
@@ -59,7 +59,7 @@ def test_only_the_living_trainer_evaluates_and_only_versions_that_were_announced
     assert request_eval(client, new, "0-0").state == "pending"
 
 
-def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(20, 3))
     lineage = start_lineage(client)
@@ -78,7 +78,7 @@ def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer
 
 
 def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_counts_once(
-    serve_buffer: ServeBuffer,  # noqa: F811
+    serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer(buffer={"lease_s": 10.0}).client()
     client.upload_prompts(make_prompts(1, 3))
@@ -96,7 +96,7 @@ def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_
     assert done.accuracy == pytest.approx(2 / 3)
 
 
-def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1, 3))
     lineage = start_lineage(client)
@@ -117,7 +117,7 @@ def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve
     assert client.get_eval(info.eval_id).accuracy == 1.0
 
 
-def test_results_that_fit_no_lease_are_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_results_that_fit_no_lease_are_refused(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     lineage = start_lineage(client)
     with pytest.raises(ConflictError, match="held-out"):
@@ -136,7 +136,7 @@ def test_results_that_fit_no_lease_are_refused(serve_buffer: ServeBuffer) -> Non
     assert client.get_eval(info.eval_id).num_done == 0
 
 
-def test_a_stopping_run_still_evaluates_but_gives_no_visits(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_stopping_run_still_evaluates_but_gives_no_visits(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(5, 3))
     lineage = start_lineage(client)
@@ -150,7 +150,7 @@ def test_a_stopping_run_still_evaluates_but_gives_no_visits(serve_buffer: ServeB
 
 
 def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that_all_evaluations_have(
-    serve_buffer: ServeBuffer,  # noqa: F811
+    serve_buffer: ServeBuffer,
 ) -> None:
     section = {"num_prompts": 1, "num_prompts_final": 3, "num_samples": 2, "pass_at": [2], "best_metric": "pass@2"}
     client = serve_buffer(eval=section).client()
@@ -178,7 +178,7 @@ def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that
     assert [item.pass_at for item in info.evals] == [{2: pytest.approx(2 / 3)}, {2: pytest.approx(1 / 3)}, {2: 1.0}]
 
 
-def test_a_version_with_hardly_any_known_score_does_not_become_the_best(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_version_with_hardly_any_known_score_does_not_become_the_best(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(eval={"num_prompts": 3, "num_samples": 2}).client()
     client.upload_prompts(make_prompts(1, 3))
     lineage = start_lineage(client)
@@ -198,7 +198,7 @@ def test_a_version_with_hardly_any_known_score_does_not_become_the_best(serve_bu
 
 
 def test_what_a_searcher_measured_is_in_the_evaluation_and_what_is_not_finite_is_refused(
-    serve_buffer: ServeBuffer,  # noqa: F811
+    serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1, 3))

@@ -23,7 +23,7 @@ from tba.wire import Heartbeat, Wait
 from tba_cli.commands.status import lasting_events
 from tba_cli.main import main
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.metrics import values
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
@@ -88,7 +88,7 @@ def read_all(sock: socket.socket) -> bytes:
 # ---- what is told ---------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_tells_the_run_and_then_what_changes(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_stream_tells_the_run_and_then_what_changes(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(4, 2))
@@ -128,7 +128,7 @@ def test_a_stream_tells_the_run_and_then_what_changes(serve_buffer: ServeBuffer)
     assert len(set(numbers)) == len(numbers)
 
 
-def test_what_stays_the_same_is_not_told_again(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_what_stays_the_same_is_not_told_again(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     wait = Wait(name="trainer-ahead", for_s=2.0, deadline_in_s=60.0)
@@ -143,10 +143,7 @@ def test_what_stays_the_same_is_not_told_again(serve_buffer: ServeBuffer) -> Non
     assert told[2].data["over"]
 
 
-def test_redis_that_is_away_is_told_and_its_return_too(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_redis_that_is_away_is_told_and_its_return_too(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     buffer = serve_buffer()
     follower = Follower(buffer.client().events())
     follower.find("the run", lambda event: event.event == "run")
@@ -166,7 +163,7 @@ def test_redis_that_is_away_is_told_and_its_return_too(
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_goes_on_where_another_was_cut(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_stream_goes_on_where_another_was_cut(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     begun = first(buffer)
@@ -181,10 +178,7 @@ def test_a_stream_goes_on_where_another_was_cut(serve_buffer: ServeBuffer) -> No
         assert first(buffer, last_event_id=unknown).event == "run"
 
 
-def test_an_old_stream_ends_and_its_reader_goes_on(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_old_stream_ends_and_its_reader_goes_on(serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tba_buffer.run.events, "RENEW_S", 0.1)
     monkeypatch.setattr(tba_buffer.run.events, "KEEPALIVE_S", 0.05)
     buffer = serve_buffer()
@@ -203,10 +197,7 @@ def test_an_old_stream_ends_and_its_reader_goes_on(
     assert "does not answer" in said[0]
 
 
-def test_a_quiet_stream_sends_comments(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_quiet_stream_sends_comments(serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tba_buffer.run.events, "KEEPALIVE_S", 0.05)
     buffer = serve_buffer()
     with urllib.request.urlopen(f"{buffer.url}/v1/events", timeout=60) as answer:
@@ -220,10 +211,7 @@ def test_a_quiet_stream_sends_comments(
 # ---- bounds and ends ------------------------------------------------------------------------------------------------
 
 
-def test_more_streams_than_may_be_are_refused(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_streams_than_may_be_are_refused(serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tba_buffer.run.events, "MAX_STREAMS", 2)
     monkeypatch.setattr(tba_buffer.run.events, "KEEPALIVE_S", 0.05)
     buffer = serve_buffer()
@@ -239,10 +227,7 @@ def test_more_streams_than_may_be_are_refused(
     open_streams[1].close()
 
 
-def test_a_reader_that_does_not_read_is_cut_off(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reader_that_does_not_read_is_cut_off(serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tba_buffer.run.events, "MAX_QUEUED", 16)
     monkeypatch.setattr(tba_buffer.run.events, "SEND_S", 0.5)
     buffer = serve_buffer()
@@ -273,7 +258,7 @@ def test_a_reader_that_does_not_read_is_cut_off(
     assert values(buffer.url, "tba_event_streams") == {(): 1}
 
 
-def test_a_service_that_stops_ends_its_streams_in_good_order(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_service_that_stops_ends_its_streams_in_good_order(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     followers = [Follower(buffer.client().events()) for _ in range(3)]
     for follower in followers:
@@ -285,7 +270,7 @@ def test_a_service_that_stops_ends_its_streams_in_good_order(serve_buffer: Serve
     assert not buffer.is_alive
 
 
-def test_who_may_follow(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_who_may_follow(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(tokens=TOKENS)
     for role, token in [*TOKENS.items(), ("nobody", None), ("stranger", "guess-0123456789-guess")]:
         with closing(buffer.client(token=token).events()) as events:
@@ -296,7 +281,7 @@ def test_who_may_follow(serve_buffer: ServeBuffer) -> None:  # noqa: F811
                     next(events)
 
 
-def test_a_stream_ends_when_its_token_is_taken_away(serve_buffer: ServeBuffer, tmp_path: Path) -> None:  # noqa: F811
+def test_a_stream_ends_when_its_token_is_taken_away(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(TOKENS))
     buffer = serve_buffer(tokens=TokensFile(path))
@@ -326,9 +311,7 @@ def test_a_stream_ends_when_its_token_is_taken_away(serve_buffer: ServeBuffer, t
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_follows_until_the_run_is_over(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    capfd: pytest.CaptureFixture[str],
-    as_json: bool,
+    serve_buffer: ServeBuffer, capfd: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
     buffer = serve_buffer()
     client = buffer.client()

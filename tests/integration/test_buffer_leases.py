@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
@@ -16,15 +20,61 @@ from tba.clients import BufferClient
 from tba.errors import ConflictError, UnauthorizedError
 from tba.wire import Heartbeat, Wait, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leasing import fulfil, lease, request_eval
-from tests.support.lossy_proxy import LossyProxy
 from tests.support.metrics import values
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import DEADLINE_S
 
 
-def open_work(redis: RedisProcess) -> dict[str, int]:  # noqa: F811
+class LossyProxy:
+    """Serves on a loopback port from a thread, as a context manager.
+
+    Args:
+        url: the service.
+        num_to_lose: answers that never arrive; the requests do.
+    """
+
+    def __init__(self, url: str, *, num_to_lose: int) -> None:
+        self.num_to_lose = num_to_lose
+        proxy, target = self, urlsplit(url).netloc
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                connection = HTTPConnection(target, timeout=30)
+                connection.request("POST", self.path, body, {"content-type": self.headers["content-type"]})
+                answer = connection.getresponse()
+                content = answer.read()
+                connection.close()
+                if proxy.num_to_lose > 0:
+                    proxy.num_to_lose -= 1
+                    self.close_connection = True
+                    return
+                self.send_response(answer.status)
+                self.send_header("content-type", answer.headers["content-type"])
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing on stderr."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> LossyProxy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def open_work(redis: RedisProcess) -> dict[str, int]:
     """What is on lease or waits to be leased again, as Redis has it."""
     with Redis.from_url(redis.url) as client:
         return {
@@ -36,7 +86,7 @@ def open_work(redis: RedisProcess) -> dict[str, int]:  # noqa: F811
         }
 
 
-def test_an_upload_is_idempotent_and_changed_content_is_refused_whole(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_upload_is_idempotent_and_changed_content_is_refused_whole(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     prompts = make_prompts(5, 2)
     assert client.upload_prompts(prompts).num_new == 7
@@ -49,7 +99,7 @@ def test_an_upload_is_idempotent_and_changed_content_is_refused_whole(serve_buff
     assert client.stats().num_prompts_train == 5
 
 
-def test_leases_name_what_they_wait_for(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_leases_name_what_they_wait_for(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     assert lease(client).wait == "no-version"
     start_lineage(client)
@@ -62,7 +112,7 @@ def test_leases_name_what_they_wait_for(serve_buffer: ServeBuffer) -> None:  # n
     assert (reply.leases, reply.wait, reply.run_state) == ([], "run-paused", "paused")
 
 
-def test_an_epoch_leases_every_prompt_once_and_a_restart_goes_on_where_it_was(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_epoch_leases_every_prompt_once_and_a_restart_goes_on_where_it_was(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(10, 3))
     start_lineage(client)
@@ -75,7 +125,7 @@ def test_an_epoch_leases_every_prompt_once_and_a_restart_goes_on_where_it_was(se
     assert len({item.prompt.prompt_id for item in lease(again, 10).leases}) == 10
 
 
-def test_an_expired_visit_comes_back_first_and_owes_only_what_is_missing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_expired_visit_comes_back_first_and_owes_only_what_is_missing(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"lease_s": 1000.0}).client()
     client.upload_prompts(make_prompts(10))
     start_lineage(client)
@@ -93,7 +143,7 @@ def test_an_expired_visit_comes_back_first_and_owes_only_what_is_missing(serve_b
     assert (stats.num_rollouts, stats.leases["fulfilled"], stats.leases["open"]) == (11, 2, 2)
 
 
-def test_only_the_owner_returns_a_lease_and_it_is_given_out_at_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_only_the_owner_returns_a_lease_and_it_is_given_out_at_once(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(10))
     start_lineage(client)
@@ -107,7 +157,7 @@ def test_only_the_owner_returns_a_lease_and_it_is_given_out_at_once(serve_buffer
     assert again.lease_id != mine.lease_id
 
 
-def test_visits_that_cannot_be_sampled_end_and_make_room_for_those_that_can(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_visits_that_cannot_be_sampled_end_and_make_room_for_those_that_can(serve_buffer: ServeBuffer) -> None:
     sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
     client = serve_buffer(sampling=sampling).client()
     client.upload_prompts(make_prompts(10))
@@ -128,7 +178,7 @@ def test_visits_that_cannot_be_sampled_end_and_make_room_for_those_that_can(serv
     assert client.stats().leases["refused"] == 10
 
 
-def test_a_renewed_lease_outlives_its_deadline_and_a_lost_one_is_named(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_renewed_lease_outlives_its_deadline_and_a_lost_one_is_named(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"lease_s": 1000.0}).client()
     client.upload_prompts(make_prompts(10, 3))
     lineage = start_lineage(client)
@@ -149,7 +199,7 @@ def test_a_renewed_lease_outlives_its_deadline_and_a_lost_one_is_named(serve_buf
     assert reply.lost_lease_ids == [renewed.lease_id]
 
 
-def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -> None:
     sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
     client = serve_buffer(sampling=sampling).client()
     client.upload_prompts(make_prompts(20))
@@ -165,7 +215,7 @@ def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -
     assert client.push(make_payloads(["train-0"])).outcomes[0].outcome == "new"
 
 
-def test_searchers_that_ask_at_once_share_the_room(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_searchers_that_ask_at_once_share_the_room(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(sampling={"samples_per_insert": 1.0, "samples_per_insert_error": 16})
     client = buffer.client()
     client.upload_prompts(make_prompts(50))
@@ -176,7 +226,7 @@ def test_searchers_that_ask_at_once_share_the_room(serve_buffer: ServeBuffer) ->
     assert len(visits) == len(set(visits)) == 4
 
 
-def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(sampling={"alternate": True}, trainer={"sync_interval": 2}).client()
     client.upload_prompts(make_prompts(20))
     lineage = start_lineage(client)
@@ -192,7 +242,7 @@ def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_bu
 # ---- requests that are sent again -----------------------------------------------------------------------------------
 
 
-def test_a_request_that_is_sent_again_gets_the_same_leases(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_request_that_is_sent_again_gets_the_same_leases(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(20, 3))
     request_eval(client, start_lineage(client))
@@ -206,7 +256,7 @@ def test_a_request_that_is_sent_again_gets_the_same_leases(serve_buffer: ServeBu
     assert not {item.visit_id for item in other.leases} & {item.visit_id for item in first.leases}
 
 
-def test_a_request_that_is_sent_again_answers_what_it_still_holds(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_request_that_is_sent_again_answers_what_it_still_holds(serve_buffer: ServeBuffer) -> None:
     """As a proxy that repeats an old request would: some of its leases have ended, and nothing may get lost by that."""
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(20))
@@ -223,7 +273,7 @@ def test_a_request_that_is_sent_again_answers_what_it_still_holds(serve_buffer: 
     assert lease(client, 1, "s2").leases[0].visit_id == given_back.visit_id
 
 
-def test_a_request_that_is_sent_again_starts_the_deadline_anew(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_request_that_is_sent_again_starts_the_deadline_anew(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"lease_s": 1000.0}).client()
     client.upload_prompts(make_prompts(20))
     start_lineage(client)
@@ -239,7 +289,7 @@ def test_a_request_that_is_sent_again_starts_the_deadline_anew(serve_buffer: Ser
     assert client.stats().leases["expired"] == 3
 
 
-def test_a_lost_reply_leaves_no_lease_that_nobody_knows(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_lost_reply_leaves_no_lease_that_nobody_knows(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(20))
@@ -259,10 +309,7 @@ def test_a_lost_reply_leaves_no_lease_that_nobody_knows(serve_buffer: ServeBuffe
 # ---- one prompt, many visits ----------------------------------------------------------------------------------------
 
 
-def test_one_prompt_is_on_lease_hundreds_of_times_at_once(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_one_prompt_is_on_lease_hundreds_of_times_at_once(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     """Red-teaming has a single prompt: 256 searchers hold 400 visits of it, and every one gets its share."""
     buffer = serve_buffer(sampling={"rollouts_per_visit": 20})
     client = buffer.client()
@@ -285,7 +332,7 @@ def test_one_prompt_is_on_lease_hundreds_of_times_at_once(
     assert epochs == list(range(400))  # an epoch of one prompt is one visit
 
 
-def test_expiry_gives_back_exactly_what_is_missing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_expiry_gives_back_exactly_what_is_missing(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"lease_s": 1000.0}, sampling={"rollouts_per_visit": 5})
     client = buffer.client()
     client.upload_prompts(make_prompts(1))
@@ -309,7 +356,7 @@ def test_expiry_gives_back_exactly_what_is_missing(serve_buffer: ServeBuffer) ->
     assert stats.num_rollouts >= 200
 
 
-def test_epochs_go_on_over_prompts_that_were_uploaded_meanwhile(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_epochs_go_on_over_prompts_that_were_uploaded_meanwhile(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(3, 2))
     start_lineage(client)
@@ -326,8 +373,7 @@ def test_epochs_go_on_over_prompts_that_were_uploaded_meanwhile(serve_buffer: Se
 
 
 def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     """Leases that are fulfilled, half fulfilled, returned, refused, expired and asked for twice, all at once."""
     buffer = serve_buffer(buffer={"lease_s": 0.5}, sampling={"rollouts_per_visit": 3})
@@ -376,7 +422,7 @@ def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
 # ---- posterior selection --------------------------------------------------------------------------------------------
 
 
-def test_posterior_selection_visits_prompts_that_succeed_about_half_the_time(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_posterior_selection_visits_prompts_that_succeed_about_half_the_time(serve_buffer: ServeBuffer) -> None:
     """30 hopeless, 30 mastered and 6 prompts in the middle, 16 scored rollouts each."""
     client = serve_buffer(data={"selection": "posterior"}, buffer={"max_rollouts": 2000}).client()
     client.upload_prompts([*make_prompts(0, 3), *make_prompts(66)])
@@ -391,7 +437,7 @@ def test_posterior_selection_visits_prompts_that_succeed_about_half_the_time(ser
     assert [item.visit_id for item in leases] == [f"visit-{i // 66}-{i % 66}" for i in range(100)]
 
 
-def test_posterior_selection_goes_on_after_a_restart_as_if_there_was_none(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_posterior_selection_goes_on_after_a_restart_as_if_there_was_none(serve_buffer: ServeBuffer) -> None:
     """The choice is a function of seed, cursor and index: a process that takes over chooses the same."""
     visits = []
     for name in ("goes-on", "restarts"):
@@ -414,7 +460,7 @@ def test_posterior_selection_goes_on_after_a_restart_as_if_there_was_none(serve_
 # ---- evaluations ----------------------------------------------------------------------------------------------------
 
 
-def test_heartbeats_show_components_and_what_they_wait_for(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_heartbeats_show_components_and_what_they_wait_for(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0}).client()
     beat = Heartbeat(
         component_id="searcher-1",
@@ -439,8 +485,7 @@ def test_heartbeats_show_components_and_what_they_wait_for(serve_buffer: ServeBu
 
 
 def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client = serve_buffer(buffer={"lease_s": 1000.0}).client()
     client.upload_prompts(make_prompts(4))
@@ -456,7 +501,7 @@ def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(
 
 
 def test_a_push_counts_only_under_the_name_of_a_searcher_that_the_visit_was_leased_to(
-    serve_buffer: ServeBuffer,  # noqa: F811
+    serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(4))
@@ -479,9 +524,7 @@ def test_a_push_counts_only_under_the_name_of_a_searcher_that_the_visit_was_leas
     assert client.stats().leases["fulfilled"] == 1
 
 
-def test_acts_on_a_lease_of_another_searcher_change_nothing_and_are_counted(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_acts_on_a_lease_of_another_searcher_change_nothing_and_are_counted(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(4, 3))
@@ -505,7 +548,7 @@ def test_acts_on_a_lease_of_another_searcher_change_nothing_and_are_counted(
     assert client.stats().leases["fulfilled"] == 1
 
 
-def test_a_searcher_does_not_beat_under_the_id_of_the_trainer(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_searcher_does_not_beat_under_the_id_of_the_trainer(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.heartbeat(Heartbeat(component_id="one", kind="trainer", run="test", state="x", version=None, wait=None))
     with pytest.raises(UnauthorizedError, match="'one' is a trainer, and not a searcher"):

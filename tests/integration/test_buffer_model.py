@@ -27,7 +27,6 @@ from tba.wire import Batch, Rollout, VersionSpan, decode_batch, encode_rollout
 from tests.support import bounds_model
 from tests.support.bounds_model import Stored
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
 
 MIN_SIZE, ROLLOUTS_PER_CALL, NUM_PROMPTS = 8, 3, 4
@@ -342,9 +341,7 @@ class History:
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories, limits=bounds)
 def test_every_history_ends_as_the_model_says(
-    redis: RedisProcess,  # noqa: F811
-    history: list[tuple[str, Any]],
-    limits: dict[str, Any],
+    redis: RedisProcess, history: list[tuple[str, Any]], limits: dict[str, Any]
 ) -> None:
     recipe = make_recipe(buffer={"redis_url": redis.url, **limits}, sampling={"min_size_to_sample": MIN_SIZE})
     with pytest.MonkeyPatch.context() as patch:

@@ -21,13 +21,13 @@ from tba.config import LiveSettings
 from tba.fields import MAX_NUMBER
 from tba.wire import Heartbeat, Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later, redis, serve_buffer  # noqa: F401
-from tests.support.buffer_reads import READS, ask, read_everything
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.buffer_reads import READS, ask, named, read_everything
 from tests.support.leasing import lease, request_eval
 from tests.support.metrics import values
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
-from tests.support.scored_buffer import reward, sections, statuses  # noqa: F401
+from tests.support.scored_buffer import sections, statuses
 from tests.support.waiting import until
 
 KEYS = Keys("test")
@@ -62,8 +62,7 @@ def result_of(item: Lease, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_results_of_an_evaluation_with_huge_numbers_are_refused_and_nothing_else_notices(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    fields: dict[str, Any],
+    serve_buffer: ServeBuffer, fields: dict[str, Any]
 ) -> None:
     client, info, leases = open_eval(serve_buffer())
     path = f"/v1/evals/{info.eval_id}"
@@ -93,7 +92,7 @@ def changed(rollout: Rollout, fields: Mapping[str, Any]) -> bytes:
     return bytes(msgpack.packb({**msgpack.unpackb(encode_rollout(rollout)), **fields}))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_pushed_number_that_is_too_large_costs_its_own_rollout_alone(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_pushed_number_that_is_too_large_costs_its_own_rollout_alone(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2))
     start_lineage(client)
@@ -111,8 +110,7 @@ def test_a_pushed_number_that_is_too_large_costs_its_own_rollout_alone(serve_buf
 
 
 def test_a_huge_reward_of_a_scorer_is_a_failure_of_its_item_and_never_a_reward(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     odd = {"huge": 1e308, "long": float(10**300), "nan": float("nan"), "fine": 3.0}
     reward.score = lambda item: odd[item["response"]]
@@ -141,7 +139,7 @@ def test_a_huge_reward_of_a_scorer_is_a_failure_of_its_item_and_never_a_reward(
         '{"sampling_temperature": 1e308}',
     ],
 )
-def test_a_setting_that_is_too_large_is_refused(serve_buffer: ServeBuffer, setting: str) -> None:  # noqa: F811
+def test_a_setting_that_is_too_large_is_refused(serve_buffer: ServeBuffer, setting: str) -> None:
     client = serve_buffer().client()
     start_lineage(client)
     status, answer = ask(client.base_url, "/v1/run/settings", "PATCH", f'{{"settings": {setting}}}')
@@ -156,11 +154,6 @@ def test_a_setting_that_is_too_large_is_refused(serve_buffer: ServeBuffer, setti
 def unreadable(client: BufferClient) -> dict[str, int]:
     found = client.run().damaged
     return {} if found is None else found.num
-
-
-def named(client: BufferClient) -> set[tuple[str, str]]:
-    found = client.run().damaged
-    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 def store(server: RedisProcess) -> Redis:
@@ -179,9 +172,7 @@ def store(server: RedisProcess) -> Redis:
     ],
 )
 def test_a_stored_result_that_cannot_be_read_is_unknown_and_the_evaluation_ends(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    stored: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, stored: bytes
 ) -> None:
     client, info, leases = open_eval(serve_buffer())
     bad = f"{info.eval_id}|sample|0"
@@ -212,9 +203,7 @@ def test_a_stored_result_that_cannot_be_read_is_unknown_and_the_evaluation_ends(
     ],
 )
 def test_an_evaluation_that_cannot_be_read_has_failed_and_can_be_asked_for_again(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    damage: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2, 3))
@@ -251,9 +240,7 @@ def damage_everything(server: RedisProcess, rollout_id: str, what: bytes) -> Non
 
 @pytest.mark.parametrize("what", [b"\xff\x00", b"{}", b"[1]", b"1" * 5000])
 def test_each_stored_item_that_cannot_be_read_is_named_and_everything_else_is_served(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    what: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, what: bytes
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2, 3))
@@ -276,7 +263,7 @@ def test_each_stored_item_that_cannot_be_read_is_named_and_everything_else_is_se
     assert [line.kind for line in client.ledger().entries] == ["resume"]
 
 
-def test_a_component_that_cannot_be_read_beats_on(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+def test_a_component_that_cannot_be_read_beats_on(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     client = serve_buffer().client()
     with store(redis) as known:
         known.hset(KEYS.components, "s-bad", b"\xff")
@@ -300,10 +287,7 @@ def answers_or_says_why(url: str) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("revision", b"\xff"), ("revision", b"x"), ("value:beta", b"\xff")])
 def test_live_settings_that_cannot_be_read_are_no_fault_of_who_asks_for_a_lease(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    field: str,
-    value: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, field: str, value: bytes
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2, 3))
@@ -320,10 +304,7 @@ def test_live_settings_that_cannot_be_read_are_no_fault_of_who_asks_for_a_lease(
     assert (status, b"restore Redis" in answer or b"cannot read" in answer) == (503, True), answer
 
 
-def test_an_id_of_an_evaluation_that_is_no_text_hides_no_other(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-) -> None:
+def test_an_id_of_an_evaluation_that_is_no_text_hides_no_other(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     client, info, _ = open_eval(serve_buffer())
     with store(redis) as known:
         known.rpush(KEYS.eval_order, b"\xff\xfe")
@@ -344,10 +325,7 @@ UNREADABLE_FIELDS = [
 
 @pytest.mark.parametrize(("field", "value"), UNREADABLE_FIELDS)
 def test_what_says_how_the_run_stands_makes_the_service_not_ready(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    field: str,
-    value: bytes,
+    serve_buffer: ServeBuffer, redis: RedisProcess, field: str, value: bytes
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2, 3))
@@ -364,8 +342,7 @@ def test_what_says_how_the_run_stands_makes_the_service_not_ready(
 
 
 def test_a_reward_that_an_older_buffer_stored_is_failed_and_named(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     buffer = serve_buffer()
     client = buffer.client()
@@ -390,9 +367,7 @@ def test_a_reward_that_an_older_buffer_stored_is_failed_and_named(
 
 
 def test_a_pending_rollout_that_cannot_be_read_is_failed_and_the_others_are_scored(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.gate.clear()
     first = serve_buffer(**sections(reward, buffer={"score_every_s": 1000.0}))
@@ -413,8 +388,7 @@ def test_a_pending_rollout_that_cannot_be_read_is_failed_and_the_others_are_scor
 
 
 def test_a_prompt_that_cannot_be_read_is_neither_leased_nor_in_the_way(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(3))

@@ -16,12 +16,12 @@ from tba.clients.http import ServiceClient
 from tba.errors import SupersededError, UnavailableError
 from tba.versions import PolicyVersion
 from tests.support.buffer import make_payloads, make_prompts, make_recipe
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 
 
 @pytest.fixture
-async def new_buffer(redis: RedisProcess) -> AsyncIterator[Callable[..., Buffer]]:  # noqa: F811
+async def new_buffer(redis: RedisProcess) -> AsyncIterator[Callable[..., Buffer]]:
     started: list[Buffer] = []
 
     def make(**settings: int) -> Buffer:
@@ -87,7 +87,7 @@ async def test_the_older_process_switches_to_no_checkpoint(new_buffer: Callable[
     assert await new.context.redis.xlen(new.context.keys.log) == 1
 
 
-async def test_an_idle_older_process_is_soon_not_ready(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+async def test_an_idle_older_process_is_soon_not_ready(serve_buffer: ServeBuffer) -> None:
     old = serve_buffer()
     client = old.client()
     client.upload_prompts(make_prompts(1))

@@ -18,7 +18,7 @@ from tba.errors import BadRequestError, BusyError, UnavailableError
 from tba.versions import PolicyVersion
 from tba.wire import MAX_ROLLOUTS_PER_PUSH, encode_push, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import DEADLINE_S
 
@@ -27,7 +27,7 @@ def outcomes(reply: PushReply) -> list[str]:
     return [outcome.outcome for outcome in reply.outcomes]
 
 
-def test_the_same_push_again_stores_nothing_twice(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_same_push_again_stores_nothing_twice(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(3))
     payloads = make_payloads(["train-0", "train-1"])
@@ -45,7 +45,7 @@ def test_the_same_push_again_stores_nothing_twice(serve_buffer: ServeBuffer) -> 
     assert after.payload_bytes == sum(map(len, payloads)) + len(make_payloads(["train-2"], per_prompt=1)[0])
 
 
-def test_an_id_that_occurs_twice_in_one_push_is_stored_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_id_that_occurs_twice_in_one_push_is_stored_once(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1))
     rollout = make_rollout()
@@ -57,7 +57,7 @@ def test_an_id_that_occurs_twice_in_one_push_is_stored_once(serve_buffer: ServeB
     assert (stats.num_rollouts, stats.pushed) == (2, {"new": 2, "duplicate": 1, "refused": 1})
 
 
-def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(sampling={"rollouts_per_visit": 1}).client()
     client.upload_prompts(make_prompts(600))
     start_lineage(client)
@@ -74,8 +74,7 @@ def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer
 
 
 def test_a_late_repetition_of_a_push_that_was_scored_again_is_a_duplicate(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     """score.lua replaces the bytes and keeps the digest of what was pushed."""
     from redis import Redis as Client
@@ -92,7 +91,7 @@ def test_a_late_repetition_of_a_push_that_was_scored_again_is_a_duplicate(
     assert outcomes(client.push([encode_rollout(rollout.with_reward(4.0, "addition-1"))])) == ["refused"]
 
 
-def test_many_searchers_pushing_the_same_rollouts_at_once_store_each_once(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_many_searchers_pushing_the_same_rollouts_at_once_store_each_once(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     buffer.client().upload_prompts(make_prompts(4))
     payloads = make_payloads([f"train-{i}" for i in range(4)], per_prompt=32)
@@ -110,7 +109,7 @@ def test_many_searchers_pushing_the_same_rollouts_at_once_store_each_once(serve_
     assert buffer.client().stats().num_rollouts == 128
 
 
-def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2, 1))
     good = make_rollout()
@@ -146,7 +145,7 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
     assert 'tba_buffer_refused_total{reason="malformed"} 2.0' in metrics
 
 
-def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1))
     lineage = start_lineage(client)
@@ -156,7 +155,7 @@ def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> 
     assert reply.latest_version == "0-0"
 
 
-def test_a_body_that_is_no_push_or_is_too_large_is_refused_whole(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_body_that_is_no_push_or_is_too_large_is_refused_whole(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"max_body_bytes": 4096}).client()
     client.upload_prompts(make_prompts(1))
     for body, status in ((b"junk", 422), (encode_push([]), 413), (b"x" * 5000, 413)):
@@ -171,7 +170,7 @@ def test_a_body_that_is_no_push_or_is_too_large_is_refused_whole(serve_buffer: S
     assert client.stats().num_rollouts == 0
 
 
-def test_the_oldest_rollouts_are_evicted_beyond_the_bound(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_oldest_rollouts_are_evicted_beyond_the_bound(serve_buffer: ServeBuffer) -> None:
     sections = {"buffer": {"max_rollouts": 20}}
     client = serve_buffer(**sections).client()
     client.upload_prompts(make_prompts(10))
@@ -189,7 +188,7 @@ def test_the_oldest_rollouts_are_evicted_beyond_the_bound(serve_buffer: ServeBuf
     assert again.stats().mean_reward_recent == stats.mean_reward_recent
 
 
-def test_a_push_larger_than_the_bound_keeps_its_newest(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_push_larger_than_the_bound_keeps_its_newest(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"max_rollouts": 8}).client()
     client.upload_prompts(make_prompts(4))
     client.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=5))
@@ -197,7 +196,7 @@ def test_a_push_larger_than_the_bound_keeps_its_newest(serve_buffer: ServeBuffer
     assert (stats.num_rollouts, stats.num_prompts_seen, stats.evicted) == (8, 2, {"max_rollouts": 12})
 
 
-def test_nothing_is_acknowledged_while_redis_cannot_write(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+def test_nothing_is_acknowledged_while_redis_cannot_write(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     from redis import Redis as Client
 
     client = serve_buffer().client()
@@ -217,8 +216,7 @@ def test_nothing_is_acknowledged_while_redis_cannot_write(serve_buffer: ServeBuf
 
 
 def test_pushes_are_refused_while_redis_does_not_promise_durability(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     from redis import Redis as Client
 
@@ -248,7 +246,7 @@ def wait_for_push(client: BufferClient, *, accepted: bool) -> str | None:
     raise AssertionError(f"no push was {'accepted' if accepted else 'refused'} within {DEADLINE_S:g} s")
 
 
-def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(4))
     lineage = start_lineage(client)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from redis import Redis as Client
 
 from tba.wire import decode_rollout, encode_push
-from tests.support.buffer import make_payloads, make_prompts
-from tests.support.buffer_fixtures import BufferThread, make_recipe, redis  # noqa: F401
+from tests.support.buffer import make_payloads, make_prompts, make_recipe
+from tests.support.buffer_fixtures import BufferThread
 from tests.support.redis_process import RedisProcess
 
 MAX_BODY_BYTES = 4096
 
 
-class World:
+class PushWorld:
     """A buffer, one connection to it, and what it has acknowledged."""
 
     def __init__(self, redis_url: str) -> None:
@@ -43,8 +43,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(redis: RedisProcess) -> Iterator[World]:  # noqa: F811
-    made = World(redis.url)
+def pushes(redis: RedisProcess) -> Iterator[PushWorld]:
+    made = PushWorld(redis.url)
     yield made
     made.stop()
 
@@ -78,9 +78,9 @@ def damaged_push(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(push=damaged_push())
-def test_damaged_bytes_never_break_the_service(world: World, push: tuple[bytes, list[bytes]]) -> None:
+def test_damaged_bytes_never_break_the_service(pushes: PushWorld, push: tuple[bytes, list[bytes]]) -> None:
     body, payloads = push
-    status, content_type, answer = world.post(body)
+    status, content_type, answer = pushes.post(body)
     if status != 200:
         assert status in (413, 422)
         assert content_type == "application/problem+json"
@@ -93,7 +93,7 @@ def test_damaged_bytes_never_break_the_service(world: World, push: tuple[bytes, 
         assert item["outcome"] in ("new", "duplicate", "refused")
         assert (item["outcome"] == "refused") == bool(item["reason"])
         if item["outcome"] == "new":
-            world.stored[bytes.fromhex(item["rollout_id"])] = body
+            pushes.stored[bytes.fromhex(item["rollout_id"])] = body
     if body == encode_push(payloads):
         assert [item["outcome"] for item in answer["outcomes"]] == ["new", "new", "refused"]
 
@@ -112,22 +112,22 @@ def test_damaged_bytes_never_break_the_service(world: World, push: tuple[bytes, 
         b"\x82\xa6schema\x01\xa8rollouts\x91\xc4\x00",
     ],
 )
-def test_hostile_headers_are_refused(world: World, body: bytes) -> None:
-    status, _, answer = world.post(body)
+def test_hostile_headers_are_refused(pushes: PushWorld, body: bytes) -> None:
+    status, _, answer = pushes.post(body)
     if status == 200:
         assert [item["outcome"] for item in answer["outcomes"]] == ["refused"]
     else:
         assert status == 422
 
 
-def test_what_is_stored_is_what_was_acknowledged_and_can_be_read(world: World, redis: RedisProcess) -> None:  # noqa: F811
+def test_what_is_stored_is_what_was_acknowledged_and_can_be_read(pushes: PushWorld, redis: RedisProcess) -> None:
     """Runs last: after all the damage above."""
     with Client.from_url(redis.url) as client:
         payloads: dict[bytes, bytes] = client.hgetall("tba:test:payloads")  # type: ignore[assignment]
-    assert payloads.keys() == world.stored.keys()
+    assert payloads.keys() == pushes.stored.keys()
     for rollout_id, payload in payloads.items():
-        assert payload in world.stored[rollout_id]
+        assert payload in pushes.stored[rollout_id]
         assert decode_rollout(payload).rollout_id == rollout_id
-    stats = world.client.stats()
+    stats = pushes.client.stats()
     assert (stats.num_rollouts, stats.payload_bytes) == (len(payloads), sum(map(len, payloads.values())))
-    assert world.client.push(make_payloads(["train-0"])).outcomes[0].outcome == "new"
+    assert pushes.client.push(make_payloads(["train-0"])).outcomes[0].outcome == "new"

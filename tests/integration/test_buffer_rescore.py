@@ -14,10 +14,10 @@ from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, NotFoundError, UnauthorizedError
 from tba.wire import Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage, start_stack
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import Item, RewardServer
-from tests.support.scored_buffer import counters, reward, sections, statuses, stored_rollouts  # noqa: F401
+from tests.support.scored_buffer import counters, sections, statuses, stored_rollouts
 from tests.support.waiting import until
 
 ALL = RescoreRequest()
@@ -37,7 +37,7 @@ def finished(client: BufferClient) -> RescoreInfo:
     return job
 
 
-def filled(serve_buffer: ServeBuffer, reward: RewardServer, num: int, **more: dict[str, Any]) -> BufferClient:  # noqa: F811
+def filled(serve_buffer: ServeBuffer, reward: RewardServer, num: int, **more: dict[str, Any]) -> BufferClient:
     client = serve_buffer(**sections(reward, **more)).client()
     client.upload_prompts(make_prompts(4))
     push(client, make_many(num))
@@ -45,9 +45,7 @@ def filled(serve_buffer: ServeBuffer, reward: RewardServer, num: int, **more: di
 
 
 def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_it(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     client = filled(serve_buffer, reward, 40, buffer={"score_max_rollouts": 16})
     before = stored_rollouts(redis)
@@ -73,9 +71,7 @@ def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_i
 
 
 def test_scoring_again_with_the_same_version_changes_nothing(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     client = filled(serve_buffer, reward, 12)
     client.start_rescore(ALL)
@@ -88,7 +84,7 @@ def test_scoring_again_with_the_same_version_changes_nothing(
     assert counters(redis)["rescored:scored"] == 12
 
 
-def test_the_request_chooses_by_status_and_task(serve_buffer: ServeBuffer, reward: RewardServer) -> None:  # noqa: F811
+def test_the_request_chooses_by_status_and_task(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     client = serve_buffer(**sections(reward)).client()
     other = [p.model_copy(update={"prompt_id": f"other-{p.prompt_id}", "task": "other"}) for p in make_prompts(2)]
     client.upload_prompts([*make_prompts(4), *other])
@@ -109,9 +105,7 @@ def test_the_request_chooses_by_status_and_task(serve_buffer: ServeBuffer, rewar
 
 
 def test_a_failed_rollout_that_gets_its_first_reward_counts_as_scored_once(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     client = serve_buffer(**sections(reward)).client()
     client.upload_prompts(make_prompts(4))
@@ -126,9 +120,7 @@ def test_a_failed_rollout_that_gets_its_first_reward_counts_as_scored_once(
 
 
 def test_an_error_makes_the_rollout_failed_and_its_old_reward_is_not_kept(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     client = filled(serve_buffer, reward, 8)
     answers = Counter[str]()
@@ -149,8 +141,7 @@ def test_an_error_makes_the_rollout_failed_and_its_old_reward_is_not_kept(
 
 
 def test_while_the_reward_service_is_away_the_job_waits_and_nothing_fails(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     client = filled(serve_buffer, reward, 8)
     reward.leave()
@@ -167,7 +158,7 @@ def test_while_the_reward_service_is_away_the_job_waits_and_nothing_fails(
     assert (job.num_done, job.num_failed, job.problem, job.wait) == (8, 0, None, None)
 
 
-def test_one_job_at_a_time_and_it_can_be_cancelled(serve_buffer: ServeBuffer, reward: RewardServer) -> None:  # noqa: F811
+def test_one_job_at_a_time_and_it_can_be_cancelled(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     client = filled(serve_buffer, reward, 8, buffer={"score_max_rollouts": 4})
     reward.refusal = lambda items: None if len(reward.requests) == 1 else (503, {"detail": "not now", "type": "x"})
     started = client.start_rescore(ALL)
@@ -184,7 +175,7 @@ def test_one_job_at_a_time_and_it_can_be_cancelled(serve_buffer: ServeBuffer, re
     assert client.stats().num_scored == 8
 
 
-def test_a_job_that_would_lose_every_reward_is_refused(serve_buffer: ServeBuffer, reward: RewardServer) -> None:  # noqa: F811
+def test_a_job_that_would_lose_every_reward_is_refused(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     client = filled(serve_buffer, reward, 4)
     reward.tasks = ["gsm8k"]
     with pytest.raises(ConflictError, match="no reward for addition"):
@@ -195,9 +186,7 @@ def test_a_job_that_would_lose_every_reward_is_refused(serve_buffer: ServeBuffer
 
 
 def test_rollouts_that_are_evicted_meanwhile_are_counted_as_gone_and_new_ones_are_left_alone(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     client = filled(serve_buffer, reward, 12, buffer={"max_rollouts": 12, "score_max_rollouts": 4})
     reward.gate.clear()
@@ -214,9 +203,7 @@ def test_rollouts_that_are_evicted_meanwhile_are_counted_as_gone_and_new_ones_ar
 
 
 def test_pushes_and_late_copies_go_on_while_everything_is_scored_again(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     buffer = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 8}))
     client = buffer.client()
@@ -250,8 +237,7 @@ def test_pushes_and_late_copies_go_on_while_everything_is_scored_again(
 
 
 def test_pending_rollouts_that_become_scored_meanwhile_join_a_job_about_scored_ones(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     reward.leave()
     client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 4})).client()
@@ -265,7 +251,7 @@ def test_pending_rollouts_that_become_scored_meanwhile_join_a_job_about_scored_o
     assert statuses(client) == (11, 0, 0)
 
 
-def test_a_job_about_pending_rollouts_counts_them(serve_buffer: ServeBuffer, reward: RewardServer) -> None:  # noqa: F811
+def test_a_job_about_pending_rollouts_counts_them(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     reward.leave()
     client = serve_buffer(**sections(reward)).client()
     client.upload_prompts(make_prompts(4))
@@ -280,9 +266,7 @@ def test_a_job_about_pending_rollouts_counts_them(serve_buffer: ServeBuffer, rew
 
 @pytest.mark.parametrize("victim", ["buffer", "redis"])
 def test_a_killed_buffer_or_redis_goes_on_where_it_was_and_every_rollout_counts_once(
-    tmp_path: Path,
-    reward: RewardServer,  # noqa: F811
-    victim: str,
+    tmp_path: Path, reward: RewardServer, victim: str
 ) -> None:
     stack = start_stack(tmp_path, reward={"url": reward.url}, buffer={"score_max_rollouts": 8})
     try:
@@ -323,7 +307,7 @@ def test_a_killed_buffer_or_redis_goes_on_where_it_was_and_every_rollout_counts_
         stack.stop()
 
 
-def test_roles(serve_buffer: ServeBuffer, reward: RewardServer) -> None:  # noqa: F811
+def test_roles(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     tokens = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "operator", "viewer")}
     buffer = serve_buffer(tokens=tokens, **sections(reward))
     clients = {role: buffer.client(token=token) for role, token in tokens.items()}

@@ -7,12 +7,12 @@ import pytest
 from tba.api import BatchRequest, LeaseRequest, RunCommand
 from tba.errors import BusyError, FencedError, UnauthorizedError
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 
 TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
 
 
-def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(tokens=TOKENS)
     clients = {role: buffer.client(token=token) for role, token in TOKENS.items()}
     calls = {
@@ -44,9 +44,7 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
             assert passed == (role in allowed), f"{role} and {name}"
 
 
-def test_a_trainer_pauses_with_the_living_token_only_and_an_operator_without(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_a_trainer_pauses_with_the_living_token_only_and_an_operator_without(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(tokens=TOKENS)
     trainer, operator = (buffer.client(token=TOKENS[role]) for role in ("trainer", "operator"))
     lineage = start_lineage(trainer)
@@ -60,7 +58,7 @@ def test_a_trainer_pauses_with_the_living_token_only_and_an_operator_without(
     assert operator.command("pause", RunCommand()).state == "paused"
 
 
-def test_no_token_and_a_wrong_token_are_refused(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_no_token_and_a_wrong_token_are_refused(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(tokens=TOKENS)
     for token in (None, "guess"):
         with pytest.raises(UnauthorizedError, match="bearer token"):

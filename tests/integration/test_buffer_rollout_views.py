@@ -11,13 +11,13 @@ from tba.errors import NotFoundError
 from tba.versions import START, PolicyVersion
 from tba.wire import RefLogprob, Rollout, Sampling, VersionSpan, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 
 REWARDS = [0.5, -1.0, 3.0, 0.5, 2.0, None]
 
 
 @pytest.fixture
-def buffer(serve_buffer: ServeBuffer) -> BufferThread:  # noqa: F811
+def buffer(serve_buffer: ServeBuffer) -> BufferThread:
     """One rollout of train-0 to train-5 each, with REWARDS."""
     served = serve_buffer()
     client = served.client()
@@ -47,7 +47,7 @@ def test_orders(buffer: BufferThread, order: str, prompts: list[int]) -> None:
     assert page.next is None
 
 
-def test_pages_are_stable_while_rollouts_come_and_go(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_pages_are_stable_while_rollouts_come_and_go(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"max_rollouts": 12}).client()
     client.upload_prompts(make_prompts(1))
     client.push([encode_rollout(make_rollout(reward=float(i), visit_id=f"old-{i}")) for i in range(12)])
@@ -78,7 +78,7 @@ def test_filters(buffer: BufferThread) -> None:
     assert prompts(status="scored", prompt_id="train-2", version="0-0", order="worst") == ["train-2"]
 
 
-def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1))
     start_lineage(client)
@@ -107,7 +107,7 @@ def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:  # noqa:
     assert info.rollout_id == detail.rollout_id
 
 
-def test_policy_age_is_that_of_now(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_policy_age_is_that_of_now(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(4))
     lineage = start_lineage(client)

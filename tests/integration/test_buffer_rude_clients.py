@@ -9,7 +9,7 @@ import pytest
 
 from tba.server import app as service_app
 from tests.support.buffer import make_payloads, make_prompts
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.waiting import until
 
 TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
@@ -56,8 +56,7 @@ def problem_of(reply: bytes) -> dict[str, object]:
 
 
 def test_a_stalled_body_is_given_up_and_what_it_held_is_free(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_app, "BODY_IDLE_S", 1.0)
     buffer = serve_buffer(buffer={"max_inflight_bytes": 20_000, "max_body_bytes": 2_000_000})
@@ -75,10 +74,7 @@ def test_a_stalled_body_is_given_up_and_what_it_held_is_free(
         assert problem_of(read_all(sock))["status"] == 408
 
 
-def test_a_body_that_drips_is_given_up(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_body_that_drips_is_given_up(serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_app, "BODY_IDLE_S", 0.5)
     buffer = serve_buffer()
     with connect(buffer) as sock:
@@ -97,7 +93,7 @@ def test_a_body_that_drips_is_given_up(
         assert reply.startswith(b"HTTP/1.1 408 ")
 
 
-def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(1))
@@ -110,7 +106,7 @@ def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:  #
         assert read_all(sock).startswith(b"HTTP/1.1 200 ")
 
 
-def test_pipelined_requests_are_answered(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_pipelined_requests_are_answered(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     ask = b"GET /livez HTTP/1.1\r\nhost: x\r\n"
     with connect(buffer) as sock:
@@ -119,7 +115,7 @@ def test_pipelined_requests_are_answered(serve_buffer: ServeBuffer) -> None:  # 
 
 
 @pytest.mark.parametrize("path", ["/v1/leases", "/v1/rollouts"])
-def test_without_a_token_no_body_is_waited_for(serve_buffer: ServeBuffer, path: str) -> None:  # noqa: F811
+def test_without_a_token_no_body_is_waited_for(serve_buffer: ServeBuffer, path: str) -> None:
     buffer = serve_buffer(tokens=TOKENS)
     for line in ("x-none: 1", "authorization: Bearer guess", "authorization: Bearer \xe9"):
         with connect(buffer) as sock:
@@ -133,7 +129,7 @@ def test_without_a_token_no_body_is_waited_for(serve_buffer: ServeBuffer, path: 
         assert read_all(sock).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_slash_too_many_is_not_found_and_leads_nowhere(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_slash_too_many_is_not_found_and_leads_nowhere(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     with connect(buffer) as sock:
         sock.sendall(b"GET /v1/stats/ HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n")

@@ -13,11 +13,11 @@ from tba.api import BatchRequest
 from tba.errors import BusyError, UnavailableError
 from tba.wire import encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 
 
-def test_a_sample_is_reproduced_by_its_seed_and_records_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_sample_is_reproduced_by_its_seed_and_records_nothing(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(sampling={"min_size_to_sample": 1000, "samples_per_insert": 0.001}).client()
     client.upload_prompts(make_prompts(8))
     client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
@@ -33,7 +33,7 @@ def test_a_sample_is_reproduced_by_its_seed_and_records_nothing(serve_buffer: Se
     assert (after.rollouts_drawn, after.log_position, after.slots) == (0, before.log_position, before.slots)
 
 
-def test_a_sample_follows_the_rewards(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_sample_follows_the_rewards(serve_buffer: ServeBuffer) -> None:
     """p of a reward of 2 against one of 0 is e^2, with replacement; a failed or unknown reward is never drawn."""
     sampling = {"reward_inverse_temperature": 1.0, "replacement": True}
     client = serve_buffer(sampling=sampling).client()
@@ -51,7 +51,7 @@ def test_a_sample_follows_the_rewards(serve_buffer: ServeBuffer) -> None:  # noq
     assert ((found - expected) ** 2 / expected).sum() < 18.4  # chi-square, 2 degrees of freedom: p = 1e-4
 
 
-def test_without_a_scored_rollout_a_sample_is_asked_to_come_back(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_without_a_scored_rollout_a_sample_is_asked_to_come_back(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     client.upload_prompts(make_prompts(1))
@@ -68,16 +68,12 @@ def test_without_a_scored_rollout_a_sample_is_asked_to_come_back(serve_buffer: S
     ("body", "field"),
     [({"num": 0}, "num"), ({"num": 513}, "num"), ({"num": 1, "seed": -1}, "seed"), ({"num": 1, "seed": 2**63}, "seed")],
 )
-def test_a_sample_of_an_impossible_size_or_seed_is_refused(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    body: dict,
-    field: str,
-) -> None:
+def test_a_sample_of_an_impossible_size_or_seed_is_refused(serve_buffer: ServeBuffer, body: dict, field: str) -> None:
     answer = httpx2.post(f"{serve_buffer().url}/v1/samples", json=body, timeout=60)
     assert (answer.status_code, field in answer.json()["detail"]) == (422, True)
 
 
-def test_payloads_that_redis_lost_are_not_called_evicted(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+def test_payloads_that_redis_lost_are_not_called_evicted(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     buffer = serve_buffer()
     client = buffer.client(retry_s=0)
     client.upload_prompts(make_prompts(4))

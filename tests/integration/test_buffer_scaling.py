@@ -15,7 +15,7 @@ from tba.errors import BadRequestError, ConflictError, UnauthorizedError
 from tba.wire import Heartbeat
 from tba_cli.main import main
 from tests.support.buffer import start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.waiting import until
 
 LOCAL = {"backend": "local", "reconcile_s": 0.05, "max_searchers": 8}
@@ -41,7 +41,7 @@ def beat(client: BufferClient, number: int, state: str = "running") -> None:
 
 
 def test_a_number_is_asked_for_and_given_back_and_the_audit_says_who_when_why_and_when_it_was_there(
-    serve_buffer: ServeBuffer,  # noqa: F811
+    serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer(scaling=LOCAL, searcher={"num_searchers": 2}).client()
     start_lineage(client)
@@ -66,7 +66,7 @@ def test_a_number_is_asked_for_and_given_back_and_the_audit_says_who_when_why_an
     assert back.changes == client.scaling(after=1).changes
 
 
-def test_a_request_that_is_sent_again_changes_nothing(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_request_that_is_sent_again_changes_nothing(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(scaling=LOCAL).client()
     request = ScaleRequest(num_searchers=3)
     first = client.scale(request)
@@ -77,9 +77,7 @@ def test_a_request_that_is_sent_again_changes_nothing(serve_buffer: ServeBuffer)
     assert len(client.scaling().changes) == 2
 
 
-def test_what_was_asked_for_survives_a_restart_and_a_superseded_buffer_takes_nothing(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_what_was_asked_for_survives_a_restart_and_a_superseded_buffer_takes_nothing(serve_buffer: ServeBuffer) -> None:
     old = serve_buffer(scaling=LOCAL)
     scale(old.client(), 5)
     new = serve_buffer(scaling=LOCAL).client()
@@ -105,9 +103,7 @@ def test_what_was_asked_for_survives_a_restart_and_a_superseded_buffer_takes_not
     ],
 )
 def test_impossible_numbers_are_refused_by_name_and_value(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    body: dict[str, Any],
-    words: list[str],
+    serve_buffer: ServeBuffer, body: dict[str, Any], words: list[str]
 ) -> None:
     served = serve_buffer(scaling=LOCAL)
     request = urllib.request.Request(
@@ -124,9 +120,7 @@ def test_impossible_numbers_are_refused_by_name_and_value(
     assert served.client().scaling().searchers.revision == 0
 
 
-def test_where_nothing_of_tba_starts_searchers_the_answer_says_who_does(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_where_nothing_of_tba_starts_searchers_the_answer_says_who_does(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     beat(client, 0)
     info = client.scaling().searchers
@@ -135,13 +129,13 @@ def test_where_nothing_of_tba_starts_searchers_the_answer_says_who_does(
         scale(client, 3)
 
 
-def test_an_offline_run_gets_no_searchers(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_an_offline_run_gets_no_searchers(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(scaling=LOCAL, searcher={"num_searchers": 0}).client()
     with pytest.raises(ConflictError, match="the run is offline"):
         scale(client, 3)
 
 
-def test_operators_scale_and_viewers_look(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_operators_scale_and_viewers_look(serve_buffer: ServeBuffer) -> None:
     served = serve_buffer(scaling=LOCAL, tokens=TOKENS)
     for role, token in TOKENS.items():
         client = served.client(token=token)
@@ -157,7 +151,7 @@ def test_operators_scale_and_viewers_look(serve_buffer: ServeBuffer) -> None:  #
             assert client.scaling().searchers.desired in (2, 3)
 
 
-def test_a_searcher_cannot_say_that_a_trainer_waits(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_searcher_cannot_say_that_a_trainer_waits(serve_buffer: ServeBuffer) -> None:
     served = serve_buffer(tokens=TOKENS)
     base = {"component_id": "x", "run": "test", "state": "s", "version": None, "wait": None}
     for role, kind in (("searcher", "trainer"), ("searcher", "reward"), ("trainer", "searcher")):
@@ -177,7 +171,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("20")]
 
 
-def test_the_command_changes_shows_and_waits(serve_buffer: ServeBuffer, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_the_command_changes_shows_and_waits(serve_buffer: ServeBuffer, capsys: pytest.CaptureFixture[str]) -> None:
     served = serve_buffer(scaling=LOCAL)
     client = served.client()
     start_lineage(client)
@@ -207,13 +201,13 @@ def test_the_command_changes_shows_and_waits(serve_buffer: ServeBuffer, capsys: 
         assert sentence in capsys.readouterr().err
 
 
-def test_the_run_may_be_over(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_run_may_be_over(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(scaling=LOCAL).client()
     lineage = start_lineage(client)
     client.command("done", RunCommand(token=lineage.token))
     assert scale(client, 3).desired == 3  # for a trainer that goes on with the run
 
 
-def test_too_many_searchers_are_a_bad_request_for_the_client(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_too_many_searchers_are_a_bad_request_for_the_client(serve_buffer: ServeBuffer) -> None:
     with pytest.raises(BadRequestError, match="ask for fewer, or raise that setting"):
         scale(serve_buffer(scaling=LOCAL).client(), 9)

@@ -14,10 +14,10 @@ from tba.clients import BufferClient
 from tba.errors import BusyError
 from tba.wire import Rollout, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import Item, RewardServer
-from tests.support.scored_buffer import counters, reward, sections, statuses, stored_rollouts  # noqa: F401
+from tests.support.scored_buffer import counters, sections, statuses, stored_rollouts
 from tests.support.waiting import until
 
 REASON = "the reward service did not answer for 10 s"
@@ -32,9 +32,7 @@ def push(client: BufferClient, rollouts: list[Rollout]) -> list[str]:
 
 
 def test_pending_rollouts_wait_while_the_reward_service_is_away_and_are_scored_when_it_is_back(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.leave()
     client = serve_buffer(**sections(reward)).client()
@@ -66,10 +64,7 @@ def test_pending_rollouts_wait_while_the_reward_service_is_away_and_are_scored_w
     assert (counts["rescored:scored"], counts["scored_total"], counts["generated"]) == (16, 16, 16)
 
 
-def test_the_scorer_asks_what_a_searcher_asks(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
-) -> None:
+def test_the_scorer_asks_what_a_searcher_asks(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     client = serve_buffer(**sections(reward)).client()
     client.upload_prompts(make_prompts(2))
     rollout = make_rollout("train-1", reward=None, response_text="so viel: 7", finish_reason="length", task="another")
@@ -86,8 +81,7 @@ def test_the_scorer_asks_what_a_searcher_asks(
 
 
 def test_the_scorer_sends_tokens_for_the_tasks_of_python_functions(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     settings = sections(reward)
     tasks = {"addition": {"scorers": [{"kind": "python", "function": "tests.support.trl_rewards:num_tokens"}]}}
@@ -101,10 +95,7 @@ def test_the_scorer_sends_tokens_for_the_tasks_of_python_functions(
 
 @pytest.mark.parametrize("reason", ["bad_data", "unknown_task", "exception", "not_finite", "timeout"])
 def test_a_score_that_is_an_error_makes_the_rollout_failed_with_the_reason_and_never_a_number(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
-    reason: str,
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer, reason: str
 ) -> None:
     reward.score = lambda item: reason if item["response"] == "broken" else 1.0
     client = serve_buffer(**sections(reward)).client()
@@ -122,10 +113,7 @@ def test_a_score_that_is_an_error_makes_the_rollout_failed_with_the_reason_and_n
     assert (counts["rescored:scored"], counts["rescored:failed"], counts["scored_total"]) == (2, 1, 2)
 
 
-def test_an_item_that_times_out_once_is_asked_again_and_scored(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
-) -> None:
+def test_an_item_that_times_out_once_is_asked_again_and_scored(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     reward.score = lambda item: "timeout" if len(reward.requests) == 1 else 2.0
     client = serve_buffer(**sections(reward)).client()
     client.upload_prompts(make_prompts(2))
@@ -133,10 +121,7 @@ def test_an_item_that_times_out_once_is_asked_again_and_scored(
     until("all are scored", lambda: statuses(client) == (3, 0, 0))
 
 
-def test_no_batch_ever_holds_a_rollout_without_a_reward(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
-) -> None:
+def test_no_batch_ever_holds_a_rollout_without_a_reward(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     reward.score = lambda item: "exception" if item["response"] == "broken" else 3.0
     client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 4, "score_every_s": 0.01})).client()
     client.upload_prompts(make_prompts(4))
@@ -155,9 +140,7 @@ def test_no_batch_ever_holds_a_rollout_without_a_reward(
 
 
 def test_requests_are_cut_until_the_service_takes_them_and_one_that_is_refused_alone_is_failed(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     def refuse(items: list[Item]) -> tuple[int, dict[str, Any]] | None:
         if sum(len(item["response"]) for item in items) < 100:
@@ -174,8 +157,7 @@ def test_requests_are_cut_until_the_service_takes_them_and_one_that_is_refused_a
 
 
 def test_a_busy_reward_service_is_waited_for_under_the_name_that_it_gives(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     busy = {"type": "urn:tba:busy", "title": "", "status": 429, "detail": "", "retry_after_s": 0.1}
     reward.refusal = lambda items: (429, {**busy, "wait": "reward-workers"})
@@ -188,8 +170,7 @@ def test_a_busy_reward_service_is_waited_for_under_the_name_that_it_gives(
 
 
 def test_after_a_failed_attempt_requests_are_smaller_and_grow_again(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     away = (503, {"type": "urn:tba:unavailable", "title": "", "status": 503, "detail": "no"})
     reward.refusal = lambda items: away if len(items) > 4 else None
@@ -202,9 +183,7 @@ def test_after_a_failed_attempt_requests_are_smaller_and_grow_again(
 
 
 def test_rollouts_evicted_while_they_are_scored_leave_no_trace(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.gate.clear()
     client = serve_buffer(**sections(reward, buffer={"max_rollouts": 8})).client()
@@ -222,8 +201,7 @@ def test_rollouts_evicted_while_they_are_scored_leave_no_trace(
 
 
 def test_a_late_copy_of_a_push_is_a_duplicate_also_after_its_rollout_was_scored(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     client = serve_buffer(**sections(reward)).client()
     client.upload_prompts(make_prompts(2))
@@ -236,9 +214,7 @@ def test_a_late_copy_of_a_push_is_a_duplicate_also_after_its_rollout_was_scored(
 
 
 def test_the_scorer_shows_the_token_of_a_searcher(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
-    tmp_path: Path,
+    serve_buffer: ServeBuffer, reward: RewardServer, tmp_path: Path
 ) -> None:
     tokens = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "operator", "viewer")}
     (tmp_path / "tokens.json").write_text(json.dumps(tokens))
@@ -250,8 +226,7 @@ def test_the_scorer_shows_the_token_of_a_searcher(
 
 
 def test_a_service_that_ends_does_not_wait_for_a_reward_service_that_hangs(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     reward.gate.clear()
     buffer = serve_buffer(**sections(reward))
@@ -265,9 +240,7 @@ def test_a_service_that_ends_does_not_wait_for_a_reward_service_that_hangs(
 
 
 def test_after_a_restart_the_scorer_goes_on(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.leave()
     first = serve_buffer(**sections(reward))
@@ -282,9 +255,7 @@ def test_after_a_restart_the_scorer_goes_on(
 
 
 def test_a_process_that_another_one_has_replaced_stores_no_reward_any_more(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.gate.clear()
     reward.score = lambda item: 7.0 if any(item is first for first in reward.requests[0]) else 10.0

@@ -19,16 +19,15 @@ from tba.clients import RewardClient
 from tba.errors import NotFoundError, UnavailableError
 from tba.wire import decode_rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import copy_of, go_back, redis  # noqa: F401
+from tests.support.buffer_fixtures import copy_of, go_back
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
-from tests.support.scored_buffer import reward  # noqa: F401
 
 NUM_ROLLOUTS = 60
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess, reward: RewardServer) -> AsyncIterator[Buffer]:  # noqa: F811
+async def buffer(redis: RedisProcess, reward: RewardServer) -> AsyncIterator[Buffer]:
     settings = {"redis_url": redis.url, "score_every_s": 0.01, "score_max_rollouts": 4}
     started = Buffer(make_recipe(buffer=settings, reward={"url": reward.url}), CollectorRegistry())
     await started.context.redis.flushall()
@@ -83,8 +82,7 @@ async def test_no_rollout_is_left_out_or_counted_twice_when_redis_does_not_answe
 
 
 async def test_a_job_that_is_cancelled_while_it_is_being_scored_changes_nothing_more(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
+    buffer: Buffer, reward: RewardServer
 ) -> None:
     await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=1.0)) for _ in range(12)])
     reward.gate.clear()
@@ -102,8 +100,7 @@ async def test_a_job_that_is_cancelled_while_it_is_being_scored_changes_nothing_
 
 
 async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_starts_leave_it(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
+    buffer: Buffer, reward: RewardServer
 ) -> None:
     reward.gate.clear()
     await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
@@ -136,9 +133,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is_failed_in_the_end(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: Buffer, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "MAX_PARKED_S", 60.0)
     monkeypatch.setattr(retries, "MIN_PARKED_S", 60.0)
@@ -163,10 +158,7 @@ async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_job_gets_past_a_rollout_that_breaks_the_reward_service(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
-) -> None:
+async def test_a_job_gets_past_a_rollout_that_breaks_the_reward_service(buffer: Buffer, reward: RewardServer) -> None:
     reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
     rollouts = [make_rollout(response_text="poison" if i == 3 else "") for i in range(8)]
     await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
@@ -177,9 +169,7 @@ async def test_a_job_gets_past_a_rollout_that_breaks_the_reward_service(
 
 @pytest.mark.usefixtures("quick")
 async def test_a_service_that_scores_nothing_at_all_refuses_nothing(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: Buffer, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GET /v1/rewards is answered all the time."""
     monkeypatch.setattr(retries, "DEAD_LETTER_TRIES", 1)
@@ -198,9 +188,7 @@ async def test_a_service_that_scores_nothing_at_all_refuses_nothing(
 
 @pytest.mark.usefixtures("quick")
 async def test_a_service_that_is_away_or_busy_refuses_nothing(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: Buffer, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # one try may count: away when asked, back when looked after
     monkeypatch.setattr(retries, "DEAD_LETTER_TRIES_UNPROVEN", 2)
@@ -227,10 +215,7 @@ async def test_a_service_that_is_away_or_busy_refuses_nothing(
     assert (await buffer.stats.read()).num_scored == 1
 
 
-async def test_the_task_ends_although_the_reward_service_does_not_answer(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
-) -> None:
+async def test_the_task_ends_although_the_reward_service_does_not_answer(buffer: Buffer, reward: RewardServer) -> None:
     await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None))])
     reward.gate.clear()
     while not reward.requests:
@@ -256,8 +241,7 @@ async def test_a_slow_answer_is_waited_for_as_long_as_the_reward_service_may_tak
 
 
 async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_job(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
+    buffer: Buffer, reward: RewardServer
 ) -> None:
     earlier = await copy_of(buffer.context.redis)
     reward.gate.clear()
@@ -289,8 +273,7 @@ async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_j
 
 
 async def test_a_score_of_a_lost_rollout_is_not_that_of_the_one_in_its_place(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
+    buffer: Buffer, reward: RewardServer
 ) -> None:
     earlier = await copy_of(buffer.context.redis)
     lost, other = make_rollout(reward=None), make_rollout(reward=1.0)

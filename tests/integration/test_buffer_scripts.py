@@ -39,21 +39,15 @@ from tba.store import FileStore
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, decode_batch, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotSource
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
-from tests.support.scored_buffer import reward  # noqa: F401
 
 REPLY_DIFFERS = {"push", "upload"}
 """They report what is new; the second time nothing is."""
 
 
 @pytest.fixture
-async def buffer(
-    redis: RedisProcess,  # noqa: F811
-    reward: RewardServer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[Buffer]:
+async def buffer(redis: RedisProcess, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # one script at a time: its evictions come in between
     recipe = make_recipe(buffer={"redis_url": redis.url, "max_rollouts": 40}, reward={"url": reward.url})
     started = Buffer(recipe, CollectorRegistry())
@@ -100,10 +94,7 @@ class TwiceScripts(Scripts):
 
 
 async def test_every_script_run_twice_leaves_what_it_left_once(
-    buffer: Buffer,
-    reward: RewardServer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    tmp_path: Path,
+    buffer: Buffer, reward: RewardServer, redis: RedisProcess, tmp_path: Path
 ) -> None:
     twice = TwiceScripts(buffer.context)
     object.__setattr__(buffer.context, "scripts", twice)
@@ -190,7 +181,7 @@ async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buff
     assert await everything(buffer.context.redis) == before
 
 
-async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:  # noqa: F811
+async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:
     """The scripts of a run that begins with a snapshot of this one."""
     store = FileStore(folder / "store")
     await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SnapshotSource("test", "end")).run()

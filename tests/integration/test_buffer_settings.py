@@ -29,7 +29,7 @@ from tba.errors import BadRequestError, ConfigError, ConflictError, FencedError,
 from tba.versions import PolicyVersion
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.leasing import lease, request_eval
 from tests.support.redis_process import RedisProcess
 
@@ -78,9 +78,7 @@ def patch(url: str, body: Any) -> tuple[int, dict[str, Any]]:
             return error.code, json.loads(error.read())
 
 
-def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_what(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_what(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(objective={"beta": 0.05}).client()
     before = client.settings()
     assert (before.revision, before.settings.changed(), before.changes) == (0, {}, [])
@@ -113,7 +111,7 @@ def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_wha
     assert back.now["beta"] == 0.05
 
 
-def test_changes_are_read_from_a_revision_on(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_changes_are_read_from_a_revision_on(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     for i in range(1, 4):
         change(client, beta=float(i))
@@ -142,9 +140,7 @@ def test_changes_are_read_from_a_revision_on(serve_buffer: ServeBuffer) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_key_and_value(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    settings: Any,
-    parts: list[str],
+    serve_buffer: ServeBuffer, settings: Any, parts: list[str]
 ) -> None:
     buffer = serve_buffer(objective={"preset": "tb"})
     status, problem = patch(buffer.url, {"settings": settings})
@@ -154,7 +150,7 @@ def test_what_cannot_be_is_refused_with_key_and_value(
     assert buffer.client().settings().revision == 0
 
 
-def test_a_request_that_is_repeated_changes_nothing_however_late(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_request_that_is_repeated_changes_nothing_however_late(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     request = SettingsRequest(settings=parse_live({"beta": 0.1}))
     assert client.change_settings(request).revision == 1
@@ -164,7 +160,7 @@ def test_a_request_that_is_repeated_changes_nothing_however_late(serve_buffer: S
     assert [audit.revision for audit in again.changes] == [1]
 
 
-def test_a_change_for_an_older_revision_is_refused_unless_it_was_made_before(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_change_for_an_older_revision_is_refused_unless_it_was_made_before(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     request = SettingsRequest(settings=parse_live({"beta": 0.1}), revision=0)
     assert client.change_settings(request).revision == 1
@@ -179,7 +175,7 @@ def test_a_change_for_an_older_revision_is_refused_unless_it_was_made_before(ser
     assert client.change_settings(newest).now["beta"] == 0.3
 
 
-def test_changes_at_once_get_a_revision_each_and_none_is_lost(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_changes_at_once_get_a_revision_each_and_none_is_lost(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     names = ["beta", "learning_rate", "most_on_policy_prob", "sampling_temperature"]
     requests = [SettingsRequest(settings=parse_live({name: 0.25})) for name in names]
@@ -191,9 +187,7 @@ def test_changes_at_once_get_a_revision_each_and_none_is_lost(serve_buffer: Serv
     assert [audit.revision for audit in info.changes] == [1, 2, 3, 4]
 
 
-def test_only_the_operator_and_the_trainer_with_the_living_token_change_settings(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_only_the_operator_and_the_trainer_with_the_living_token_change_settings(serve_buffer: ServeBuffer) -> None:
     tokens = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
     buffer = serve_buffer(tokens=tokens)
     clients = {role: buffer.client(token=token) for role, token in tokens.items()}
@@ -213,7 +207,7 @@ def test_only_the_operator_and_the_trainer_with_the_living_token_change_settings
         clients["searcher"].settings()
 
 
-def test_a_run_that_failed_can_be_changed_and_one_that_is_done_cannot(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_run_that_failed_can_be_changed_and_one_that_is_done_cannot(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     lineage = start_lineage(client)
     client.command("fail", RunCommand(token=lineage.token))
@@ -223,7 +217,7 @@ def test_a_run_that_failed_can_be_changed_and_one_that_is_done_cannot(serve_buff
         change(client, learning_rate=1e-6)
 
 
-def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(sampling={"most_on_policy_prob": 0.0}).client()
     lineage = filled(client)
     assert step(client, lineage, 1) == {"recent": 0, "replay": 4}
@@ -237,7 +231,7 @@ def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_b
     assert effects(client.settings().changes[1]) == [("most_on_policy_prob", 1, 3, False)]
 
 
-def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(model={"policy_temperature": 0.7}, searcher={"sampling_temperature": 1.3}).client()
     lineage = filled(client)
     request_eval(client, lineage)
@@ -261,9 +255,7 @@ def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) 
     assert effects(client.settings().changes[1]) == [("sampling_temperature", 1, 2, False)]
 
 
-def test_what_the_trainer_acts_on_took_effect_at_the_first_step_acked_with_it(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_what_the_trainer_acts_on_took_effect_at_the_first_step_acked_with_it(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     lineage = filled(client)
     change(client, beta=0.1)
@@ -287,7 +279,7 @@ def test_what_the_trainer_acts_on_took_effect_at_the_first_step_acked_with_it(
     assert [entry.settings_revision for entry in entries(client)] == [0, 1, 3, 3, 5]
 
 
-def test_a_revision_that_does_not_exist_takes_no_effect_twice(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_revision_that_does_not_exist_takes_no_effect_twice(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     lineage = filled(client)
     step(client, lineage, 1, revision=10**9)
@@ -297,9 +289,7 @@ def test_a_revision_that_does_not_exist_takes_no_effect_twice(serve_buffer: Serv
     assert effects(client.settings().changes[0]) == [("beta", 1, 2, False)]
 
 
-def test_a_lineage_that_repeats_steps_says_anew_where_changes_are_in_effect(
-    serve_buffer: ServeBuffer,  # noqa: F811
-) -> None:
+def test_a_lineage_that_repeats_steps_says_anew_where_changes_are_in_effect(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     first = filled(client)
     step(client, first, 1)
@@ -319,7 +309,7 @@ def test_a_lineage_that_repeats_steps_says_anew_where_changes_are_in_effect(
     assert effects(new) == [("learning_rate", 2, 2, False)]
 
 
-def test_settings_survive_a_restart_and_another_process_serves_them(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_settings_survive_a_restart_and_another_process_serves_them(serve_buffer: ServeBuffer) -> None:
     first = serve_buffer()
     lineage = filled(first.client())
     change(first.client(), "warm", beta=LINEAR, sampling_temperature=0.6)
@@ -335,8 +325,7 @@ def test_settings_survive_a_restart_and_another_process_serves_them(serve_buffer
 
 
 def test_a_buffer_with_a_recipe_that_its_live_settings_do_not_go_with_does_not_start(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
+    serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     from tba_buffer.service import check_redis
 
@@ -350,7 +339,7 @@ def test_a_buffer_with_a_recipe_that_its_live_settings_do_not_go_with_does_not_s
     check_redis(make_recipe(objective={"preset": "grpo", "beta": 0.0}, buffer={"redis_url": redis.url}))
 
 
-def test_the_error_of_a_wrong_change_is_a_bad_request_for_the_client(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_error_of_a_wrong_change_is_a_bad_request_for_the_client(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(objective={"preset": "tb"}).client()
     with pytest.raises(BadRequestError, match="beta cannot be 0"):
         change(client, beta=0)

@@ -28,7 +28,6 @@ from tba.store import FileStore
 from tba.wire import decode_rollout, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotSource
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
 
 CAP = 600
@@ -44,7 +43,7 @@ class SlowStore(FileStore):
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:  # noqa: F811
+async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:
     started = Buffer(make_recipe(buffer={"redis_url": redis.url, "max_rollouts": CAP}), CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()
@@ -283,10 +282,7 @@ class AwayStore(FileStore):
 
 
 async def test_a_load_waits_for_a_store_that_is_away(
-    buffer: Buffer,
-    redis: RedisProcess,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    buffer: Buffer, redis: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "RETRY_S", 0.01)
     await buffer.prompts.catalog.upload(make_prompts(8))

@@ -18,7 +18,7 @@ from tba.wire import Rollout, decode_rollout, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
 from tba_cli.main import main
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, make_rollout, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import until
 
@@ -57,7 +57,7 @@ def manifest_of(store: FileStore, source: str) -> SnapshotManifest:
     return decode_snapshot_manifest(store.get(key), key=key)
 
 
-def stored(redis: RedisProcess, run: str = "test") -> dict[bytes, bytes]:  # noqa: F811
+def stored(redis: RedisProcess, run: str = "test") -> dict[bytes, bytes]:
     """Rollout id -> payload, as Redis has them."""
     from redis import Redis
 
@@ -65,7 +65,7 @@ def stored(redis: RedisProcess, run: str = "test") -> dict[bytes, bytes]:  # noq
         return client.hgetall(f"tba:{run}:payloads")  # pyright: ignore[reportReturnType]
 
 
-def log_of(redis: RedisProcess, run: str) -> list[bytes | str]:  # noqa: F811
+def log_of(redis: RedisProcess, run: str) -> list[bytes | str]:
     """The log in its order: rollout ids, and versions of marks."""
     from redis import Redis
 
@@ -94,9 +94,7 @@ def contents(payloads: dict[bytes, bytes], *, run: str) -> dict[bytes, dict[str,
 
 
 def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     old = serve_buffer(**sections(store)).client()
     old.upload_prompts(make_prompts(6, 2))
@@ -143,9 +141,7 @@ def fill(client: BufferClient) -> list[list[bytes]]:
 
 
 def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     old = serve_buffer(**sections(store)).client()
     groups = fill(old)
@@ -170,7 +166,7 @@ def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
     assert new.push([old_rollout]).outcomes[0].outcome == "new"
 
 
-def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, store: FileStore) -> None:  # noqa: F811
+def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, store: FileStore) -> None:
     old = serve_buffer(**sections(store)).client()
     fill(old)
     saved(old, "all")
@@ -184,8 +180,7 @@ def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, st
 
 
 def test_a_snapshot_is_never_overwritten_and_only_known_ones_are_found(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, store: FileStore
 ) -> None:
     client = serve_buffer(**sections(store)).client()
     fill(client)
@@ -199,7 +194,7 @@ def test_a_snapshot_is_never_overwritten_and_only_known_ones_are_found(
     assert "there is no snapshot test/two" in (loaded(other, "test/two").reason or "")
 
 
-def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: ServeBuffer, store: FileStore) -> None:  # noqa: F811
+def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: ServeBuffer, store: FileStore) -> None:
     old = serve_buffer(**sections(store)).client()
     fill(old)
     saved(old, "all")
@@ -214,9 +209,7 @@ def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: S
 
 
 def test_a_load_that_is_repeated_changes_nothing(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     old = serve_buffer(**sections(store)).client()
     fill(old)
@@ -229,8 +222,7 @@ def test_a_load_that_is_repeated_changes_nothing(
 
 
 def test_another_policy_temperature_and_prompts_with_other_content_are_refused(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, store: FileStore
 ) -> None:
     old = serve_buffer(**sections(store)).client()
     fill(old)
@@ -244,9 +236,7 @@ def test_another_policy_temperature_and_prompts_with_other_content_are_refused(
 
 
 def test_a_run_keeps_its_caps_when_the_snapshot_holds_more(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     old = serve_buffer(**sections(store)).client()
     groups = fill(old)
@@ -257,7 +247,7 @@ def test_a_run_keeps_its_caps_when_the_snapshot_holds_more(
     assert new.stats().evicted == {"max_rollouts": 4}
 
 
-def with_snapshot(redis: RedisProcess, store: FileStore, run: str, snapshot: str, **more: Any) -> BufferThread:  # noqa: F811
+def with_snapshot(redis: RedisProcess, store: FileStore, run: str, snapshot: str, **more: Any) -> BufferThread:
     """A buffer whose recipe says what the run begins with."""
     recipe = make_recipe(run=run, store={"url": store.url}, buffer={"redis_url": redis.url}, **more)
     section = RunSection(name=run, snapshot=snapshot)
@@ -265,9 +255,7 @@ def with_snapshot(redis: RedisProcess, store: FileStore, run: str, snapshot: str
 
 
 def test_the_recipe_says_what_a_run_begins_with(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     old = serve_buffer(**sections(store)).client()
     fill(old)
@@ -289,9 +277,7 @@ def test_the_recipe_says_what_a_run_begins_with(
 
 
 def test_a_run_that_should_begin_with_a_snapshot_but_cannot_takes_no_trainer(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     buffer = with_snapshot(redis, store, "other", "test/none")
     try:
@@ -309,10 +295,7 @@ def test_a_run_that_should_begin_with_a_snapshot_but_cannot_takes_no_trainer(
         late.stop()
 
 
-def test_a_store_that_is_away_fails_the_save_with_its_reason(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_store_that_is_away_fails_the_save_with_its_reason(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("not a folder")
     client = serve_buffer(**sections(FileStore(tmp_path / "store"))).client()
     fill(client)
@@ -322,9 +305,7 @@ def test_a_store_that_is_away_fails_the_save_with_its_reason(
 
 
 def test_the_commands_save_list_and_load(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    store: FileStore,
-    capsys: pytest.CaptureFixture[str],
+    serve_buffer: ServeBuffer, store: FileStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = serve_buffer(**sections(store))
     fill(old.client())
@@ -341,9 +322,7 @@ def test_the_commands_save_list_and_load(
 
 
 def test_what_cannot_be_read_is_left_out_of_a_snapshot_and_named(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    redis: RedisProcess,  # noqa: F811
-    store: FileStore,
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     from redis import Redis
 

@@ -15,7 +15,7 @@ from tba.api import AckRequest, BatchRequest, LeaseRequest, Stats, VersionReques
 from tba.versions import PolicyVersion
 from tba.wire import Heartbeat, Wait, encode_rollout
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
 
 SECTIONS = {"buffer": {"max_rollouts": 40}}
@@ -55,7 +55,7 @@ def lived_in(buffer: BufferThread) -> BufferThread:
     return buffer
 
 
-def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:
     stats = lived_in(serve_buffer(**SECTIONS)).client().stats()
     assert (stats.num_rollouts, stats.num_scored, stats.num_pending, stats.num_failed) == (40, 34, 6, 0)
     assert stats.num_rollouts == stats.rollouts_generated - sum(stats.evicted.values())
@@ -79,7 +79,7 @@ def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:  # noqa: F811
     assert stats.index_bytes > 0
 
 
-def test_versions_and_ages_follow_the_rollouts_and_the_trainer(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_versions_and_ages_follow_the_rollouts_and_the_trainer(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2))
     lineage = start_lineage(client)
@@ -98,7 +98,7 @@ def test_versions_and_ages_follow_the_rollouts_and_the_trainer(serve_buffer: Ser
     assert stored.policy_age_deciles == [0] * 8 + [5] * 3
 
 
-def test_a_restart_changes_no_count(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_restart_changes_no_count(serve_buffer: ServeBuffer) -> None:
     first = lived_in(serve_buffer(**SECTIONS))
     before, metrics_before = first.client().stats(), metrics_of(first)
     again = serve_buffer(**SECTIONS)
@@ -115,7 +115,7 @@ def test_a_restart_changes_no_count(serve_buffer: ServeBuffer) -> None:  # noqa:
     assert of_the_run(metrics_after) == of_the_run(metrics_before)
 
 
-def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:
     buffer = lived_in(serve_buffer(**SECTIONS))
     stats, metrics = buffer.client().stats(), metrics_of(buffer)
     for status, number in (("scored", stats.num_scored), ("pending", stats.num_pending), ("failed", stats.num_failed)):
@@ -147,10 +147,7 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:  # noqa:
 
 @pytest.mark.parametrize(("every_s", "described"), [(1e9, 8), (0.0, 12)])
 def test_the_detail_of_a_large_buffer_is_kept_until_it_is_due(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    every_s: float,
-    described: int,
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch, every_s: float, described: int
 ) -> None:
     monkeypatch.setattr("tba_buffer.monitoring.stats.ALWAYS_FRESH_ROLLOUTS", 4)
     monkeypatch.setattr("tba_buffer.monitoring.stats.DETAIL_EVERY_S", every_s)
@@ -165,7 +162,7 @@ def test_the_detail_of_a_large_buffer_is_kept_until_it_is_due(
     assert (stats.num_rollouts, sum(stats.stored.by_length.values())) == (12, described)
 
 
-def test_metrics_are_served_while_redis_is_away(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:  # noqa: F811
+def test_metrics_are_served_while_redis_is_away(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     buffer = lived_in(serve_buffer(**SECTIONS))
     before = metrics_of(buffer)
     redis.stop()
@@ -177,7 +174,7 @@ def test_metrics_are_served_while_redis_is_away(serve_buffer: ServeBuffer, redis
     assert (value(before, "tba_redis_durable"), value(after, "tba_redis_durable")) == (1, 0)
 
 
-def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(2))
     stats: Stats = client.stats()
@@ -191,7 +188,7 @@ def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:  # no
     assert stats.rates.trained_per_s == 0
 
 
-def test_the_operations_page_lists_every_metric_and_no_other(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_the_operations_page_lists_every_metric_and_no_other(serve_buffer: ServeBuffer) -> None:
     text = httpx2.get(f"{lived_in(serve_buffer(**SECTIONS)).url}/metrics", timeout=60).text
     in_code = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
     in_code = {name for name in in_code if not name.endswith("_created")}
@@ -208,7 +205,7 @@ def test_the_operations_page_lists_every_metric_and_no_other(serve_buffer: Serve
 
 
 @pytest.mark.parametrize("name", ["tba_waits", "tba_components_alive"])
-def test_who_waits_and_who_is_alive_is_counted(serve_buffer: ServeBuffer, name: str) -> None:  # noqa: F811
+def test_who_waits_and_who_is_alive_is_counted(serve_buffer: ServeBuffer, name: str) -> None:
     buffer = serve_buffer()
     client = buffer.client()
     for number in range(3):

@@ -16,13 +16,12 @@ from tba.api import LineageRequest
 from tba.errors import UnavailableError
 from tba.wire import encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import redis  # noqa: F401
 from tests.support.redis_process import RedisProcess
 from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:  # noqa: F811
+async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:
     started = Buffer(make_recipe(buffer={"redis_url": redis.url}), CollectorRegistry())
     await started.context.redis.flushall()
     await started.start()

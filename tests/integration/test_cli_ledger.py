@@ -16,7 +16,7 @@ from tba.versions import PolicyVersion
 from tba_cli.commands.report import EXIT_VIOLATION, check_command
 from tba_cli.parser import build_parser
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
 
 LEDGER = "tba:test:ledger"
@@ -30,7 +30,7 @@ def take_steps(client: BufferClient, lineage: LineageReply, steps: range) -> Non
 
 
 @pytest.fixture
-def resumed(serve_buffer: ServeBuffer) -> BufferThread:  # noqa: F811
+def resumed(serve_buffer: ServeBuffer) -> BufferThread:
     """Lineage 1 took steps 1 to 5; lineage 2 went on from step 3 and took 4 to 7."""
     buffer = serve_buffer()
     client = buffer.client()
@@ -72,7 +72,7 @@ def edit(line: dict, **changes: object) -> str:
 )
 def test_a_ledger_that_breaks_it_is_told_apart(
     resumed: BufferThread,
-    redis: RedisProcess,  # noqa: F811
+    redis: RedisProcess,
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[Redis, list[bytes]], object],
     sentence: str,
@@ -84,9 +84,7 @@ def test_a_ledger_that_breaks_it_is_told_apart(
 
 
 def test_the_lineages_of_the_run_that_was_forked_have_no_lines(
-    resumed: BufferThread,
-    redis: RedisProcess,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
+    resumed: BufferThread, redis: RedisProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     origin = OriginDocument("other/end", "1-3", "0" * 64, None, num_rollouts=0, lineage=1, last=0)
     with Redis.from_url(redis.url) as connection:
@@ -97,9 +95,7 @@ def test_the_lineages_of_the_run_that_was_forked_have_no_lines(
 
 
 def test_a_long_ledger_is_read_in_pages(
-    resumed: BufferThread,
-    redis: RedisProcess,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
+    resumed: BufferThread, redis: RedisProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     num_steps = 3000
     with Redis.from_url(redis.url) as connection:

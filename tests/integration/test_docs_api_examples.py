@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.api_documents import PAGE, operations
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
-from tests.support.reward_process import reward_url  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CURL = re.compile(r'curl -sSf?(?: -X (\w+))? "\$(?:BUFFER|REWARD|FRESH|service)(/[^"?]*)')
@@ -23,10 +22,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 def test_the_examples_work(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    reward_url: str,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    serve_buffer: ServeBuffer, reward_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {"store": {"url": f"file://{tmp_path / 'store'}"}, "reward": {"url": reward_url}}
     few = {"prompts_per_batch": 2, "group_size": 2, "rollouts_per_visit": 4, "min_size_to_sample": 4}

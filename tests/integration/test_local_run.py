@@ -100,8 +100,7 @@ def test_a_warm_start_makes_the_model_and_its_time_is_reported_apart(finished):
 
 def test_a_finished_run_is_neither_overwritten_nor_resumed(finished):
     place, _ = finished
-    again = place.run()
-    assert again.returncode == 2
+    again = place.refused()
     assert "--fresh" in again.stderr
     assert "exists already" in again.stderr
     resumed = place.run("--resume")
@@ -138,14 +137,11 @@ def test_a_trainer_that_is_killed_stops_the_run_with_the_way_to_resume_it(place)
 
 def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
     assert place.run("--seed", "5", FAKE_TRAINER="die-at-2").returncode == 1
-    wrong_seed = place.run("--resume", "--seed", "6")
-    assert wrong_seed.returncode == 2
+    wrong_seed = place.refused("--resume", "--seed", "6")
     assert "began with seed 5, not 6; leave out --seed" in wrong_seed.stderr
-    set_seed = place.run("--resume", "--set", "run.seed=6")
-    assert set_seed.returncode == 2
+    set_seed = place.refused("--resume", "--set", "run.seed=6")
     assert "began with seed 5, not 6; leave out --set run.seed" in set_seed.stderr
-    set_path = place.run("--resume", "--set", "data.path=other.jsonl")
-    assert set_path.returncode == 2
+    set_path = place.refused("--resume", "--set", "data.path=other.jsonl")
     assert "data.path was " in set_path.stderr
     assert "other.jsonl' within a run: set it back" in set_path.stderr
     assert place.run("--resume", "--set", "trainer.num_steps=8").returncode == 0
@@ -169,8 +165,7 @@ def test_changes_of_a_recipe_are_taken_where_that_is_possible_within_a_run(place
     assert place.run("--seed", "5", FAKE_TRAINER="die-at-2").returncode == 1
     path = place.path / "recipe.toml"
     path.write_text(RECIPE.replace('path = "model"', 'path = "model"\ndtype = "bfloat16"'))
-    refused = place.run("--resume", "--take-changes")
-    assert refused.returncode == 2
+    refused = place.refused("--resume", "--take-changes")
     assert "model.dtype was 'float32' when run 'demo' began, and cannot become 'bfloat16' within" in refused.stderr
     path.write_text(RECIPE.replace("num_steps = 6", "num_steps = 7"))
     taken = place.run("--resume", "--take-changes", "--quiet")
@@ -179,8 +174,7 @@ def test_changes_of_a_recipe_are_taken_where_that_is_possible_within_a_run(place
     known = json.loads((place.folder / "recipe_file.json").read_text())
     assert known["document"]["trainer"]["num_steps"] == 7  # the next resume compares with this
     assert (place.summary()["steps"], place.summary()["seed"]) == (7, 5)
-    alone = place.run("--take-changes")
-    assert alone.returncode == 2
+    alone = place.refused("--take-changes")
     assert "--take-changes goes with --resume" in alone.stderr
 
 
@@ -191,8 +185,7 @@ def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(place)
         "nowhere.json": "nowhere.json cannot be read",
         "tokens.json": "no token for the role 'searcher'",
     }.items():
-        refused = place.run("--fresh", "--set", f"auth.tokens_file={name}")
-        assert refused.returncode == 2
+        refused = place.refused("--fresh", "--set", f"auth.tokens_file={name}")
         assert sentence in refused.stderr
         assert place.summary()["steps"] == 6
 
@@ -203,14 +196,10 @@ def test_a_child_that_dies_without_a_word_has_no_lines_above(place):
     assert f"redis died (exit code 1) and wrote nothing to {place.failed_logs}/redis.log" in died.stderr
 
 
-def test_a_child_that_explains_its_end_is_quoted(place):
-    done = place.run(FAKE_TRAINER="error")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: trainer ended (exit code 2): the learning rate is silly [")
-
-
-def test_a_failed_start_leaves_its_logs_and_no_run_folder(place):
+def test_a_failed_start_quotes_its_child_and_leaves_its_logs_and_no_run_folder(place):
     failed = place.run(FAKE_TRAINER="error")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: trainer ended (exit code 2): the learning rate is silly [")
     log = place.failed_logs / "trainer.log"
     assert f"the learning rate is silly [{log}]; training had not begun; start again with: " in failed.stderr
     assert "the learning rate is silly" in log.read_text()
@@ -329,8 +318,7 @@ def test_two_supervisors_cannot_share_a_run_folder(place):
     started = place.start(FAKE_TRAINER="wait-at-2")
     wait_for_step_2(place)
     for flag in ("--resume", "--fresh"):
-        second = place.run(flag)
-        assert second.returncode == 2
+        second = place.refused(flag)
         assert f"in use by another `tba run` (process {started.pid})" in second.stderr
     started.terminate()
     started.communicate(timeout=DEADLINE_S)
@@ -369,38 +357,31 @@ def test_commands_find_the_running_run(place):
     assert gone.stderr.startswith("error: run 'demo' is not going")
 
 
-def test_bad_input_is_one_sentence_before_anything_starts(place):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
+def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    lines = [prompt_line(split, split).replace("addition", "nobody") for split in ("train", "heldout")]
+    (place.path / "nobody.jsonl").write_text("\n".join(lines))
+    with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
+        away = ("store.url=s3://b/p", 'store.endpoint_url="http://127.0.0.1:9"', "store.timeout_s=2")
         cases = {
-            f"port {port} (buffer.port) is in use by process {os.getpid()}": ["--set", f"buffer.port={port}"],
-            "holds no config.json": ["--set", "model.path=nowhere"],
-            "local.redis_server is '/nowhere'": ["--set", "local.redis_server=/nowhere"],
-            "unknown key 'trainer.num_step'": ["--set", "trainer.num_step=1"],
-            "prompt file": ["--set", "data.path=nowhere.jsonl"],
-            "127.0.0.1:9": [
-                "--set",
-                "store.url=s3://b/p",
-                "--set",
-                'store.endpoint_url="http://127.0.0.1:9"',
-                "--set",
-                "store.timeout_s=2",
-            ],
-            "there is no run to resume": ["--resume"],
-            "trainer.device 'quantum' cannot be used": ["--set", "trainer.device=quantum"],
-            "searcher.device 'cuda:99' cannot be used": ["--set", "searcher.device=cuda:99"],
-            "which no reward scores": ["--set", "data.path=nobody.jsonl"],
+            f"port {port} (buffer.port) is in use by process {os.getpid()}": [f"buffer.port={port}"],
+            "holds no config.json": ["model.path=nowhere"],
+            "local.redis_server is '/nowhere'": ["local.redis_server=/nowhere"],
+            "unknown key 'trainer.num_step'": ["trainer.num_step=1"],
+            "prompt file": ["data.path=nowhere.jsonl"],
+            "127.0.0.1:9": away,
+            "trainer.device 'quantum' cannot be used": ["trainer.device=quantum"],
+            "searcher.device 'cuda:99' cannot be used": ["searcher.device=cuda:99"],
+            "which no reward scores": ["data.path=nobody.jsonl"],
         }
-        lines = [prompt_line(split, split).replace("addition", "nobody") for split in ("train", "heldout")]
-        (place.path / "nobody.jsonl").write_text("\n".join(lines))
-        for sentence, words in cases.items():
-            done = place.run(*words, AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="y")
-            assert done.returncode == 2, (words, done.stderr)
-            assert sentence in done.stderr, (words, done.stderr)
-            assert done.stderr.startswith("error: ")
-            assert done.stderr.count("\n") == 1
+        words = {sentence: [word for each in sets for word in ("--set", each)] for sentence, sets in cases.items()}
+        for sentence, given in {**words, "there is no run to resume": ["--resume"]}.items():
+            refused = place.refused(*given)
+            assert sentence in refused.stderr, given
+            assert refused.stderr.startswith("error: ")
+            assert refused.stderr.count("\n") == 1
             assert not place.folder.exists()
     assert place.run().returncode == 0  # and a failed start leaves nothing in the way
 

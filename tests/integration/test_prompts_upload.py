@@ -12,7 +12,7 @@ import pytest
 from tba.api import LeaseRequest
 from tba_cli.main import main
 from tests.support.buffer import start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 
 MAPPING = ["--task", "math", "--text-template", "Q: {question}\nA:", "--data", "gold=answer", "--heldout-every", "10"]
 
@@ -22,9 +22,7 @@ def rows(num: int) -> list[dict[str, str]]:
 
 
 def test_a_foreign_data_set_is_uploaded_once_whatever_its_format(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     buffer = serve_buffer()
     client = buffer.client()
@@ -49,9 +47,7 @@ def test_a_foreign_data_set_is_uploaded_once_whatever_its_format(
 
 
 def test_a_bad_row_uploads_nothing(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     buffer, path = serve_buffer(), tmp_path / "q.jsonl"
     path.write_text("\n".join(map(json.dumps, [*rows(1500), {"question": "What is it?"}])))
@@ -61,9 +57,7 @@ def test_a_bad_row_uploads_nothing(
 
 
 def test_changed_prompts_under_old_ids_are_refused(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     buffer, path = serve_buffer(), tmp_path / "q.jsonl"
     flags = ["--url", buffer.url, "--task", "math", "--text", "question", "--id", "uid"]

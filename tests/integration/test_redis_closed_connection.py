@@ -20,9 +20,10 @@ from tests.support.redis_process import RedisProcess, start_redis
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    redis = start_redis(tmp_path / "redis")
-    yield redis
-    redis.stop()
+    """A Redis for one test, which ends its connections."""
+    process = start_redis(tmp_path)
+    yield process
+    process.stop()
 
 
 def run(redis: RedisProcess, check: Any) -> None:

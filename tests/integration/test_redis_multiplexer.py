@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ def reading_tasks() -> set[asyncio.Task[Any]]:
 
 
 @pytest.fixture
-async def redis(tmp_path: Path) -> AsyncIterator[RedisProcess]:
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    """A Redis for one test, which ends its connections."""
     process = start_redis(tmp_path)
     yield process
     process.stop()

@@ -5,7 +5,6 @@ It has `aof-load-truncated no`, without which the buffer takes none: Redis does 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,6 +26,7 @@ from tests.support.buffer import (
     write_recipe,
 )
 from tests.support.buffer_fixtures import BufferThread
+from tests.support.buffer_reads import readyz
 from tests.support.redis_process import OF_OTHERS, RedisProcess, free_port
 from tests.support.waiting import until
 
@@ -103,15 +102,6 @@ def half_push(position: int, records: bytes) -> bytes:
         + command(b"XADD", LOG, b"%d-0" % position, b"r", others)
         + command(b"HSET", b"tba:test:payloads", bytes(16), b"x")
     )
-
-
-def readyz(url: str) -> tuple[int, dict[str, Any]]:
-    try:
-        with urllib.request.urlopen(f"{url}/readyz") as reply:
-            return reply.status, json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
 
 
 def metric(url: str, name: str) -> float:

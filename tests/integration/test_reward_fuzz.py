@@ -8,7 +8,6 @@ from tba_reward.app import build_app
 
 from tests.support.buffer import make_recipe
 from tests.support.fuzz import fuzz, load_schema, operations
-from tests.support.reward_process import reward_url  # noqa: F401
 
 DOCUMENT = build_app(make_recipe(), tokens=None).openapi()
 SCHEMA = load_schema(DOCUMENT)
@@ -23,5 +22,5 @@ def known_task(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("path", "method"), operations(DOCUMENT))
-def test_every_answer_is_documented_and_every_error_is_a_problem(reward_url: str, path: str, method: str) -> None:  # noqa: F811
+def test_every_answer_is_documented_and_every_error_is_a_problem(reward_url: str, path: str, method: str) -> None:
     fuzz(SCHEMA, path, method, base_url=reward_url, max_examples=25, known=known_task)

@@ -3,8 +3,11 @@
 One process is started for all tests and loses its life several times; after each test it works again.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -17,8 +20,59 @@ from tba_reward.scorer import Failure, Item
 from tba_reward.scorers import Tools, reward_model
 
 from tba.config.reward import RewardModelSpec
-from tests.support.poisoned_model import DIE, HANG, MEMORY, NAN, save_poisoned_model
 from tests.support.tiny_reward_models import save_reward_model, save_victim
+
+CODE = """
+import os, signal, time
+from transformers import GPTNeoXConfig, GPTNeoXForSequenceClassification
+
+
+class PoisonedConfig(GPTNeoXConfig):
+    pass
+
+
+class Poisoned(GPTNeoXForSequenceClassification):
+    config_class = PoisonedConfig
+
+    def forward(self, input_ids, **others):
+        texts = ["".join(map(chr, row)) for row in input_ids.tolist()]
+        def rows(letter):
+            return [chr(LETTERS[letter]) * 3 in text for text in texts]
+        def found(letter):
+            return any(rows(letter))
+        if found("H"):
+            if os.fork() == 0:
+                time.sleep(600)
+            time.sleep(600)
+        if found("D"):
+            if os.fork() == 0:  # out of the process group, with its pipes
+                os.setsid()
+                time.sleep(30)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if found("M"):
+            raise MemoryError("no memory for this")
+        output = super().forward(input_ids, **others)
+        output.logits[rows("N")] = float("nan")
+        return output
+"""
+HANG, DIE, MEMORY, NAN = "HHH", "DDD", "MMM", "NNN"
+
+
+def save_poisoned_model(folder: Path) -> Path:
+    """The model; three letters in a row are its poison."""
+    save_reward_model(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    letters = {letter: tokenizer["model"]["vocab"][letter] for letter in "HDMN"}
+    (folder / "poisoned.py").write_text(f"LETTERS = {letters}\n{CODE}")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": "poisoned.PoisonedConfig",
+        "AutoModelForSequenceClassification": "poisoned.Poisoned",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

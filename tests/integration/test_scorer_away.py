@@ -21,7 +21,7 @@ from tba.clients import BufferClient, RewardClient
 from tba.versions import START
 from tba.wire import Sampling, VersionSpan, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage, write_recipe
-from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.deployment import _start_reward
 from tests.support.leasing import lease
 from tests.support.redis_process import RedisProcess, free_port
@@ -57,7 +57,7 @@ def _url(port: int) -> str:
 
 
 @pytest.fixture
-def client(serve_buffer: ServeBuffer, reward_url: str) -> BufferClient:  # noqa: F811
+def client(serve_buffer: ServeBuffer, reward_url: str) -> BufferClient:
     """Of a buffer that scores there, and has prompts."""
     served = serve_buffer(buffer={"score_every_s": 0.02}, reward={"url": reward_url})
     client = served.client()
@@ -115,11 +115,7 @@ async def deliver(client: BufferClient, reward_url: str, folder: Path) -> Search
 
 
 async def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
-    client: BufferClient,
-    reward_url: str,
-    away: RewardServer,
-    tmp_path: Path,
-    redis: RedisProcess,  # noqa: F811
+    client: BufferClient, reward_url: str, away: RewardServer, tmp_path: Path, redis: RedisProcess
 ) -> None:
     status = await deliver(client, reward_url, tmp_path)
     assert (status.counts["scores_pending"], status.counts["scores_failed"]) == (4, 0)
@@ -136,10 +132,7 @@ async def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
 
 
 def test_they_are_failed_after_so_many_tries_and_hold_up_no_others(
-    client: BufferClient,
-    away: RewardServer,
-    monkeypatch: pytest.MonkeyPatch,
-    redis: RedisProcess,  # noqa: F811
+    client: BufferClient, away: RewardServer, monkeypatch: pytest.MonkeyPatch, redis: RedisProcess
 ) -> None:
     monkeypatch.setattr(retries, "MAX_TRIES", 4)
     monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,14 @@ from tba.config import parse_recipe
 from tba.versions import START
 from tba.wire import Sampling, VersionSpan, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer, later, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leasing import lease, request_eval
 from tests.support.reward_server import RewardServer
 from tests.support.tiny_model import make_tiny_tokenizer
 
 
 async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
-    tmp_path: Path,
-    serve_buffer: ServeBuffer,  # noqa: F811
+    tmp_path: Path, serve_buffer: ServeBuffer
 ):
     limit_bytes = 64 * 1024
     served = serve_buffer(buffer={"max_body_bytes": limit_bytes})
@@ -60,8 +58,7 @@ async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
 
 
 async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_searcher_goes_on(
-    tmp_path: Path,
-    serve_buffer: ServeBuffer,  # noqa: F811
+    tmp_path: Path, serve_buffer: ServeBuffer
 ):
     served = serve_buffer()
     client = served.client()
@@ -85,13 +82,6 @@ async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_se
     await delivery._report([(Visit(lease=item, prompt_tokens=(1,), pinned=START), result)])
     assert status.counts["evals_reported"] == 0
     assert client.get_eval(info.eval_id).state == "expired"
-
-
-@pytest.fixture
-def reward() -> Iterator[RewardServer]:
-    server = RewardServer()
-    yield server
-    server.stop()
 
 
 def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Delivery:

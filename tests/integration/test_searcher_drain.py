@@ -15,7 +15,7 @@ from tba.api import LeaseReply, LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
 from tba.config import parse_recipe
 from tba.errors import UnavailableError
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.reward_server import RewardServer
 from tests.support.searcher_loop import LoopWorld, start_loop_world
 from tests.support.tiny_model import make_tiny_model
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_world(tmp_path: Path, serve_buffer: ServeBuffer, model: Path) -> Iterator[MakeWorld]:  # noqa: F811
+def make_world(tmp_path: Path, serve_buffer: ServeBuffer, model: Path) -> Iterator[MakeWorld]:
     reward = RewardServer()
 
     def make(**searcher: Any) -> LoopWorld:

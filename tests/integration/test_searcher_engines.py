@@ -12,9 +12,8 @@ import pytest
 from tba_searcher.engines.vllm.environment import prepare_vllm
 
 from tba.errors import ConfigError
-from tests.support.engine_cases import Benches, make_embedded
 from tests.support.engine_contract import CASES
-from tests.support.vllm_cases import VLLM_CASES
+from tests.support.vllm_cases import VLLM_CASES, Benches, make_embedded
 from tests.support.vllm_greedy import ENVIRON, TIMEOUT_S, why_not
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
@@ -40,7 +39,7 @@ def by_vllm(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
         "VLLM_CACHE_ROOT": str(cache.mkdir("vllm")) if cache else "",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.engine_cases", str(tmp_path_factory.mktemp("vllm"))],
+        [sys.executable, "-m", "tests.support.vllm_cases", str(tmp_path_factory.mktemp("vllm"))],
         env=environ,
         capture_output=True,
         text=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import Manifest
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.leasing import lease, request_eval
 from tests.support.reward_server import RewardServer
 from tests.support.searcher_loop import LoopWorld, start_loop_world
@@ -41,14 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reward() -> Iterator[RewardServer]:
-    server = RewardServer()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def make_world(tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, model: Path) -> MakeWorld:  # noqa: F811
+def make_world(tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, model: Path) -> MakeWorld:
     def make(**options: Any) -> LoopWorld:
         return start_loop_world(tmp_path, serve_buffer, reward, model, **options)
 

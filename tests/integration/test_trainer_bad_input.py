@@ -33,7 +33,7 @@ from tba_cli.commands.status import status_lines
 from tba_cli.parser import build_parser
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE, make_rollout
@@ -61,7 +61,7 @@ def damages(good: Rollout) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def buffer(serve_buffer: ServeBuffer) -> BufferThread:  # noqa: F811
+def buffer(serve_buffer: ServeBuffer) -> BufferThread:
     return serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4, "min_distinct": 4})
 
 
@@ -92,10 +92,7 @@ def entries(client: BufferClient) -> list[LedgerEntry]:
 
 
 def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_goes_on(
-    buffer: BufferThread,
-    redis: RedisProcess,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    buffer: BufferThread, redis: RedisProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client, store = buffer.client(), FileStore(tmp_path / "store")
     bad = damages(make_rollout(np.random.default_rng(1), run="test"))
@@ -125,10 +122,7 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_goes_on
 
 
 def test_batches_of_nothing_but_bad_rollouts_are_skipped_and_then_fail_the_run(
-    buffer: BufferThread,
-    redis: RedisProcess,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    buffer: BufferThread, redis: RedisProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = buffer.client()
     bad = damages(make_rollout(np.random.default_rng(1), run="test"))["vocabulary"]
@@ -150,7 +144,7 @@ def test_batches_of_nothing_but_bad_rollouts_are_skipped_and_then_fail_the_run(
 
 
 def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the_batch(
-    serve_buffer: ServeBuffer,  # noqa: F811
+    serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(8))
@@ -181,7 +175,7 @@ def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the
     assert entries(client)[0].refused == {"too-long": 1, "vocabulary": 1}
 
 
-def test_a_trainer_pauses_the_run_with_its_token_and_a_fenced_one_cannot(serve_buffer: ServeBuffer) -> None:  # noqa: F811
+def test_a_trainer_pauses_the_run_with_its_token_and_a_fenced_one_cannot(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     old, active = start_lineage(client), start_lineage(client)
     with pytest.raises(FencedError):

@@ -16,7 +16,6 @@ import pytest
 
 from tba.versions import PolicyVersion
 from tba.wire import Batch
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_process import TrainerProcesses
 from tests.support.trainer_values import make_batch
 
@@ -31,11 +30,6 @@ def batch_of(step: int) -> Batch:
     """Batches repeat rollouts, so that the reference's cache matters."""
     first, second = make_batch(step % 3), make_batch(10 + step)
     return replace(second, groups=(*second.groups[:2], first.groups[step % 2]))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -10,16 +10,10 @@ import torch
 
 from tba.errors import DigestError
 from tba.store import ObjectStore
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
 
 CHECKPOINTS = "runs/demo/checkpoints"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
 @pytest.fixture

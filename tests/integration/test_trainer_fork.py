@@ -27,11 +27,6 @@ TRAINED = {"num_steps": 8, "sync_interval": 2, "checkpoint_interval": 4, "learni
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
-
-
-@pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[FileStore, RecordedBuffer]:
     """Run `demo`: 8 steps, checkpoints of 1-4 and 1-8."""
     store, buffer = FileStore(tmp_path_factory.mktemp("trained")), RecordedBuffer()

@@ -23,17 +23,11 @@ from tba.errors import (
     VoidBatchError,
 )
 from tba.wire import Batch
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe
 from tests.support.trainer_world import World, failing
 
 Change = Mapping[int, dict[str, float | None]]
 FINE: dict[str, float | None] = {"ess": 0.9, "log_ratio_token_mean": 0.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tba_cli.commands.status import status_lines
 from tba_cli.parser import build_parser
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import make_prompts
-from tests.support.buffer_fixtures import ServeBuffer, redis, serve_buffer  # noqa: F401
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
 from tests.support.waiting import DEADLINE_S, until
@@ -45,10 +45,7 @@ GUARDS = {
 
 
 def test_levers_pause_and_rollback_over_a_real_buffer(
-    serve_buffer: ServeBuffer,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gradients, seen = Learner.gradients, set[int]()
 

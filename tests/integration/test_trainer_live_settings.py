@@ -10,17 +10,11 @@ import pytest
 
 from tba.api import SettingsRequest
 from tba.config import parse_live
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
 
 RATE, NEW_RATE = 1e-3, 2e-4
 FALLING = {"kind": "linear", "value": 0.4, "final": 0.2, "steps": 10}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
 @pytest.fixture

@@ -31,11 +31,6 @@ from tests.support.trainer_values import make_batch, make_recipe
 from tests.support.trainer_world import World, failing
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)

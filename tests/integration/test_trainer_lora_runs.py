@@ -29,11 +29,6 @@ ANCHORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
-
-
 def files_of(world: World, version: str, section: str) -> dict[str, torch.Tensor]:
     key = f"runs/demo/checkpoints/{version}/{section}-00001.safetensors"
     path = world.folder / f"{section}-{version}"

@@ -27,7 +27,6 @@ from tba.wire import Batch, encode_rollout
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, start_stack, write_recipe
 from tests.support.listening import listening_ports
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_rollout
 from tests.support.waiting import DEADLINE_S, until
 
@@ -105,11 +104,6 @@ class Run:
 
     def ledger(self) -> list[LedgerEntry]:
         return batch_entries(self.client.ledger(limit=1000).entries)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tests.support.buffer import SERVICE_PATHS, make_recipe, write_recipe
 from tests.support.tiny_model import make_tiny_model
+from tests.support.waiting import DEADLINE_S
 
 RETRY_S = 3600.0
 """The trainer would wait for the buffer so long."""
-DEADLINE_S = 120.0
 
 
 def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_143(tmp_path: Path) -> None:

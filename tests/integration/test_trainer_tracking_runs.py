@@ -15,14 +15,8 @@ from tba_trainer.learner.learner import Learner
 from tba.errors import ConfigError
 from tba.wire import Batch
 from tba_cli.reports.ledger import active_steps, lineage_tree
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
 @pytest.fixture

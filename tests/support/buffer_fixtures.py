@@ -1,13 +1,12 @@
-"""Fixtures over a real Redis and a buffer that serves real HTTP from a thread: import `redis` and `serve_buffer`."""
+"""A buffer that serves real HTTP from a thread of the test, and copies of the Redis behind it."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import pytest
 from tba_buffer.storage.client import BytesRedis
@@ -15,8 +14,6 @@ from tba_buffer.storage.client import BytesRedis
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.tokens import TokensFile
-from tests.support.buffer import make_recipe
-from tests.support.redis_process import RedisProcess, start_redis
 from tests.support.waiting import DEADLINE_S
 
 _served: dict[str, BufferThread] = {}
@@ -96,30 +93,3 @@ def later(client: BufferClient, seconds: float) -> None:
 
 
 ServeBuffer = Callable[..., BufferThread]
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    """One real Redis for the tests of a file."""
-    process = start_redis(tmp_path_factory.mktemp("redis"))
-    yield process
-    process.stop()
-
-
-@pytest.fixture
-def serve_buffer(redis: RedisProcess) -> Iterator[ServeBuffer]:
-    """Call it with recipe sections to serve a buffer over an empty Redis; again to serve one more over the same."""
-    from redis import Redis as Client
-
-    with Client.from_url(redis.url) as client:
-        client.flushall()
-    started: list[BufferThread] = []
-
-    def serve(*, tokens: dict[str, str] | TokensFile | None = None, **sections: Any) -> BufferThread:
-        sections["buffer"] = {"redis_url": redis.url, **sections.get("buffer", {})}
-        started.append(BufferThread(make_recipe(**sections), tokens))
-        return started[-1]
-
-    yield serve
-    for buffer in started:
-        buffer.stop()

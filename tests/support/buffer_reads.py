@@ -7,6 +7,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from tba.clients import BufferClient
+
 READS = (
     "/readyz",
     "/metrics",
@@ -36,6 +38,18 @@ def ask(url: str, path: str, method: str = "GET", body: Any = None) -> tuple[int
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
+
+
+def readyz(url: str) -> tuple[int, dict[str, Any]]:
+    """Status and document of `/readyz`."""
+    status, body = ask(url, "/readyz")
+    return status, json.loads(body)
+
+
+def named(client: BufferClient) -> set[tuple[str, str]]:
+    """Kind and name of what the run has that cannot be read."""
+    found = client.run().damaged
+    return set() if found is None else {(item.kind, item.name) for item in found.items}
 
 
 def read_everything(url: str, *more: str) -> None:

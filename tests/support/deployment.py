@@ -18,7 +18,7 @@ from tba.config import Recipe, parse_recipe
 from tests.support.buffer import SERVICE_PATHS, make_recipe, start_buffer, write_recipe
 from tests.support.model_folder import make_model_folder
 from tests.support.redis_process import free_port, start_redis
-from tests.support.reward_process import _is_ready
+from tests.support.reward_process import is_ready
 from tests.support.s3_server import CREDENTIALS, S3Server
 from tests.support.waiting import until
 
@@ -104,7 +104,7 @@ def _start_reward(folder: Path, recipe: Path, url: str) -> _Process:
             stderr=log,
         )
     try:
-        until("the reward service is ready", lambda: process.poll() is not None or _is_ready(url))
+        until("the reward service is ready", lambda: process.poll() is not None or is_ready(url))
         assert process.poll() is None, (folder / "reward.log").read_text()[-2000:]
     except BaseException:
         process.kill()

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tba.api import EvalInfo, LedgerEntry, Stats
 from tba_cli.reports.history import History, Poll, Start, Timing
 
 STEP_S, WAIT_S = 0.8, 0.2
+RUN_INFO: dict[str, Any] = {
+    "run": "demo",
+    "state": "running",
+    "state_reason": None,
+    "step": 3,
+    "lineage": 1,
+    "parents": {},
+    "latest_version": "1-2",
+    "checkpoint": None,
+    "checkpoint_key": None,
+    "components": [],
+    "waits": [],
+    "evals": [],
+}
+"""GET /v1/run."""
 
 
 def entry(step: int, *, lineage: int = 1, at_s: float, wait_s: float = WAIT_S, abandoned: bool = False) -> LedgerEntry:

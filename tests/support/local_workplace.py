@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import subprocess
@@ -72,6 +73,16 @@ class Workplace:
 
     def run(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return self.tba("run", "recipe.toml", *words, **environ)
+
+    def refused(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`tba run` with what is refused before a child is started: in this process, which saves the imports."""
+        from tba_cli.main import main
+
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.chdir(self.path), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["run", "recipe.toml", *words])
+        assert code == 2, err.getvalue() + out.getvalue()
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
         started = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The real reward service in a process of its own: import `reward_url`, or `running_reward` for one with settings."""
+"""The real reward service in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,18 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.buffer import SERVICE_PATHS, make_recipe, write_recipe
 from tests.support.redis_process import free_port
 from tests.support.waiting import DEADLINE_S
-
-
-@pytest.fixture(scope="module")
-def reward_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a running service."""
-    with running_reward(tmp_path_factory.mktemp("reward"), num_workers=1, max_items=8) as url:
-        yield url
 
 
 @contextmanager
@@ -41,7 +32,7 @@ def running_reward(folder: Path, **section: Any) -> Iterator[str]:
         )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
     try:
-        while not _is_ready(url):
+        while not is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the reward service did not start: {(folder / 'log').read_text()[-3000:]}")
             time.sleep(0.05)
@@ -51,7 +42,8 @@ def running_reward(folder: Path, **section: Any) -> Iterator[str]:
         process.wait()
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
+    """Whether a service answers `/readyz` well."""
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
             return response.status == 200

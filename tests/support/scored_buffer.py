@@ -1,11 +1,8 @@
-"""Fixtures for scoring in the background: a buffer beside a reward service whose answers the test decides."""
+"""Scoring in the background: a buffer beside a reward service whose answers the test decides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from tba.clients import BufferClient
 from tba.wire import Rollout, decode_rollout
@@ -16,14 +13,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "buffer": {"score_every_s": 0.05},
     "reward": {"item_timeout_s": 1.0},
 }
-
-
-@pytest.fixture
-def reward() -> Iterator[RewardServer]:
-    """A reward service that gives 10 for everything."""
-    server = RewardServer()
-    yield server
-    server.stop()
 
 
 def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,25 +14,11 @@ from tba_buffer.run.events import MAX_QUEUED, Events, ObservedRun, Stream, chang
 from tba.api import ComponentInfo, RunInfo, WaitInfo
 from tba.clients.sse import MAX_EVENT_BYTES, SentEvent, read_events, run_event
 from tba.errors import BadReplyError, UnavailableError
-
-INFO: dict[str, Any] = {
-    "run": "demo",
-    "state": "running",
-    "state_reason": None,
-    "step": 3,
-    "lineage": 1,
-    "parents": {},
-    "latest_version": "1-2",
-    "checkpoint": None,
-    "checkpoint_key": None,
-    "components": [],
-    "waits": [],
-    "evals": [],
-}
+from tests.support.history_values import RUN_INFO
 
 
 def look(**fields: Any) -> ObservedRun:
-    return ObservedRun(RunInfo.model_validate({**INFO, **fields}), [])
+    return ObservedRun(RunInfo.model_validate({**RUN_INFO, **fields}), [])
 
 
 def component(**fields: Any) -> ComponentInfo:

@@ -9,7 +9,7 @@ from tba_buffer.run.components import ABSENT_AFTER_S, absent_trainer
 from tba_buffer.run.events import ObservedRun, changes
 
 from tba.api import ComponentInfo, RunInfo, RunState
-from tests.unit.test_cli_status import INFO
+from tests.support.history_values import RUN_INFO
 
 
 def trainer(component_id: str, age_s: float, kind: str = "trainer") -> ComponentInfo:
@@ -53,6 +53,8 @@ def test_a_run_that_is_over_needs_none(state: RunState) -> None:
 
 
 def test_followers_are_told_when_it_comes_and_goes_and_not_that_it_grows_old() -> None:
-    looks = [ObservedRun(RunInfo.model_validate({**INFO, "note": text}), []) for text in (None, "60 s", "61 s", None)]
+    looks = [
+        ObservedRun(RunInfo.model_validate({**RUN_INFO, "note": text}), []) for text in (None, "60 s", "61 s", None)
+    ]
     told = [[name for name, _ in changes(before, after)] for before, after in pairwise(looks)]
     assert told == [["change"], [], ["change"]]

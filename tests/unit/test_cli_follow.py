@@ -12,21 +12,8 @@ from tba.clients import BufferClient
 from tba.errors import BusyError, UnauthorizedError, UnavailableError
 from tba_cli.commands import status
 from tba_cli.commands.status import EventFormatter, lasting_events
+from tests.support.history_values import RUN_INFO
 
-RUN: dict[str, Any] = {
-    "run": "demo",
-    "state": "running",
-    "state_reason": None,
-    "step": 3,
-    "lineage": 1,
-    "parents": {},
-    "latest_version": "1-2",
-    "checkpoint": None,
-    "checkpoint_key": None,
-    "components": [],
-    "waits": [],
-    "evals": [],
-}
 TRAINER = {"component_id": "t", "kind": "trainer", "state": "training", "version": "1-2", "alive": True}
 TRAINER |= {"heartbeat_age_s": 0.1, "gauges": {}}
 
@@ -59,7 +46,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_ends_without_a_trainer_has_not_got_one_again() -> None:
     note = "no trainer: none has come since the buffer started 70 s ago"
     formatter = EventFormatter()
-    formatter.lines(event("run", {**RUN, "note": note}))
+    formatter.lines(event("run", {**RUN_INFO, "note": note}))
     assert formatter.lines(event("change", {"note": None})) == ["a trainer is heard of again"]
     assert formatter.lines(event("change", {"note": note})) == [note]
     (line,) = formatter.lines(event("change", {"state": "done", "note": None}))
@@ -68,7 +55,7 @@ def test_a_run_that_ends_without_a_trainer_has_not_got_one_again() -> None:
 
 def test_events_are_told_in_a_line_each() -> None:
     formatter = EventFormatter()
-    assert formatter.lines(event("run", RUN)) == ["run 'demo': running, step 3, lineage 1"]
+    assert formatter.lines(event("run", RUN_INFO)) == ["run 'demo': running, step 3, lineage 1"]
     assert formatter.lines(event("change", {"step": 4, "latest_version": "1-4"})) == ["step 4, latest version 1-4"]
     paused = {"state": "paused", "state_reason": "lunch"}
     assert formatter.lines(event("change", paused)) == ["run 'demo': paused (lunch), step 4, lineage 1"]
@@ -107,7 +94,7 @@ def test_a_trainer_that_only_goes_on_is_told_once() -> None:
 def test_it_goes_on_after_cuts_with_the_last_id_and_says_so_once() -> None:
     away = UnavailableError("the buffer does not answer")
     service = Service(
-        [event("run", RUN, "x-1"), event("change", {"step": 4}, "x-2"), away],
+        [event("run", RUN_INFO, "x-1"), event("change", {"step": 4}, "x-2"), away],
         [away],
         [away],
         [event("change", {"step": 5}, "x-3")],

@@ -12,22 +12,9 @@ from tba_trainer.learner.guards import NAMES
 from tba.api import RunEvent, RunInfo, SettingsInfo, WaitInfo
 from tba.config.trainer import REMEDIES
 from tba_cli.commands.status import EventFormatter, status_command, status_lines
-from tests.support.history_values import evaluation, stats
+from tests.support.history_values import RUN_INFO, evaluation, stats
 
-INFO = {
-    "run": "demo",
-    "state": "running",
-    "state_reason": None,
-    "step": 3,
-    "lineage": 1,
-    "parents": {},
-    "latest_version": "1-2",
-    "checkpoint": None,
-    "checkpoint_key": None,
-    "components": [],
-    "waits": [WaitInfo(owner="trainer-1", name="rollouts", for_s=4.0, deadline_in_s=26.0)],
-    "evals": [],
-}
+INFO = RUN_INFO | {"waits": [WaitInfo(owner="trainer-1", name="rollouts", for_s=4.0, deadline_in_s=26.0)]}
 
 
 def make_settings(**live: object) -> SettingsInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -19,7 +20,6 @@ from tba.tokens import is_digest, load_role_tokens, token_digest
 from tba_cli.doctor.checks import CHECKS
 from tba_cli.parser import build_parser
 from tba_cli.redis_server import START_SCRIPT
-from tests.support.compose_files import ROOT, compose, environment
 from tests.support.secrets_seen import (
     SEEN,
     Seen,
@@ -30,13 +30,42 @@ from tests.support.secrets_seen import (
     tokens_seen,
 )
 
+ROOT = Path(__file__).parents[2]
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+class Loader(yaml.SafeLoader):
+    """Knows Compose's `!override`."""
+
+
+def _override(loader: Loader, node: yaml.Node) -> Any:
+    return loader.construct_mapping(node, deep=True) if isinstance(node, yaml.MappingNode) else None
+
+
+Loader.add_constructor("!override", _override)
+
+
+def interpolated(text: str, environ: dict[str, str]) -> str:
+    """As Compose does it, for `${NAME}` and `${NAME:-default}`."""
+    return _VARIABLE.sub(lambda found: environ.get(found[1]) or found[2] or "", text)
+
+
+def compose(name: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """A Compose file of the repository's root."""
+    text = interpolated((ROOT / name).read_text(), environ or {})
+    return yaml.load(text, Loader)
+
+
+def environment(service: dict[str, Any]) -> dict[str, str]:
+    """The TBA_SECTION__KEY values of a service, but for those that come from the shell."""
+    given = {key: value for key, value in service.get("environment", {}).items() if value is not None}
+    return {key: str(value) for key, value in given.items() if re.match(r"TBA_\w+__\w+$", key)}
+
+
 GPU, CPU = compose("docker-compose.yml"), compose("compose.cpu.yml")
 SERVICES = sorted(GPU["services"])
 OURS = sorted(name for name, service in GPU["services"].items() if environment(service))
 SEARCHERS = ["searcher-1", "searcher-2", "searcher-3"]
-GOLDEN = ROOT / "tests/data/compose"
-GOLDEN_COMPOSE = "2.26."
-"""Other versions of Compose write the same in other words."""
 
 
 def test_the_services_of_a_run_are_there():
@@ -316,17 +345,44 @@ def test_the_chaos_addresses_are_those_of_its_links():
     )
 
 
-@pytest.mark.parametrize("golden", ["gpu", "cpu"])
-def test_what_compose_makes_of_it_is_golden(golden: str):
-    """Written by: docker compose ... config --no-path-resolution > tests/data/compose/NAME.yaml"""
-    if shutil.which("docker") is None:
-        pytest.skip("docker is not on PATH")
-    version = subprocess.run(["docker", "compose", "version", "--short"], capture_output=True, text=True).stdout.strip()
-    if not version.startswith(GOLDEN_COMPOSE):
-        pytest.skip(f"the golden files are of Compose {GOLDEN_COMPOSE}x, this is {version or 'none'}")
-    files = ["-f", "docker-compose.yml", *(["-f", "compose.cpu.yml"] if golden == "cpu" else [])]
+OLDEST_COMPOSE = (2, 24, 4)
+"""It is the first that knows `!override`."""
+
+
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_compose_reads_the_files_as_these_tests_do(files: tuple[str, ...]):
+    """The other tests look at the files themselves: here Compose interpolates, merges and checks them."""
+    version = ["docker", "compose", "version", "--short"]
+    found = subprocess.run(version, capture_output=True, text=True).stdout if shutil.which("docker") else ""
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
+    if numbers < OLDEST_COMPOSE:
+        pytest.skip(f"docker compose of at least {'.'.join(map(str, OLDEST_COMPOSE))} is not on PATH")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TBA_", "CHAOS_", "COMPOSE_"))}
-    command = ["docker", "compose", *files, "--profile", "*", "config", "--no-path-resolution", "--format", "json"]
+    names = [word for file in files for word in ("-f", file)]
+    command = ["docker", "compose", *names, "--profile", "*", "config", "--no-path-resolution", "--format", "json"]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=True)
-    wanted = yaml.safe_load((GOLDEN / f"{golden}.yaml").read_text())
-    assert json.loads(answer.stdout) == wanted
+    made = json.loads(answer.stdout)["services"]
+    assert made.keys() == set(SERVICES)
+    for name, service in made.items():
+        assert_service_is_of_its_files(service, [compose(file)["services"].get(name, {}) for file in files])
+
+
+def assert_service_is_of_its_files(service: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """The later file wins key by key; `environment` is merged, `deploy` is replaced (`!override`)."""
+    last = {key: value for part in parts for key, value in part.items()}
+    given = {key: value for part in parts for key, value in part.get("environment", {}).items()}
+    environ = {key: value if value is None else str(value) for key, value in given.items()}
+    assert (service.get("environment") or {}) == environ
+    assert (service["image"], service["init"]) == (last["image"], True)
+    assert [service.get(key) for key in ("command", "entrypoint")] == [last.get("command"), last.get("entrypoint")]
+    (bound,) = re.findall(r"^(\d+)([mg])$", last["deploy"]["resources"]["limits"]["memory"])
+    resources = service["deploy"]["resources"]
+    assert int(resources["limits"]["memory"]) == int(bound[0]) * {"m": 2**20, "g": 2**30}[bound[1]]
+    devices = last["deploy"]["resources"].get("reservations", {}).get("devices", [])
+    made = resources.get("reservations", {}).get("devices", [])
+    assert [device["device_ids"] for device in made] == [device["device_ids"] for device in devices]
+    mounted = {volume["target"] for volume in service.get("volumes", [])}
+    assert mounted == {volume.split(":")[1 if ":" in volume else 0] for volume in last.get("volumes", [])} | {
+        volume.split(":")[1 if ":" in volume else 0] for part in parts for volume in part.get("volumes", [])
+    }
+    assert len(service.get("secrets", [])) == len({str(secret) for part in parts for secret in part.get("secrets", [])})

@@ -34,7 +34,7 @@ class RecordedBuffer:
         self.refused.append(request.refused_lease_ids)
 
 
-def make_visit(name: str) -> Visit:
+def visit_of(name: str) -> Visit:
     prompt = Prompt(prompt_id="p", task="addition", text="1+1=")
     lease = Lease(
         lease_id=name, kind="train", visit_id=name, prompt=prompt, num_rollouts=2, temperature=1.0, expires_in_s=60
@@ -53,7 +53,7 @@ def make_leases(buffer: Any, queue: WorkQueue, *delivering: str) -> tuple[LeaseM
 def make_queue(*names: str) -> WorkQueue:
     queue = WorkQueue(SearcherSection(max_response_tokens=4), run_seed=0, eos_ids=(1,))
     for name in names:
-        queue.add(make_visit(name))
+        queue.add(visit_of(name))
     return queue
 
 

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def run(folder: Path, requests: list[Request]) -> dict[str, Completion]:
+def complete(folder: Path, requests: list[Request]) -> dict[str, Completion]:
     settings = EngineSettings(num_slots=16, max_prompt_tokens=8, max_response_tokens=40, seed=5)
     engine = EmbeddedEngine(folder, START, settings)
     for request in requests:
@@ -88,7 +88,7 @@ def make_requests(num: int, *stops: str, **changes: Any) -> list[Request]:
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_and_its_text_before_the_stop(folder: Path) -> None:
     codec = TextCodec(folder)
-    done = list(run(folder, make_requests(150, "3", "N=", "<eos>")).values())
+    done = list(complete(folder, make_requests(150, "3", "N=", "<eos>")).values())
     texts = codec.decode_responses(done)
     assert {completion.finish_reason for completion in done} == {"stop", "stop_string", "length"}
     plain = [replace(c, finish_reason="length") for c in done]
@@ -106,7 +106,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_and_its_text_befor
 
 
 def test_a_stop_within_the_minimum_length_does_not_count(folder: Path) -> None:
-    done = run(folder, make_requests(150, "3", min_response_tokens=8))
+    done = complete(folder, make_requests(150, "3", min_response_tokens=8))
     codec, three = TextCodec(folder), TextCodec(folder).encode_prompt("3")[0]
     early = 0
     for completion in done.values():
@@ -126,10 +126,10 @@ def test_greedy_responses_with_a_stop_are_those_without_it_up_to_the_stop(folder
     greedy = {"eos_ids": (), "max_response_tokens": 25}
     free = [r for i, p in enumerate(prompts) for r in make_requests(1, prompt_tokens=p, **greedy)]
     free = [replace(r, request_id=str(i), sampling=Sampling(temperature=0.0)) for i, r in enumerate(free)]
-    whole = run(folder, free)
+    whole = complete(folder, free)
     texts = codec.decode_responses([whole[r.request_id] for r in free])
     stop = next(char for char in "0123456789+-*/=" if sum(char in text for text in texts) >= 2)
-    ended = run(folder, [replace(r, sampling=Sampling(temperature=0.0, stop=(stop,))) for r in free])
+    ended = complete(folder, [replace(r, sampling=Sampling(temperature=0.0, stop=(stop,))) for r in free])
     for request, text in zip(free, texts, strict=True):
         completion = ended[request.request_id]
         assert completion.finish_reason == ("stop_string" if stop in text else "length")

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tba.config.sections import ModelSection
 from tba.errors import ConfigError
 
-VOCAB_SIZE = 37
-_OF_ALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_attention_heads": 2}
+_OF_ALL = {"vocab_size": 37, "hidden_size": 16, "num_attention_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {
         "num_hidden_layers": 2,

@@ -20,7 +20,7 @@ NUM_GROUPS, GROUP_SIZE = 3, 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
 
 
@@ -32,10 +32,10 @@ def batch_of_different_rewards() -> Batch:
     return replace(batch, groups=tuple(groups))
 
 
-def step(folder: Path, preset: str, micro_batch_tokens: int) -> tuple[torch.Tensor, dict[str, float | None]]:
+def step(one_layer: Path, preset: str, micro_batch_tokens: int) -> tuple[torch.Tensor, dict[str, float | None]]:
     """The gradient of one batch, and its metrics; theta is away from the reference."""
     trainer = {"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9}
-    recipe = make_recipe(folder, objective={"preset": preset, "beta": 0.3}, trainer=trainer)
+    recipe = make_recipe(one_layer, objective={"preset": preset, "beta": 0.3}, trainer=trainer)
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     learner = Learner(model, recipe, np.random.default_rng(0))
     generator = torch.Generator().manual_seed(1)
@@ -48,12 +48,12 @@ def step(folder: Path, preset: str, micro_batch_tokens: int) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_gradient_does_not_depend_on_micro_batching(folder: Path, preset: str) -> None:
+def test_the_gradient_does_not_depend_on_micro_batching(one_layer: Path, preset: str) -> None:
     """4096 tokens: one pass for all. 60: groups whole in several passes. 15: groups span micro-batches."""
-    whole, metrics = step(folder, preset, 4096)
+    whole, metrics = step(one_layer, preset, 4096)
     assert whole.norm() > 1e-5
     for micro_batch_tokens in (60, 15):
-        found, cut = step(folder, preset, micro_batch_tokens)
+        found, cut = step(one_layer, preset, micro_batch_tokens)
         assert float((found - whole).norm() / whole.norm()) < 1e-4
         for name in ("loss", "advantage_abs_mean", "clipped_share", "tied_group_share"):
             assert cut[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name

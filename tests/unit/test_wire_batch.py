@@ -14,22 +14,22 @@ from tba.wire import Batch, DrawnGroup, decode_batch, decode_rollout, encode_bat
 from tba.wire.codec import pack
 from tests.support.wire_values import scored_rollout
 
-GOOD = encode_rollout(scored_rollout(4))
-FIELDS = msgpack.unpackb(GOOD)
+PLAIN_ROLLOUT = encode_rollout(scored_rollout(4))
+ROLLOUT_FIELDS = msgpack.unpackb(PLAIN_ROLLOUT)
 
 
-def changed(**fields: object) -> bytes:
-    return pack({**FIELDS, **fields})
+def changed_rollout(**fields: object) -> bytes:
+    return pack({**ROLLOUT_FIELDS, **fields})
 
 
 BAD = [
     (b"rubbish", "malformed"),
-    (changed(schema=2), "schema-version"),
-    (changed(surprise=1), "malformed"),
-    (changed(sampler_logprobs=FIELDS["sampler_logprobs"][:8]), "malformed"),  # mismatched lengths
-    (changed(response_tokens=b"\xff\xff\xff\xff" * 4), "malformed"),  # token id -1
-    (changed(reward=float("nan")), "malformed"),
-    (changed(prompt_tokens=bytes(4 * 131_073)), "too-large"),
+    (changed_rollout(schema=2), "schema-version"),
+    (changed_rollout(surprise=1), "malformed"),
+    (changed_rollout(sampler_logprobs=ROLLOUT_FIELDS["sampler_logprobs"][:8]), "malformed"),  # mismatched lengths
+    (changed_rollout(response_tokens=b"\xff\xff\xff\xff" * 4), "malformed"),  # token id -1
+    (changed_rollout(reward=float("nan")), "malformed"),
+    (changed_rollout(prompt_tokens=bytes(4 * 131_073)), "too-large"),
 ]
 
 
@@ -43,7 +43,7 @@ def batch(*groups: list[bytes]) -> Batch:
 
 @pytest.mark.parametrize(("payload", "reason"), BAD)
 def test_a_rollout_that_cannot_be_read_costs_only_itself(payload: bytes, reason: str) -> None:
-    found = batch([GOOD, payload, GOOD], [GOOD])
+    found = batch([PLAIN_ROLLOUT, payload, PLAIN_ROLLOUT], [PLAIN_ROLLOUT])
     assert [(group.prompt_id, len(group.rollouts)) for group in found.groups] == [("p-0", 2), ("p-1", 1)]
     [refused] = found.refused
     assert (refused.prompt_id, refused.reason) == ("p-0", reason)
@@ -53,20 +53,20 @@ def test_a_rollout_that_cannot_be_read_costs_only_itself(payload: bytes, reason:
 
 
 def test_a_group_of_which_nothing_is_left_is_gone_and_so_is_all_of_a_batch() -> None:
-    found = batch([b"", b"x"], [GOOD])
+    found = batch([b"", b"x"], [PLAIN_ROLLOUT])
     assert [group.prompt_id for group in found.groups] == ["p-1"]
     assert [refused.prompt_id for refused in found.refused] == ["p-0", "p-0"]
     assert batch([b"x"], [b"y"]).groups == ()
 
 
 def test_a_good_batch_has_nothing_refused() -> None:
-    assert batch([GOOD], [GOOD, GOOD]).refused == ()
-    assert replace(batch([GOOD])).rollouts[0].rollout_id == scored_rollout(4).rollout_id
+    assert batch([PLAIN_ROLLOUT], [PLAIN_ROLLOUT, PLAIN_ROLLOUT]).refused == ()
+    assert replace(batch([PLAIN_ROLLOUT])).rollouts[0].rollout_id == scored_rollout(4).rollout_id
 
 
 @given(st.lists(st.lists(st.integers(-1, len(BAD) - 1), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_what_is_read_and_what_is_refused_is_everything_in_order(kinds: list[list[int]]) -> None:
-    found = batch(*([GOOD if kind < 0 else BAD[kind][0] for kind in group] for group in kinds))
+    found = batch(*([PLAIN_ROLLOUT if kind < 0 else BAD[kind][0] for kind in group] for group in kinds))
     left = [(f"p-{i}", group.count(-1)) for i, group in enumerate(kinds) if -1 in group]
     assert [(group.prompt_id, len(group.rollouts)) for group in found.groups] == left
     expected = [(f"p-{i}", BAD[kind][1]) for i, group in enumerate(kinds) for kind in group if kind >= 0]

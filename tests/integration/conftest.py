@@ -1,0 +1,66 @@
+"""What many tests of this folder begin with: a real Redis, buffers over it, reward services, a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.tokens import TokensFile
+from tests.support.buffer import make_recipe
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.redis_process import RedisProcess, start_redis
+from tests.support.reward_process import running_reward
+from tests.support.reward_server import RewardServer
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    """One real Redis for the tests of a file."""
+    process = start_redis(tmp_path_factory.mktemp("redis"))
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def serve_buffer(redis: RedisProcess) -> Iterator[ServeBuffer]:
+    """Call it with recipe sections to serve a buffer over an empty Redis; again to serve one more over the same."""
+    from redis import Redis as Client
+
+    with Client.from_url(redis.url) as client:
+        client.flushall()
+    started: list[BufferThread] = []
+
+    def serve(*, tokens: dict[str, str] | TokensFile | None = None, **sections: Any) -> BufferThread:
+        sections["buffer"] = {"redis_url": redis.url, **sections.get("buffer", {})}
+        started.append(BufferThread(make_recipe(**sections), tokens))
+        return started[-1]
+
+    yield serve
+    for buffer in started:
+        buffer.stop()
+
+
+@pytest.fixture
+def reward() -> Iterator[RewardServer]:
+    """A reward service that gives 10 for everything."""
+    server = RewardServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def reward_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a running reward service."""
+    with running_reward(tmp_path_factory.mktemp("reward"), num_workers=1, max_items=8) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model for the tests of a file."""
+    from tests.support.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)

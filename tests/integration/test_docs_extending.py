@@ -30,10 +30,10 @@ from tba_cli.parser import build_parser
 from tba_cli.prompts.reader import prompts_of
 from tests.support import index_values
 from tests.support.buffer import write_recipe
-from tests.support.vllm_cases import SIZES, Benches
 from tests.support.engine_contract import CASES
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
+from tests.support.vllm_cases import SIZES, Benches
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()

@@ -1,7 +1,10 @@
-"""Delivery against a real buffer: a rollout that is too large takes no other rollout with it."""
+"""What a searcher delivers: in time, late, at a drain, and at the end of a run."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,34 @@ from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus, WaitRegistry
 from tba_searcher.generation.visits import Visit
+from tba_searcher.service import Clients, Searcher
 
-from tba.api import EvalResult, Lease, ScoreItem, ScoreResult
+from tba.api import (
+    EvalResult,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    RunCommand,
+    ScoreItem,
+    ScoreResult,
+    VersionRequest,
+)
 from tba.clients import BufferClient, RewardClient
 from tba.config import parse_recipe
-from tba.versions import START
+from tba.errors import UnavailableError
+from tba.versions import START, PolicyVersion
 from tba.wire import Sampling, VersionSpan, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leasing import lease, request_eval
 from tests.support.reward_server import RewardServer
-from tests.support.tiny_model import make_tiny_tokenizer
+from tests.support.searcher_loop import LoopWorld, start_loop_world
+from tests.support.searcher_world import World, publish_version, sigterm, start_world
+from tests.support.tiny_model import make_tiny_model, make_tiny_tokenizer
+from tests.support.waiting import DEADLINE_S, until
+
+# ---- Delivery against a real buffer ---------------------------------------------------------------------------------
 
 
 async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
@@ -147,3 +167,186 @@ async def test_a_python_function_gets_the_tokens_of_a_response(
     delivery.put(visit)
     await delivery._score([visit])
     assert reward.asked[0].get("response_tokens") == ([5, 6, 7] if is_sent else None)
+
+
+# ---- A searcher that is stopped returns every lease that it can, also those that are granted meanwhile --------------
+
+
+MakeWorld = Callable[..., LoopWorld]
+
+
+class HeldBuffer(BufferClient):
+    """Grants leases, but holds back the replies until `answers` is set."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.granted, self.answers = threading.Event(), threading.Event()
+        self.is_away = False
+        """The next call for leases fails."""
+        self.num_asked = self.num_failing_returns = 0
+
+    def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Claim visits, and hold the answer."""
+        self.num_asked += 1
+        reply = super().lease(request)
+        self.granted.set()
+        self.answers.wait(DEADLINE_S)
+        if self.is_away:
+            raise UnavailableError("no answer")
+        return reply
+
+    def return_leases(self, request: LeaseReturn) -> None:
+        """Give leases back, after so many that are lost on the way."""
+        if self.num_failing_returns:
+            self.num_failing_returns -= 1
+            raise UnavailableError("no answer")
+        super().return_leases(request)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, serve_buffer: ServeBuffer, model: Path) -> Iterator[MakeWorld]:
+    reward = RewardServer()
+
+    def make(**searcher: Any) -> LoopWorld:
+        return start_loop_world(tmp_path, serve_buffer, reward, model, searcher=searcher)
+
+    yield make
+    reward.stop()
+
+
+def held(world: LoopWorld) -> HeldBuffer:
+    """The buffer as the loop sees it from now on."""
+    buffer = HeldBuffer(world.served.url)
+    world.loop._buffer = world.loop._leases._buffer = buffer
+    return buffer
+
+
+async def stopped_while_leases_are_granted(world: LoopWorld, buffer: HeldBuffer) -> asyncio.Task[None]:
+    """The loop, which drains; the buffer has granted leases of which the searcher does not know yet."""
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(until, "leases", buffer.granted.is_set)
+    assert world.client.stats().leases["open"] > 0
+    world.stop.set()
+    await asyncio.to_thread(until, "the drain", lambda: world.status.state != "running")
+    await asyncio.wait({task}, timeout=0.5)  # one that did not wait for the answer would end now
+    return task
+
+
+async def test_leases_that_are_granted_while_it_drains_go_back(make_world: MakeWorld) -> None:
+    world = make_world(drain_s=DEADLINE_S)
+    buffer = held(world)
+    task = await stopped_while_leases_are_granted(world, buffer)
+    buffer.answers.set()
+    await task
+    stats = world.client.stats()
+    assert stats.leases["open"] == 0
+    assert stats.leases["returned"] == stats.leases["granted"] == world.status.counts["leases_returned"] > 0
+
+
+async def test_a_drain_waits_for_an_answer_only_so_long_and_the_leases_expire(
+    make_world: MakeWorld, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = make_world(drain_s=0.5)
+    buffer = held(world)
+    await (await stopped_while_leases_are_granted(world, buffer))
+    buffer.answers.set()
+    assert world.client.stats().leases["open"] > 0
+    assert "lease request not answered; leases that it was granted expire" in capfd.readouterr().out
+
+
+async def test_a_request_that_fails_while_it_drains_is_not_made_again(make_world: MakeWorld) -> None:
+    world = make_world(drain_s=DEADLINE_S)
+    buffer = held(world)
+    task = await stopped_while_leases_are_granted(world, buffer)
+    buffer.is_away = True
+    buffer.answers.set()
+    await task
+    assert (world.status.state, buffer.num_asked) == ("ended", 1)
+
+
+async def test_a_return_that_fails_at_the_start_of_a_drain_is_made_again_at_its_end(make_world: MakeWorld) -> None:
+    world = make_world(drain_s=DEADLINE_S)
+    buffer = held(world)
+    buffer.answers.set()
+    world.loop._next_requests = list  # what is leased is not begun
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(until, "leases", lambda: world.loop._queue.open_visits())
+    buffer.num_failing_returns = 1
+    world.stop.set()
+    await task
+    stats = world.client.stats()
+    assert stats.leases["open"] == 0
+    assert stats.leases["returned"] == stats.leases["granted"] > 0
+
+
+async def test_a_searcher_that_is_stopped_while_it_starts_returns_what_it_is_granted(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    world = make_world()
+    document = world.served.recipe.model_dump(mode="json")
+    document["store"]["url"] = f"file://{tmp_path / 'store'}"
+    document["searcher"]["drain_s"] = DEADLINE_S
+    buffer, stop = HeldBuffer(world.served.url), asyncio.Event()
+    searcher = Searcher(
+        parse_recipe(document, where="test"),
+        tmp_path / "searcher",
+        searcher_id="s",
+        clients=Clients(buffer=buffer, heartbeats=world.client, reward=RewardClient("http://127.0.0.1:1", retry_s=0)),
+        stop=stop,
+    )
+    task = asyncio.create_task(searcher.run())
+    await asyncio.to_thread(until, "a lease", buffer.granted.is_set)
+    assert world.client.stats().leases["open"] == 1
+    stop.set()
+    await asyncio.wait({task}, timeout=0.5)  # one that did not wait for the answer would end now
+    buffer.answers.set()
+    await task
+    stats = world.client.stats()
+    assert (stats.leases["open"], stats.leases["returned"]) == (0, 1)
+
+
+# ---- `searcher.on_run_end = "wait"`: a searcher outlives its run without the model, and continues when the run does -
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    model = make_tiny_model(tmp_path / "model", 0, tied=True)
+    world = start_world(tmp_path, model, searcher={"on_run_end": "wait", "retry_s": 20.0})
+    yield world
+    world.stop()
+
+
+def test_a_searcher_waits_without_a_model_until_the_run_goes_on_and_drains_in_the_end(
+    world: World, tmp_path: Path
+) -> None:
+    world.start_reward()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_scored >= 8, "scored rollouts")
+    world.client.command("done", RunCommand(token=world.lineage.token))
+
+    world.until(lambda: (s := world.searcher()) is not None and s.state == "idle", "the idle searcher")
+    world.until(lambda: [w.name for w in world.client.run().waits] == ["run-done"], "its wait")
+    assert (s := world.searcher()) is not None
+    assert (s.version, s.gauges["active_slots"]) == (None, 0)
+    searchers = world.client.run().searchers
+    assert searchers is not None
+    assert searchers.alive == 1
+    assert process.poll() is None
+
+    num_before = world.client.stats().num_rollouts
+    lineage = start_lineage(world.client, mark=False)
+    publish_version(world.versions, tmp_path / "model", PolicyVersion(lineage.lineage, 4))
+    world.client.announce_version(VersionRequest(version=f"{lineage.lineage}-4", token=lineage.token))
+    world.until(lambda: world.client.stats().num_rollouts >= num_before + 8, "rollouts of the resumed run")
+    assert (s := world.searcher()) is not None
+    assert (s.state, s.version) == ("running", f"{lineage.lineage}-4")
+
+    world.client.command("fail", RunCommand(token=lineage.token))
+    world.until(lambda: (s := world.searcher()) is not None and s.state == "idle", "the idle searcher")
+    assert sigterm(process) == 0
+    assert "Traceback" not in world.log()

@@ -1,4 +1,4 @@
-"""Golden outputs of the chart: `make golden` writes them again, tests/chart/test_golden.py compares.
+"""Golden outputs of the chart: `make golden` writes them again, tests/chart/test_manifests.py compares.
 
 What changes with every recipe is left out: texts in ConfigMaps, checksums, and the names that have one.
 """

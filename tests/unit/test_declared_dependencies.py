@@ -1,9 +1,10 @@
-"""What the code imports is what its package says it needs: an image holds nothing else."""
+"""Imports: every one is declared, and the contract stays light."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -11,6 +12,9 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+# ---- What the code imports is what its package says it needs --------------------------------------------------------
+
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -78,3 +82,22 @@ def test_every_import_is_declared(name: str):
         if top not in sys.stdlib_module_names and top not in {m for _, m in PACKAGES.values()} and not owners & allowed:
             missing[top] = path
     assert missing == {}
+
+
+# ---- The contract package stays importable without the heavy libraries ----------------------------------------------
+
+
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+import tba
+for module in pkgutil.walk_packages(tba.__path__, "tba."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+bad = sorted({"torch", "transformers", "vllm", "matplotlib"} & set(sys.modules))
+sys.exit(f"heavy modules imported: {bad}" if bad else 0)
+"""
+
+
+def test_all_of_tba_imports_without_torch():
+    done = subprocess.run([sys.executable, "-c", EVERY_MODULE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

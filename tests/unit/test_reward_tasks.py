@@ -1,21 +1,225 @@
-"""The tasks of a service, and their settings in a recipe."""
+"""Tasks of the reward service, and rewards that are made of several."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tba_reward import service
+from tba_reward import service, tasks
 from tba_reward.metrics import Metrics
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
+from tba_reward.scorer import Failure, Item, Outcome
 from tba_reward.scorers import Tools
-from tba_reward.tasks import CompositeReward, ScoreCache
+from tba_reward.tasks import CHUNK_ITEMS, CachedScorer, CompositeReward, ItemReward, ScoreCache, content_key
 
 from tba.config import Recipe, parse_recipe
 from tba.config.reward import BUILT_IN_TASKS, RewardSection, TaskReward
 from tba.errors import ConfigError
+from tests.support.reward_scorers import ScriptedScorer, composition, item
+
+# ---- The reward of a task from the scores of its components ---------------------------------------------------------
+
+
+UNKNOWN = Failure("timeout", "too slow")
+
+
+async def one(task: Any, response: str = "r") -> ItemReward:
+    (scored,) = await task.score([item(response)])
+    return scored
+
+
+async def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
+    task = composition({"a": (ScriptedScorer(0.5), {"weight": 2.0}), "b": (ScriptedScorer(3.0), {"weight": -0.5})})
+    scored = await one(task)
+    assert (scored.outcome, scored.parts) == (-0.5, {"a": 0.5, "b": 3.0})
+
+
+async def test_any_unknown_part_makes_the_reward_unknown_and_is_named() -> None:
+    for first, second in [(UNKNOWN, 1.0), (1.0, UNKNOWN)]:
+        task = composition({"a": (ScriptedScorer(first), {}), "b": (ScriptedScorer(second), {"weight": 0.001})})
+        scored = await one(task)
+        name = "a" if first is UNKNOWN else "b"
+        assert scored.outcome == Failure("timeout", f"{name}: too slow")
+    alone = composition({"a": (ScriptedScorer(UNKNOWN), {})})
+    assert (await one(alone)).outcome == UNKNOWN, "one component needs no name"
+
+
+async def test_an_item_that_does_not_pass_a_gate_is_asked_of_nobody_else() -> None:
+    gate = ScriptedScorer(lambda item: 0.49 if item.response == "bad" else 0.5)
+    second, rest = ScriptedScorer(1.0), ScriptedScorer(7.0)
+    task = composition(
+        {"rest": (rest, {}), "gate": (gate, {"gate": 0.5}), "second": (second, {"gate": 1.0})}, gate_value=-1.0
+    )
+    scored = await task.score([item("bad"), item("good"), item("bad")])
+    assert [each.outcome for each in scored] == [-1.0, 7.0, -1.0]
+    assert [each.parts for each in scored][:2] == [{"gate": 0.49}, {"gate": 0.5, "second": 1.0, "rest": 7.0}]
+    assert len(gate.asked) == 3
+    assert [each.response for each in second.asked] == [each.response for each in rest.asked] == ["good"]
+
+
+async def test_a_gate_counts_in_the_sum_only_with_a_weight() -> None:
+    plain = composition({"g": (ScriptedScorer(0.8), {"gate": 0.5}), "a": (ScriptedScorer(1.0), {})})
+    weighted = composition({"g": (ScriptedScorer(0.8), {"gate": 0.5, "weight": 10.0}), "a": (ScriptedScorer(1.0), {})})
+    assert (await one(plain)).outcome == 1.0
+    assert (await one(weighted)).outcome == 9.0
+
+
+async def test_an_unknown_gate_is_unknown_not_closed() -> None:
+    rest = ScriptedScorer(1.0)
+    task = composition({"g": (ScriptedScorer(UNKNOWN), {"gate": 0.5}), "a": (rest, {})})
+    assert (await one(task)).outcome == Failure("timeout", "g: too slow")
+    assert rest.asked == []
+
+
+async def test_a_score_or_a_sum_beyond_the_bound_of_numbers_is_unknown() -> None:
+    for score, weight in ((1e308, 1.0), (-1e16, 1.0), (1e12, 1e6)):
+        task = composition({"a": (ScriptedScorer(score), {"weight": weight}), "b": (ScriptedScorer(1.0), {})})
+        outcome = (await one(task)).outcome
+        assert isinstance(outcome, Failure), score
+        assert outcome.reason == "too_large"
+
+
+class Broken(ScriptedScorer):
+    """Breaks the rule that a scorer never raises, or that it answers for every item."""
+
+    async def score(self, items: Any) -> list[Outcome]:
+        if items[0].response == "raise":
+            raise KeyError("a defect")
+        return [1.0] * (len(items) + 1)
+
+
+@pytest.mark.parametrize(("response", "detail"), [("raise", "KeyError: 'a defect'"), ("few", "2 scores for 1 items")])
+async def test_a_defect_of_a_scorer_is_a_reason(response: str, detail: str) -> None:
+    outcome = (await one(composition({"a": (Broken(1.0), {})}), response)).outcome
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == "exception"
+    assert detail in outcome.detail
+
+
+async def test_a_version_changes_with_whatever_changes_the_reward() -> None:
+    def version(scorer_version: str = "v1", **changes: Any) -> str:
+        gate_value = changes.pop("gate_value", 0.0)
+        other = ScriptedScorer(1.0, version="other")
+        scorers = {"a": (ScriptedScorer(1.0, version=scorer_version), changes), "b": (other, {})}
+        return composition(scorers, gate_value=gate_value).version
+
+    versions = [version(), version("v2"), version(weight=2.0), version(gate=0.5), version(gate_value=-1.0)]
+    assert len(set(versions)) == 5
+    assert all(each.startswith("t@") and len(each) == 14 for each in versions)
+    assert version() == version(timeout_s=3.0) == version(cache=False)
+
+
+async def test_a_part_that_does_not_start_is_unreachable_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "RESTART_S", 0.0)
+    scorer = ScriptedScorer(1.0)
+    scorer.start_errors = [OSError("no such model")]
+    task = composition({"a": (scorer, {})})
+    assert task.health == "idle"
+    scored = await one(task)
+    assert scored.outcome == Failure("unreachable", "the scorer did not start: OSError: no such model")
+    while task.health != "ok":
+        await asyncio.sleep(0)
+    assert (await one(task)).outcome == 1.0
+    assert scorer.num_starts == 2
+    await task.close()
+    assert scorer.is_closed
+
+
+async def test_scores_are_counted_by_task_and_scorer() -> None:
+    registry = CollectorRegistry()
+    task = composition({"a": (ScriptedScorer(1.0), {}), "b": (ScriptedScorer(UNKNOWN), {})}, metrics=Metrics(registry))
+    await task.score([item(), item()])
+    for scorer, result in [("a", "scored"), ("b", "timeout")]:
+        labels = {"task": "t", "scorer": scorer, "result": result}
+        assert registry.get_sample_value("tba_reward_scores_total", labels) == 2
+
+
+def cached(scorer: ScriptedScorer, *, max_items: int = 10) -> CachedScorer:
+    return CachedScorer(scorer, ScoreCache(max_items), Metrics(CollectorRegistry()))
+
+
+async def test_the_same_content_is_asked_for_once() -> None:
+    scorer = ScriptedScorer(lambda item: float(item.response))
+    cache = cached(scorer)
+    assert await cache.score([item("1"), item("2"), item("1")]) == [1.0, 2.0, 1.0]
+    assert await cache.score([item("2"), item("3")]) == [2.0, 3.0]
+    assert [each.response for each in scorer.asked] == ["1", "2", "3"]
+
+
+async def test_what_was_scored_before_a_request_was_given_up_is_not_asked_for_again() -> None:
+    """The second chunk hangs until the request is cancelled."""
+
+    class HalfStuck(ScriptedScorer):
+        async def score(self, items: Sequence[Item]) -> list[Outcome]:
+            self.asked += items
+            if any(each.response == "stuck" for each in items):
+                await self.gate.wait()
+            return [1.0] * len(items)
+
+    scorer = HalfStuck(1.0)
+    scorer.gate.clear()
+    cache = cached(scorer, max_items=1000)
+    items = [item(str(number)) for number in range(CHUNK_ITEMS)]
+    task = asyncio.create_task(cache.score([*items, item("stuck")]))
+    async with asyncio.timeout(30):
+        while len(scorer.asked) <= CHUNK_ITEMS:
+            await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await cache.score(items) == [1.0] * CHUNK_ITEMS
+    assert len(scorer.asked) == CHUNK_ITEMS + 1
+
+
+async def test_a_failure_is_never_kept() -> None:
+    answers: list[Outcome] = [UNKNOWN, 1.0]
+    scorer = ScriptedScorer(lambda item: answers.pop(0))
+    cache = cached(scorer)
+    assert await cache.score([item(), item()]) == [UNKNOWN, UNKNOWN], "twice in a batch is asked once"
+    assert await cache.score([item()]) == [1.0]
+    assert await cache.score([item()]) == [1.0]
+
+
+async def test_a_new_version_of_a_scorer_is_asked_again() -> None:
+    scorer = ScriptedScorer(1.0)
+    cache = cached(scorer)
+    await cache.score([item()])
+    scorer.version, scorer.answer = "v2", lambda item: 2.0
+    assert await cache.score([item()]) == [2.0]
+
+
+async def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
+    scorer = ScriptedScorer(lambda item: float(item.response))
+    cache = cached(scorer, max_items=2)
+    for responses in (["1", "2"], ["1"], ["3"], ["1"], ["2"]):
+        await cache.score([item(response) for response in responses])
+    assert [each.response for each in scorer.asked] == ["1", "2", "3", "2"]
+
+
+async def test_a_cache_of_nothing_keeps_nothing() -> None:
+    scorer = ScriptedScorer(1.0)
+    cache = cached(scorer, max_items=0)
+    await cache.score([item()])
+    await cache.score([item()])
+    assert len(scorer.asked) == 2
+
+
+def test_the_key_depends_on_everything_that_a_score_may_depend_on() -> None:
+    base = {"prompt": "p", "response": "r", "data": {"a": 1, "b": 2}, "finish_reason": "stop"}
+    changes = [{}, {"prompt": "q"}, {"response": "s"}, {"data": {"a": 1}}, {"finish_reason": "length"}]
+    shifted = {"prompt": "", "response": "pr"}
+    keys = [content_key("v", Item(**{**base, **change})) for change in [*changes, shifted]]
+    keys.append(content_key("w", Item(**base)))
+    assert len(set(keys)) == len(keys)
+    assert content_key("v", Item(**{**base, "data": {"b": 2, "a": 1}})) == keys[0]
+
+
+# ---- The tasks of a service, and their settings in a recipe ---------------------------------------------------------
+
 
 MINIMAL = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
 

@@ -1,0 +1,103 @@
+"""The route of a rollout: the files that a real run goes through are those that docs/architecture.md walks through."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import MakePlace
+from tests.support.buffer import SERVICE_PATHS
+from tests.support.e2e import ENDLESS, Place
+from tests.support.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+HOOK = ROOT / "tests" / "support" / "route_hook"
+MAX_FILES = 70
+NUM_STEPS = 8
+"""Steps that are recorded: several publications, and every kind of draw."""
+
+ROUTE = {
+    "lease": "SearcherLoop._lease_task prompts_router.<locals>.lease",
+    "generation": "SearcherLoop._engine_task EngineThread._call.<locals>.work",
+    "score": "Delivery.score_forever build_app.<locals>.score RewardService.score RewardService._score_task",
+    "push": "Delivery.push_forever push_router.<locals>.push IndexView.catch_up",
+    "draw": "Prefetcher._poll batches_router.<locals>.draw_batch",
+    "gradient": "TrainingLoop._one_step",
+    "ack": "TrainingLoop._ack batches_router.<locals>.ack",
+    "publication": "SnapshotWriter.take Publisher._publish lineages_router.<locals>.announce_version",
+    "weights": "SearcherLoop._pull_task WeightLoader.download",
+}
+"""Step of the route -> the functions with which it begins, in tasks, threads and handlers of requests."""
+BESIDE = "TrainingLoop._log_step"
+"""Metrics and trackers are told of a step here; no rollout goes through them."""
+PREFIXES = {
+    "B": "services/buffer/tba_buffer",
+    "S": "services/searcher/tba_searcher",
+    "R": "services/reward/tba_reward",
+    "T": "services/trainer/tba_trainer",
+}
+
+
+def last_step(place: Place) -> int:
+    """The last line of the metrics; -1 before there is one."""
+    path = place.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else -1
+
+
+@pytest.fixture(scope="module")
+def recorded(make_place: MakePlace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Files of the product -> functions that ran on the route of a real run's rollouts."""
+    folder = tmp_path_factory.mktemp("route")
+    place = make_place(
+        trainer={"num_steps": ENDLESS, "checkpoint_interval": ENDLESS},
+        environ={
+            "PYTHONPATH": os.pathsep.join(map(str, [HOOK, *SERVICE_PATHS])),
+            "ROUTE_FOLDER": str(folder),
+            "ROUTE_ROOTS": " ".join(ROUTE.values()),
+            "ROUTE_BESIDE": BESIDE,
+        },
+    )
+    place.start()
+    first = until("the run trains", lambda: max(0, last_step(place) - 2))
+    (folder / "start").touch()
+    until("some steps are recorded", lambda: last_step(place) > first + 2 + NUM_STEPS)
+    (folder / "stop").touch()
+    time.sleep(0.5)
+    until(
+        "all services have written", lambda: len(list(folder.glob("*.route"))) >= 4 and not list(folder.glob("*.half"))
+    )
+    place.close()
+    found: dict[str, list[str]] = {}
+    for path in folder.glob("*.route"):
+        for line in path.read_text().splitlines():
+            name, function = line.split("\t")
+            if Path(name).is_relative_to(ROOT) and function != "<module>":
+                found.setdefault(str(Path(name).relative_to(ROOT)), []).append(function)
+    return found
+
+
+def walked() -> set[str]:
+    """Files that the page names in its section about one rollout."""
+    section = re.search(r"^## One rollout.*?(?=^## )", (ROOT / "docs" / "architecture.md").read_text(), re.M | re.S)
+    assert section is not None
+    names = re.findall(r"`((?:[BSRT]|tba)/[\w/]+\.py)`", section[0])
+    return {re.sub(r"^([BSRT])/", lambda found: PREFIXES[found[1]] + "/", name) for name in names}
+
+
+def test_every_step_of_the_route_was_recorded(recorded: dict[str, list[str]]) -> None:
+    ran = {function for functions in recorded.values() for function in functions}
+    assert {root for roots in ROUTE.values() for root in roots.split()} <= ran
+
+
+def test_the_route_of_a_rollout_is_short(recorded: dict[str, list[str]]) -> None:
+    assert len(recorded) <= MAX_FILES, sorted(recorded)
+
+
+def test_the_page_walks_through_the_files_that_run_and_no_others(recorded: dict[str, list[str]]) -> None:
+    assert sorted(walked()) == sorted(recorded)

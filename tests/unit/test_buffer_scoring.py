@@ -1,0 +1,130 @@
+"""From a request to the reward service to scores, and the counts of a job that scores again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+from tba_buffer.scoring.rescore import add_chunk, describe_job
+from tba_buffer.scoring.rollout_scorer import Score, ScoredRollout, request_scores
+
+from tba.api import RescoreInfo, ScoreError, ScoreItem, ScoreReply, ScoreResult
+from tba.clients import RewardClient
+from tba.errors import BadRequestError, UnavailableError
+from tests.support.buffer import make_rollout
+
+# ---- From a request to the reward service to one score per item -----------------------------------------------------
+
+
+class Client:
+    """Scores an item with its number; refuses requests with more than `most` items, and those with `poison`."""
+
+    def __init__(self, *, most: int = 100, poison: str = "") -> None:
+        self.most, self.poison = most, poison
+        self.sizes: list[int] = []
+
+    def score(self, items: Sequence[ScoreItem]) -> ScoreReply:
+        self.sizes.append(len(items))
+        if len(items) > self.most or any(item.item_id == self.poison for item in items):
+            raise BadRequestError("too large")
+        return ScoreReply(results=[self._result(item) for item in items])
+
+    @staticmethod
+    def _result(item: ScoreItem) -> ScoreResult:
+        if item.response:
+            error = ScoreError.model_validate({"reason": item.response, "detail": "why"})
+            return ScoreResult(item_id=item.item_id, error=error)
+        return ScoreResult(item_id=item.item_id, reward=float(item.item_id), reward_version="v")
+
+
+def scores(client: Client, responses: Sequence[str]) -> list[Score]:
+    items = [ScoreItem(item_id=str(n), task="t", prompt="p", response=text) for n, text in enumerate(responses)]
+    return request_scores(cast(RewardClient, client), items)
+
+
+def test_rewards_and_errors_stay_in_order() -> None:
+    assert scores(Client(), ["", "bad_data", "timeout", ""]) == [
+        Score(reward=0.0, version="v"),
+        Score(reason="bad_data: why"),
+        Score(reason="timeout: why", is_transient=True),
+        Score(reward=3.0, version="v"),
+    ]
+
+
+def test_a_request_that_is_refused_is_sent_in_halves() -> None:
+    client = Client(most=2)
+    assert [score.reward for score in scores(client, [""] * 5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert client.sizes == [5, 2, 3, 1, 2]
+
+
+def test_an_item_that_is_refused_alone_takes_no_other_with_it() -> None:
+    found = scores(Client(poison="3"), [""] * 6)
+    assert [score.reward for score in found] == [0.0, 1.0, 2.0, None, 4.0, 5.0]
+    assert found[3] == Score(reason="refused: too large")
+
+
+def test_a_service_that_is_away_is_no_score() -> None:
+    class Away(Client):
+        def score(self, items: Sequence[ScoreItem]) -> ScoreReply:
+            raise UnavailableError("gone")
+
+    with pytest.raises(UnavailableError):
+        scores(Away(), [""])
+
+
+def test_a_failed_rollout_has_no_reward_and_remembers_which_version_scored_it_last() -> None:
+    failed = make_rollout(reward=1.0, reward_version="v1").with_failure("timeout: 5 s")
+    assert (failed.reward, failed.reward_status, failed.reward_reason) == (None, "failed", "timeout: 5 s")
+    assert failed.reward_version == "v1"
+    assert make_rollout(reward=None).with_failure("x").reward_version is None
+    again = failed.with_reward(2.0, "v2")
+    assert (again.reward, again.reward_status, again.reward_reason, again.reward_version) == (2.0, "scored", None, "v2")
+
+
+# ---- The counts of a re-scoring job, chunk by chunk -----------------------------------------------------------------
+
+
+JOB = RescoreInfo(state="running", task=None, only="all", started_at_s=0.0, start_position=100, num_total=10)
+
+
+def scored(position: int, before: float | None, after: float | None) -> ScoredRollout:
+    rollout = make_rollout(reward=before)
+    new = rollout.with_failure("timeout: x") if after is None else rollout.with_reward(after, "v2")
+    return ScoredRollout(position, rollout, 100, new, b"")
+
+
+def test_changes_failures_means_and_versions_add_up_over_chunks() -> None:
+    first = [scored(3, 1.0, 1.0), scored(5, 0.0, 4.0), scored(9, None, 2.0)]
+    job = add_chunk(JOB, first, np.array([3, 5, 9]), num_left=7)
+    assert (job.position, job.num_done, job.num_changed, job.num_failed, job.num_gone) == (9, 3, 2, 0, 0)
+    assert (job.num_known_before, job.num_known_after) == (2, 3)
+    job = add_chunk(job, [scored(12, 4.0, None), scored(14, None, None)], np.array([11, 12, 14]), num_left=4)
+    assert (job.position, job.num_done, job.num_changed, job.num_failed, job.num_gone) == (14, 5, 3, 2, 1)
+    assert (job.num_known_before, job.num_known_after) == (3, 3)
+    assert job.mean_reward_before == pytest.approx((1.0 + 0.0 + 4.0) / 3)
+    assert job.mean_reward_after == pytest.approx((1.0 + 4.0 + 2.0) / 3)
+    assert job.reward_versions == {"v2": 3}
+
+
+def test_a_chunk_of_which_nothing_is_left_moves_on() -> None:
+    job = add_chunk(JOB, [], np.array([3, 5]), num_left=8)
+    assert (job.position, job.num_done, job.num_gone, job.mean_reward_after) == (5, 0, 2, None)
+
+
+def test_what_is_gone_without_having_been_taken_is_counted_at_the_end() -> None:
+    job = add_chunk(JOB, [], np.array([], dtype=np.int64), num_left=0)
+    assert (job.position, job.num_gone) == (0, 10)
+
+
+@pytest.mark.parametrize(
+    ("task", "only", "words"),
+    [
+        (None, "all", "everything"),
+        ("gsm8k", "all", "everything of task 'gsm8k'"),
+        (None, "failed", "what is failed"),
+    ],
+)
+def test_a_job_in_words(task: str | None, only: str, words: str) -> None:
+    assert describe_job(JOB.model_copy(update={"task": task, "only": only})) == words

@@ -1,0 +1,423 @@
+"""Wire formats: what is refused, alone, in a push and in a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tba.errors import LimitError, MalformedError, SchemaVersionError, WireError
+from tba.wire import (
+    MAX_ROLLOUTS_PER_PUSH,
+    Batch,
+    DrawnGroup,
+    RolloutDocument,
+    check_push,
+    decode_batch,
+    decode_heartbeat,
+    decode_manifest,
+    decode_push,
+    decode_rollout,
+    encode_batch,
+    encode_heartbeat,
+    encode_manifest,
+    encode_push,
+    encode_rollout,
+    new_rollout_id,
+)
+from tba.wire.codec import pack
+from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
+from tests.support.wire_values import batch_bytes, heartbeat, manifest, payloads, pending_rollout, scored_rollout
+
+# ---- Bytes from a stranger ------------------------------------------------------------------------------------------
+
+
+DECODERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
+    "rollout": (decode_rollout, encode_rollout(scored_rollout(4))),
+    "push": (lambda data: decode_push(data, max_bytes=1 << 20), encode_push(payloads())),
+    "batch": (decode_batch, batch_bytes()),
+    "heartbeat": (decode_heartbeat, encode_heartbeat(heartbeat())),
+    "manifest": (decode_manifest, encode_manifest(manifest())),
+}
+ROLLOUT = msgpack.unpackb(DECODERS["rollout"][1])
+FIELDS = [
+    (name, field) for name in ("rollout", "push", "batch", "heartbeat") for field in msgpack.unpackb(DECODERS[name][1])
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 3), inner),
+    max_leaves=8,
+)
+
+
+def changed(**fields: Any) -> bytes:
+    return pack({**ROLLOUT, **fields})
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.binary(max_size=300))
+@example(data=b"")
+@example(data=b"\xc1")
+@example(data=b"\x80\x80")
+@example(data=b"\x91" * 2000)
+@example(data=b"\xdf\xff\xff\xff\xff")
+@example(data=b"[" * 100_000)
+def test_arbitrary_bytes_raise_nothing_but_a_wire_error(name: str, data: bytes) -> None:
+    with pytest.raises(WireError):
+        DECODERS[name][0](data)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.data())
+def test_a_flipped_byte_is_read_or_is_a_wire_error(name: str, data: st.DataObject) -> None:
+    decode, good = DECODERS[name]
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(WireError):
+        decode(bytes(raw))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.data())
+def test_a_truncated_document_is_a_wire_error(name: str, data: st.DataObject) -> None:
+    decode, good = DECODERS[name]
+    end = data.draw(st.integers(0, len(good) - 2))
+    with pytest.raises(WireError):
+        decode(good[:end])
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_every_missing_field_is_named(name: str, field: str) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    del document[field]
+    with pytest.raises(MalformedError, match=f"field '{field}' is missing"):
+        decode(pack(document))
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_every_field_of_a_wrong_type_is_named(name: str, field: str) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    right = (int, float) if isinstance(document[field], float) else type(document[field])
+    if field == "reward_reason":  # the only field that is nil in the good document
+        right = str
+    wrong = [value for value in ({"a": 1}, "x", b"xy", [], 7, 0.5) if not isinstance(value, right)]
+    for value in [*wrong, *([] if right is bool else [True])]:
+        with pytest.raises(WireError, match=f"'{field}' must be"):
+            decode(pack({**document, field: value}))
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+@settings(max_examples=25)
+@given(value=ANYTHING)
+def test_any_value_in_any_field_is_read_or_is_a_wire_error(name: str, field: str, value: object) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    document[field] = value
+    with contextlib.suppress(WireError):
+        decode(pack(document))
+
+
+@pytest.mark.parametrize("name", ["rollout", "push", "batch", "heartbeat"])
+def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
+    decode, good = DECODERS[name]
+    document = msgpack.unpackb(good)
+    with pytest.raises(MalformedError, match=r"unknown field\(s\) surprise"):
+        decode(pack({**document, "surprise": 1}))
+    with pytest.raises(SchemaVersionError, match="schema 2 is not one this build reads"):
+        decode(pack({**document, "schema": 2}))
+    with pytest.raises(MalformedError, match="not one valid msgpack document"):
+        decode(good + b"\x00")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_id": b"short"}, "'rollout_id' must be 16 bytes, got 5"),
+        ({"response_tokens": b"", "sampler_logprobs": b"", "version_spans": [[1, 1, 0, 0]]}, "must not be empty"),
+        ({"prompt_tokens": b""}, "prompt_tokens .* must not be empty"),
+        ({"response_tokens": b"abc"}, "'response_tokens' has 3 bytes, not a multiple of 4"),
+        ({"sampler_logprobs": b"\0" * 12}, "3 sampler_logprobs for 4 response_tokens"),
+        ({"sampler_logprobs": b"\0\0\xc0\x7f" * 4}, "'sampler_logprobs' holds nan, not a finite number"),
+        ({"sampler_logprobs": b"\0\0\x80\x3f" * 4}, "'sampler_logprobs' holds 1, above 0"),
+        ({"prompt_tokens": b"\xff" * 4}, "'prompt_tokens' holds -1; token ids must not be negative"),
+        ({"version_spans": []}, "'version_spans' must be array of length >= 1, got list of length 0"),
+        ({"version_spans": [[1, 1, 0, 3]]}, r"must cover the 4 response tokens .* got \[\(1, 1, 0, 3\)\]"),
+        ({"version_spans": [[1, 1, 0, 2], [1, 2, 3, 4]]}, "without gaps"),
+        (
+            {"version_spans": [[1, 1, 0]]},
+            r"'version_spans.0' must be array of length 4, got list of length 3 \(\[1, 1, 0\]\)",
+        ),
+        ({"version_spans": [[True, 1, 0, 4]]}, r"'version_spans.0.0' must be int, got bool \(True\)"),
+        ({"version_spans": [[1, -1, 0, 4]]}, r"'version_spans.0.1' must be int >= 0, got int \(-1\)"),
+        ({"finish_reason": "bored"}, "'finish_reason' is 'bored', not one of stop, stop_string, length, abort"),
+        ({"reward": None}, "reward is None but reward_status is 'scored'"),
+        ({"reward_status": "pending"}, r"reward is 1\.0 but reward_status is 'pending'"),
+        ({"reward_status": "failed", "reward": None}, "failed reward needs a reward_reason"),
+        ({"reward_version": None}, "scored reward needs a reward_version"),
+        ({"reward": math.nan}, "'reward' is nan, not a finite number"),
+        ({"reward": math.inf}, "'reward' is inf"),
+        ({"ref_logprob": [math.nan, 0, 0]}, "'ref_logprob' is nan, not a finite number"),
+        ({"ref_logprob": [-1.0, 0]}, "'ref_logprob' must be array of length 3, got list of length 2"),
+        ({"ref_logprob": [-1.0, -1, 0]}, r"'ref_logprob.1' must be int >= 0, got int \(-1\)"),
+        ({"run": ""}, "'run' must be str of length >= 1, got str of length 0"),
+        ({"sampling": {**ROLLOUT["sampling"], "top_p": 0.0}}, r"top_p in \(0, 1\]"),
+        ({"sampling": {**ROLLOUT["sampling"], "temperature": -1.0}}, "temperature must be >= 0"),
+        ({"sampling": {**ROLLOUT["sampling"], "stop": [1]}}, r"'sampling.stop.0' must be str, got int \(1\)"),
+        ({"sampling": {"temperature": 1.0}}, "field 'sampling.top_p' is missing"),
+        ({"started_at_s": math.nan}, "'started_at_s' is nan"),
+    ],
+)
+def test_a_rollout_whose_fields_disagree_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MalformedError, match=message):
+        decode_rollout(changed(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_text": "x" * 1_000_001}, "'response_text' must be str of length <= 1000000, got 1000001"),
+        ({"searcher_id": "x" * 257}, "'searcher_id' must be str of length <= 256, got 257"),
+        ({"prompt_tokens": bytes(4 * 131_073)}, "'prompt_tokens' must be bytes of length <= 524288, got 524292"),
+    ],
+)
+def test_a_rollout_beyond_a_limit_is_a_limit_error(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(LimitError, match=message):
+        decode_rollout(changed(**fields))
+
+
+def test_a_push_has_limits_on_bytes_and_on_items() -> None:
+    data = encode_push(payloads())
+    assert decode_push(data, max_bytes=len(data)) == payloads()
+    with pytest.raises(LimitError, match=f"{len(data)} bytes exceed the limit of {len(data) - 1}"):
+        decode_push(data, max_bytes=len(data) - 1)
+    assert len(decode_push(encode_push([b"x"] * MAX_ROLLOUTS_PER_PUSH), max_bytes=1 << 20)) == MAX_ROLLOUTS_PER_PUSH
+    with pytest.raises(LimitError, match="0 rollouts; a push holds 1 to 512"):
+        decode_push(encode_push([]), max_bytes=1 << 20)
+    with pytest.raises(LimitError, match="'rollouts' must be array of length <= 512, got 513"):
+        decode_push(encode_push([b"x"] * (MAX_ROLLOUTS_PER_PUSH + 1)), max_bytes=1 << 20)
+
+
+def test_a_bad_item_of_a_push_does_not_hide_the_others() -> None:
+    good = payloads()[0]
+    items = decode_push(encode_push([good, b"rubbish"]), max_bytes=1 << 20)
+    assert decode_rollout(items[0]).rollout_id == bytes(range(16))
+    with pytest.raises(WireError):
+        decode_rollout(items[1])
+
+
+def test_a_batch_needs_groups_and_groups_need_rollouts() -> None:
+    document = msgpack.unpackb(batch_bytes())
+    with pytest.raises(MalformedError, match="'groups' must be array of length >= 1"):
+        decode_batch(pack({**document, "groups": []}))
+    empty = {"prompt_id": "p", "source": "recent", "fallback": False, "rollouts": []}
+    with pytest.raises(MalformedError, match=r"'groups\.0.rollouts' must be array of length >= 1"):
+        decode_batch(pack({**document, "groups": [empty]}))
+    with pytest.raises(MalformedError, match=r"'groups\.0' must be object, got int"):
+        decode_batch(pack({**document, "groups": [1]}))
+
+
+def test_a_manifest_names_the_first_field_that_is_wrong() -> None:
+    good = DECODERS["manifest"][1]
+    for old, new, message in [
+        (b'"schema": 1', b'"schema": 2', "schema"),
+        (b'"version": "1-4"', b'"version": "four"', "version"),
+        (b'"size_bytes": 1234', b'"size_bytes": -1', r"tensors\.0\.size_bytes"),
+        (b'"name": "config.json"', b'"name": "../x"', r"files\.0\.name"),
+        (b'"dtype": "bfloat16"', b'"dtype": "int8"', "dtype"),
+        (b'"run": "demo"', b'"run": "demo", "extra": 1', "extra"),
+    ]:
+        assert old in good
+        with pytest.raises(MalformedError, match=f"weight manifest: {message}: "):
+            decode_manifest(good.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_tokens": [-1]}, r"canary\.prompt_tokens\.0"),
+        ({"prompt_tokens": [2**31]}, r"canary\.prompt_tokens\.0"),
+        ({"response_tokens": [True, 4]}, r"canary\.response_tokens\.0"),
+        ({"prompt_tokens": [1] * 65}, r"canary\.prompt_tokens: List should have at most 64"),
+        ({"prompt_tokens": [1] * 63}, r"canary: Value error, a canary of 65 tokens; at most 64 are allowed"),
+        ({"logprobs": [-0.5]}, r"canary: Value error, 1 log-probs for 2 response tokens"),
+        ({"tolerance": 1e999}, r"canary\.tolerance"),
+    ],
+)
+def test_a_canary_that_no_engine_could_run_is_refused_before_it_runs(changes: dict[str, Any], message: str) -> None:
+    document = json.loads(DECODERS["manifest"][1])
+    document["canary"] |= changes
+    with pytest.raises(MalformedError, match=f"weight manifest: {message}"):
+        decode_manifest(json.dumps(document).encode())
+
+
+def test_a_manifest_has_a_largest_size() -> None:
+    good = DECODERS["manifest"][1]
+    decode_manifest(good + b" " * (MAX_MANIFEST_BYTES - len(good)))
+    with pytest.raises(MalformedError, match=f"weight manifest: {MAX_MANIFEST_BYTES + 1} bytes, the limit is"):
+        decode_manifest(good + b" " * (MAX_MANIFEST_BYTES - len(good) + 1))
+
+
+def test_rollout_ids_are_unique_and_sort_by_time() -> None:
+    ids = [new_rollout_id() for _ in range(1000)]
+    assert len(set(ids)) == 1000
+    assert all(len(item) == 16 and item[6] >> 4 == 7 and item[8] >> 6 == 2 for item in ids)
+    assert [item[:6] for item in ids] == sorted(item[:6] for item in ids)
+
+
+# ---- A whole push is checked at once, and exactly as each of its rollouts would be ----------------------------------
+
+
+GOOD = [encode_rollout(scored_rollout(4)), encode_rollout(pending_rollout()), encode_rollout(scored_rollout(1))]
+EDGES = (0.0, -1.0, 1e-4, 9.9e-5, 1.0001e-4, 1.0, 1e-40, float("nan"), float("inf"), float("-inf"))
+FLOATS = st.sampled_from(EDGES) | st.floats(width=32)
+ARRAYS = st.one_of(
+    st.lists(FLOATS, max_size=5).map(lambda values: np.array(values, "<f4").tobytes()),
+    st.lists(st.integers(-2, 2), max_size=5).map(lambda values: np.array(values, "<i4").tobytes()),
+    st.binary(max_size=20),
+)
+NUMBERS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.sampled_from(EDGES)
+VALUES = st.recursive(
+    NUMBERS | st.sampled_from(["", "scored", "pending", "failed", "stop", "x" * 257]) | ARRAYS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["top_p", "stop", "seed"]), inner),
+    max_leaves=6,
+)
+SPANS = st.lists(st.lists(st.integers(0, 4) | VALUES, min_size=3, max_size=5), max_size=3)
+
+
+@st.composite
+def changed_fields(draw: st.DrawFn) -> bytes:
+    """A valid rollout with some fields changed, most of them to something of the right kind."""
+    document: dict[str, Any] = msgpack.unpackb(draw(st.sampled_from(GOOD)))
+    for name in draw(st.lists(st.sampled_from(sorted(document)), min_size=1, max_size=3)):
+        if name == "version_spans":
+            document[name] = draw(SPANS)
+        elif name == "sampling":
+            document[name] = {
+                **document["sampling"],
+                draw(st.sampled_from(["temperature", "top_p", "stop"])): draw(VALUES),
+            }
+        elif name.endswith(("tokens", "logprobs")):
+            document[name] = draw(ARRAYS)
+        else:
+            document[name] = draw(VALUES)
+    return msgpack.packb(document) or b""
+
+
+@st.composite
+def changed_bytes(draw: st.DrawFn) -> bytes:
+    """A valid rollout with some bytes changed, cut off or added."""
+    raw = bytearray(draw(st.sampled_from(GOOD)))
+    for _ in range(draw(st.integers(1, 3))):
+        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    return bytes(raw[: draw(st.none() | st.integers(0, len(raw)))]) + draw(st.sampled_from([b"", b"\x00"]))
+
+
+def decoded(payload: bytes) -> Any:
+    try:
+        return decode_rollout(payload)
+    except WireError as error:
+        return error
+
+
+@settings(max_examples=400)
+@given(st.lists(st.sampled_from(GOOD) | changed_fields() | changed_bytes(), min_size=1, max_size=8))
+def test_a_push_is_checked_as_each_of_its_rollouts_is(payloads: list[bytes]) -> None:
+    for item, expected in zip(check_push(payloads), map(decoded, payloads), strict=True):
+        if isinstance(item, WireError):
+            assert (type(item), str(item)) == (type(expected), str(expected))
+            continue
+        assert not isinstance(expected, WireError), expected
+        assert isinstance(item, RolloutDocument)
+        assert (item.rollout_id, item.prompt_id, item.version) == (
+            expected.rollout_id,
+            expected.prompt_id,
+            expected.version,
+        )
+        assert item.response_tokens == expected.response_tokens.astype("<i4").tobytes()
+
+
+def test_the_largest_log_prob_is_the_float32_next_to_a_ten_thousandth() -> None:
+    edge = np.float32(1e-4)
+    good, bad = (
+        encode_rollout(scored_rollout(4)).replace(
+            scored_rollout(4).sampler_logprobs.tobytes(), np.full(4, value).tobytes()
+        )
+        for value in (edge, np.nextafter(edge, np.float32(1)))
+    )
+    first, second = check_push([good, bad])
+    assert isinstance(first, RolloutDocument)
+    assert "above 0" in str(second)
+
+
+# ---- A batch with rollouts that are not what they claim to be -------------------------------------------------------
+
+
+PLAIN_ROLLOUT = encode_rollout(scored_rollout(4))
+ROLLOUT_FIELDS = msgpack.unpackb(PLAIN_ROLLOUT)
+
+
+def changed_rollout(**fields: object) -> bytes:
+    return pack({**ROLLOUT_FIELDS, **fields})
+
+
+BAD = [
+    (b"rubbish", "malformed"),
+    (changed_rollout(schema=2), "schema-version"),
+    (changed_rollout(surprise=1), "malformed"),
+    (changed_rollout(sampler_logprobs=ROLLOUT_FIELDS["sampler_logprobs"][:8]), "malformed"),  # mismatched lengths
+    (changed_rollout(response_tokens=b"\xff\xff\xff\xff" * 4), "malformed"),  # token id -1
+    (changed_rollout(reward=float("nan")), "malformed"),
+    (changed_rollout(prompt_tokens=bytes(4 * 131_073)), "too-large"),
+]
+
+
+def batch(*groups: list[bytes]) -> Batch:
+    drawn = [
+        DrawnGroup(prompt_id=f"p-{i}", source="recent", fallback=False, payloads=payloads)
+        for i, payloads in enumerate(groups)
+    ]
+    return decode_batch(encode_batch(batch_id="b", deadline_s=9.0, seed=1, log_position=2, groups=drawn))
+
+
+@pytest.mark.parametrize(("payload", "reason"), BAD)
+def test_a_rollout_that_cannot_be_read_costs_only_itself(payload: bytes, reason: str) -> None:
+    found = batch([PLAIN_ROLLOUT, payload, PLAIN_ROLLOUT], [PLAIN_ROLLOUT])
+    assert [(group.prompt_id, len(group.rollouts)) for group in found.groups] == [("p-0", 2), ("p-1", 1)]
+    [refused] = found.refused
+    assert (refused.prompt_id, refused.reason) == ("p-0", reason)
+    with pytest.raises(WireError) as caught:
+        decode_rollout(payload)
+    assert refused.detail == str(caught.value)
+
+
+def test_a_group_of_which_nothing_is_left_is_gone_and_so_is_all_of_a_batch() -> None:
+    found = batch([b"", b"x"], [PLAIN_ROLLOUT])
+    assert [group.prompt_id for group in found.groups] == ["p-1"]
+    assert [refused.prompt_id for refused in found.refused] == ["p-0", "p-0"]
+    assert batch([b"x"], [b"y"]).groups == ()
+
+
+def test_a_good_batch_has_nothing_refused() -> None:
+    assert batch([PLAIN_ROLLOUT], [PLAIN_ROLLOUT, PLAIN_ROLLOUT]).refused == ()
+    assert replace(batch([PLAIN_ROLLOUT])).rollouts[0].rollout_id == scored_rollout(4).rollout_id
+
+
+@given(st.lists(st.lists(st.integers(-1, len(BAD) - 1), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_what_is_read_and_what_is_refused_is_everything_in_order(kinds: list[list[int]]) -> None:
+    found = batch(*([PLAIN_ROLLOUT if kind < 0 else BAD[kind][0] for kind in group] for group in kinds))
+    left = [(f"p-{i}", group.count(-1)) for i, group in enumerate(kinds) if -1 in group]
+    assert [(group.prompt_id, len(group.rollouts)) for group in found.groups] == left
+    expected = [(f"p-{i}", BAD[kind][1]) for i, group in enumerate(kinds) for kind in group if kind >= 0]
+    assert [(refused.prompt_id, refused.reason) for refused in found.refused] == expected

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tba_buffer.eviction.custom import load_policies
-from tba_buffer.eviction.planner import EvictionPlanner, EvictionSettings
+from tba_buffer.eviction.evictor import EvictionPlanner, EvictionSettings
 from tba_searcher.engines.factory import build_engine
 from tba_trainer.tracking import open_trackers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,22 @@ NUM_STEPS = 8
 """Steps that are recorded: several publications, and every kind of draw."""
 
 ROUTE = {
-    "lease": "SearcherLoop._lease_task prompts_router.<locals>.lease",
+    "lease": "SearcherLoop._lease_task BufferClient.lease prompts_router.<locals>.lease",
     "generation": "SearcherLoop._engine_task EngineThread._call.<locals>.work",
-    "score": "Delivery.score_forever build_app.<locals>.score RewardService.score RewardService._score_task",
-    "push": "Delivery.push_forever push_router.<locals>.push IndexView.catch_up",
-    "draw": "Prefetcher._poll batches_router.<locals>.draw_batch",
+    "score": "Delivery.score_forever RewardClient.score build_app.<locals>.score RewardService.score "
+    "RewardService._score_task RewardComponent.score InlineScorer._score_chunk",
+    "push": "Delivery.push_forever BufferClient.push push_router.<locals>.push IndexView.catch_up",
+    "draw": "Prefetcher._poll BufferClient.draw_batch batches_router.<locals>.draw_batch",
     "gradient": "TrainingLoop._one_step",
     "ack": "TrainingLoop._ack batches_router.<locals>.ack",
     "publication": "SnapshotWriter.take Publisher._publish lineages_router.<locals>.announce_version",
     "weights": "SearcherLoop._pull_task WeightLoader.download",
 }
 """Step of the route -> the functions with which it begins, in tasks, threads and handlers of requests."""
-BESIDE = "TrainingLoop._log_step"
-"""Metrics and trackers are told of a step here; no rollout goes through them."""
+BESIDE = "TrackerGroup.step Metrics.record_results Metrics.record_outcomes"
+"""Metrics and trackers are told here; no rollout goes through them."""
+AT_TIMES = {"tba/config/redis.py", "services/buffer/tba_buffer/run/loss_recovery.py"}
+"""Files that run when a request meets a new connection to Redis."""
 PREFIXES = {
     "B": "services/buffer/tba_buffer",
     "S": "services/searcher/tba_searcher",
@@ -68,10 +70,8 @@ def recorded(make_place: MakePlace, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "start").touch()
     until("some steps are recorded", lambda: last_step(place) > first + 2 + NUM_STEPS)
     (folder / "stop").touch()
-    time.sleep(0.5)
-    until(
-        "all services have written", lambda: len(list(folder.glob("*.route"))) >= 4 and not list(folder.glob("*.half"))
-    )
+    on = {path.stem for path in folder.glob("*.on")}
+    until("every process has written", lambda: on == {path.stem for path in folder.glob("*.route")})
     place.close()
     found: dict[str, list[str]] = {}
     for path in folder.glob("*.route"):
@@ -100,4 +100,8 @@ def test_the_route_of_a_rollout_is_short(recorded: dict[str, list[str]]) -> None
 
 
 def test_the_page_walks_through_the_files_that_run_and_no_others(recorded: dict[str, list[str]]) -> None:
-    assert sorted(walked()) == sorted(recorded)
+    named = walked()
+    assert {"not on the page": set(recorded) - named - AT_TIMES, "did not run": named - set(recorded)} == {
+        "not on the page": set(),
+        "did not run": set(),
+    }

@@ -29,13 +29,13 @@ def path_with_real_services(tmp_path: Path) -> str:
     """A PYTHONPATH whose buffer and reward are real and whose trainer and searcher are stand-ins."""
     links = tmp_path / "packages"
     links.mkdir()
-    for name, source in {
-        "tba_buffer": ROOT / "services" / "buffer",
-        "tba_reward": ROOT / "services" / "reward",
-        "tba_trainer": FAKES,
-        "tba_searcher": FAKES,
-    }.items():
-        (links / name).symlink_to(source / name)
+    for source in (
+        ROOT / "services" / "buffer" / "tba_buffer",
+        ROOT / "services" / "reward" / "tba_reward",
+        FAKES / "tba_trainer.py",
+        FAKES / "tba_searcher.py",
+    ):
+        (links / source.name).symlink_to(source)
     return f"{links}:{ROOT}"
 
 

@@ -292,7 +292,7 @@ def test_a_scorer_that_cannot_be_built_stops_the_service_with_one_sentence(tmp_p
     assert service.process.wait(timeout=60) == 2
     lines = service.log.read_text().splitlines()
     assert len(lines) == 1
-    assert "reward.tasks.t: reward kind 'python': there is no module 'no_such_module'" in lines[0]
+    assert "reward.tasks.t: the function of reward kind 'python' 'no_such_module:f': there is no module" in lines[0]
 
 
 @pytest.mark.parametrize(("end", "response"), [(signal.SIGTERM, "fine"), (signal.SIGKILL, "hang")])

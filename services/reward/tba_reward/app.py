@@ -119,7 +119,7 @@ def _info(task: CompositeReward) -> RewardInfo:
         ScorerInfo(
             name=each.name,
             kind=each.spec.kind,
-            weight=each.spec.factor,
+            weight=each.weight,
             gate=each.spec.gate,
             version=each.version,
             health=each.health,

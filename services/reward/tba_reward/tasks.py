@@ -158,6 +158,8 @@ class RewardComponent:
 
     def __init__(self, task: str, spec: ScorerSpec, scorer: Scorer, metrics: Metrics, *, is_inline: bool) -> None:
         self.task, self.spec, self.is_inline = task, spec, is_inline
+        self.name, self.weight = spec.part, spec.factor
+        """Its name in results, and the factor of its score in the sum."""
         self._scorer, self._metrics = scorer, metrics
         self._starting: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
@@ -166,11 +168,6 @@ class RewardComponent:
         self._raised: set[bytes] | None = set()
         """Different items that raised; None: one was scored, so that the scorer is not broken."""
         self._broken: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Its name in results."""
-        return self.spec.part
 
     @property
     def version(self) -> str:
@@ -315,7 +312,7 @@ class CompositeReward:
     @property
     def version(self) -> str:
         """`task@digest`: changes whenever the same completion may be worth another reward."""
-        scorers = [[each.version, each.name, each.spec.factor, each.spec.gate] for each in self.components]
+        scorers = [[each.version, each.name, each.weight, each.spec.gate] for each in self.components]
         # weights and gates too: the same scores under other weights are another reward
         document = json.dumps([scorers, self._gate_value])
         return f"{self.task}@{hashlib.sha256(document.encode()).hexdigest()[:VERSION_HEX]}"
@@ -380,7 +377,7 @@ class CompositeReward:
 
     def _sum(self, scores: dict[str, float]) -> Outcome:
         # fsum: the sum must not depend on the order of the scorers
-        outcome = checked(math.fsum(each.spec.factor * scores[each.name] for each in self.components))
+        outcome = checked(math.fsum(each.weight * scores[each.name] for each in self.components))
         if isinstance(outcome, Failure):
             return Failure(outcome.reason, f"the weighted sum: {outcome.detail}")
         return outcome

@@ -1,9 +1,9 @@
 """Record which functions run below chosen ones, between two moments, in every process with this folder on its path.
 
 Python imports `sitecustomize` at its start. ROUTE_ROOTS names the chosen functions by qualified name. A thread watches
-ROUTE_FOLDER: recording begins when a file `start` is there, and ends with `stop`; then PID.route holds a line for each
-function of tba that a chosen one called, directly or not: file, tab, qualified name. Calls below a function that
-ROUTE_BESIDE names are left out.
+ROUTE_FOLDER: recording begins when a file `start` is there (PID.on says so), and ends with `stop`. Then PID.route has a
+line for each function of tba that a chosen one called, directly or not: file, tab, qualified name. Calls below a
+function that ROUTE_BESIDE names are left out.
 """
 
 import os
@@ -34,6 +34,7 @@ def watch(folder: str) -> None:
     while not os.path.exists(os.path.join(folder, "start")):
         time.sleep(EVERY_S)
     recording = True
+    open(os.path.join(folder, f"{os.getpid()}.on"), "w").close()
     while not os.path.exists(os.path.join(folder, "stop")):
         time.sleep(EVERY_S)
     recording = False

@@ -124,7 +124,7 @@ def explain_errors(value: str, *, what: str, verb: str) -> Iterator[None]:
         yield
     except TbaError:
         raise
-    except Exception as error:  # foreign code raises anything
+    except (Exception, SystemExit) as error:  # foreign code raises anything, and may call sys.exit
         raise ConfigError(f"{what} {value!r} {verb} ({type(error).__name__}: {error}); {remedy(what)}") from error
 
 

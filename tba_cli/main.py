@@ -44,11 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             command = getattr(importlib.import_module(module_name), function_name)
         except ModuleNotFoundError as error:
-            if not (error.name or "").startswith(LAUNCHER):
-                raise
-            print("error: this image holds no launcher; run this command where tba is installed", file=sys.stderr)
-            return EXIT_ERROR
-    return _run(command, args)
+            return _no_launcher(error)
+    try:
+        return _run(command, args)
+    except ModuleNotFoundError as error:  # some commands import the launcher only where they need it
+        return _no_launcher(error)
+
+
+def _no_launcher(error: ModuleNotFoundError) -> int:
+    """Say that images leave the launcher out; raise the error if it is about another module."""
+    if not (error.name or "").startswith(LAUNCHER):
+        raise error
+    print("error: this image holds no launcher; run this command where tba is installed", file=sys.stderr)
+    return EXIT_ERROR
 
 
 def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal, get_args
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import AliasChoices, Field, JsonValue, field_validator
 
 from tba.api.evaluations import BestVersion, EvalInfo
 from tba.api.snapshots import OriginInfo
@@ -121,7 +121,7 @@ class SearchersInfo(StrictModel):
 
     revision: int
     """Number of the last change that was asked for; 0: there was none."""
-    desired: int | None
+    desired: int | None = Field(validation_alias=AliasChoices("desired", "wanted"))
     """The desired number; null: tba does not start or stop searchers (`scaling.backend = "none"`), or the Kubernetes
     API has not answered yet."""
     source: SearcherSource | None
@@ -303,7 +303,7 @@ class RunInfo(StrictModel):
     """The snapshot that the run began with; None: with nothing stored."""
     searchers: SearchersInfo | None = None
     """The desired and the alive searchers; the services always send it."""
-    damaged: DamagedInfo | None = None
+    damaged: DamagedInfo | None = Field(default=None, validation_alias=AliasChoices("damaged", "unreadable"))
     """None: no damaged item was found."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from tba.fields import StrictModel, VersionText
 
@@ -61,13 +61,13 @@ class Stats(StrictModel):
     """Prompts that can fill a slot of a batch now."""
     payload_bytes: int
     log_position: int
-    checkpoint_position: int = 0
+    checkpoint_position: int = Field(default=0, validation_alias=AliasChoices("checkpoint_position", "base_position"))
     """Log position of the last checkpoint of the log; a restart reads the later events one by one."""
     index_bytes: int = 0
     """Memory of the index in this process."""
-    epoch: int = 0
+    epoch: int = Field(default=0, validation_alias=AliasChoices("epoch", "replica"))
     """Epoch of the buffer process that owns the run."""
-    num_publications: int
+    num_publications: int = Field(validation_alias=AliasChoices("num_publications", "num_marks"))
     pushed: dict[str, int]
     refused: dict[str, int]
     evicted: dict[str, int]

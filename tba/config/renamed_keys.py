@@ -33,6 +33,21 @@ def new_name(keys: Sequence[str]) -> str | None:
     return RENAMED_KEYS.get(".".join(key for key in keys if not key.isdigit()))
 
 
+def new_value(keys: Sequence[str], text: str) -> str:
+    """Return the name that a value of an older release has now; every other value as it is.
+
+    Args:
+        keys: the parts of the dotted key.
+        text: the value as it was written: bare, in quotes or as JSON.
+    """
+    for key, names in RENAMED_VALUES.items():
+        parts = key.split(".")
+        if len(parts) == len(keys) and all(part in ("*", own) for part, own in zip(parts, keys, strict=True)):
+            bare = text.strip().strip("\"'")
+            return text.replace(bare, names[bare]) if bare in names else text
+    return text
+
+
 def with_new_names(document: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return a stored document with today's names.
 

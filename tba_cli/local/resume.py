@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from tba.config import Recipe, StrictModel, load_recipe
 from tba.config.recipe import CONSTANT_SETTINGS, ENV_PREFIX, read_document
-from tba.config.renamed_keys import new_name, with_new_names
+from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder
 
@@ -136,10 +136,12 @@ def _with_new_names(began: RecipeFile) -> RecipeFile:
     sets, environ = [], {}
     for item in began.sets:
         key, sep, text = item.partition("=")
-        sets.append(f"{new_name(key.strip().split('.')) or key}{sep}{text}")
+        parts = key.strip().split(".")
+        sets.append(f"{new_name(parts) or key}{sep}{new_value(parts, text)}")
     for name, text in began.environ.items():
-        renamed = new_name(name.removeprefix(ENV_PREFIX).lower().split("__"))
-        environ[name if renamed is None else ENV_PREFIX + renamed.replace(".", "__").upper()] = text
+        parts = name.removeprefix(ENV_PREFIX).lower().split("__")
+        renamed = new_name(parts)
+        environ[name if renamed is None else ENV_PREFIX + renamed.replace(".", "__").upper()] = new_value(parts, text)
     return RecipeFile(document=with_new_names(began.document), sets=sets, environ=environ)
 
 

@@ -423,6 +423,8 @@ async def test_a_redis_that_is_out_of_memory_still_evicts(start: Start) -> None:
         # the trainer moves on: a script may write anything once it has removed something
         step = "redis.call('DEL', 'nothing') return redis.call('HSET', KEYS[1], 'step', 1)"
         await client.eval(step, 1, keys.run)
+        # as behind a new connection, before anything is written over it
+        await buffer.context.durability.check()
         await buffer.rollouts.evictor.enforce()
     finally:
         await client.config_set("maxmemory", 0)

@@ -155,6 +155,22 @@ def test_a_missing_recipe_is_one_sentence_on_stderr(capsys):
     assert err == "error: recipe nowhere.toml does not exist; recipes that ship with tba are in recipes/\n"
 
 
+def test_an_image_without_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sentence = "error: this image holds no launcher; run this command where tba is installed\n"
+    # some commands import it at once, others only where they need it
+    monkeypatch.setattr("importlib.import_module", lambda _: absent("tba_cli.local"))
+    assert (main(["run", "recipe.toml"]), capsys.readouterr().err) == (2, sentence)
+    monkeypatch.undo()
+    monkeypatch.setattr("tba_cli.commands.status.status_command", lambda _: absent("tba_cli.local.ended_run"))
+    assert (main(["status"]), capsys.readouterr().err) == (2, sentence)
+    monkeypatch.setattr("tba_cli.commands.status.status_command", lambda _: absent("numpy"))
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        main(["status"])
+
+
 def test_debug_shows_the_traceback():
     with pytest.raises(ValueError, match="does not exist"):
         main(["run", "nowhere.toml", "--debug"])

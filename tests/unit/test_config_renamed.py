@@ -86,9 +86,11 @@ def test_a_run_of_an_older_release_resumes(tmp_path: Path) -> None:
     folder.path.mkdir()
     stored = json.loads(load_recipe(write(tmp_path / "new.toml", NEW), environ={}).model_dump_json())
     stored["searcher"]["when_over"] = stored["searcher"].pop("on_run_end")
+    stored["trainer"]["guards"]["ess_collapse"]["action"] = "raise_m"
     write(folder.recipe_path, json.dumps(stored))
     old = write(tmp_path / "old.toml", OLD)
-    began = recipe_file_of(old, ["searcher.when_over=wait", "run.seed=3"], {"TBA_SCALING__RELEASE_WHEN_OVER": "false"})
+    sets = ["searcher.when_over=wait", "run.seed=3", 'trainer.guards.ess_collapse.action="raise_m"']
+    began = recipe_file_of(old, sets, {"TBA_SCALING__RELEASE_WHEN_OVER": "false"})
     write(folder.recipe_file_path, began.model_dump_json())
 
     said: list[str] = []
@@ -96,7 +98,8 @@ def test_a_run_of_an_older_release_resumes(tmp_path: Path) -> None:
         recipe, known = resume_recipe(folder, path, [], take_changes=False, on_difference=said.append)
         assert recipe.searcher.on_run_end == "wait"
         assert known is not None
-        assert known.sets == ["searcher.on_run_end=wait", "run.seed=3"]
+        action = 'trainer.guards.ess_collapse.action="raise_most_on_policy_prob"'
+        assert known.sets == ["searcher.on_run_end=wait", "run.seed=3", action]
         assert known.environ == {"TBA_SCALING__SCALE_DOWN_ON_RUN_END": "false"}
     assert said == []
     changed = write(tmp_path / "changed.toml", NEW + "[trainer]\nnum_steps = 7\n")

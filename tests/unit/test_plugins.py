@@ -23,6 +23,7 @@ from tests.support.trainer_values import RecordedBuffer
 
 REMEDY = "correct objective.preset, install its package, or put the folder of its module on PYTHONPATH"
 MODULE = """
+import sys
 import numpy as np
 from tba.errors import ConfigError
 from tba_buffer.eviction.policies import EvictionPolicy
@@ -34,6 +35,9 @@ def function(*arguments):
 
 def raises(*arguments):
     raise RuntimeError("no licence")
+
+def leaves(*arguments):
+    sys.exit("no licence")
 
 def refuses(*arguments):
     raise ConfigError("set MY_KEY")
@@ -134,6 +138,7 @@ def test_an_object_that_cannot_be_loaded_is_named_with_the_remedy(entry_points: 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
+        ("my_plugins:leaves", r"tracking.trackers 'my_plugins:leaves' failed \(SystemExit: no licence\); correct"),
         ("my_plugins:raises", r"tracking.trackers 'my_plugins:raises' failed \(RuntimeError: no licence\); correct"),
         ("my_plugins:refuses", "^set MY_KEY$"),
         ("my_plugins:function", "made None, which lacks members of tba_trainer.tracking.tracker.Tracker; add them"),

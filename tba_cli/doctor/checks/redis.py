@@ -165,8 +165,8 @@ def _ask_buffer(target: Target, problem: RedisProblemError) -> Iterator[CheckRes
         if found is None:
             yield fail(
                 "redis",
-                f"{target.url('buffer')} has no tba_redis_durable in its /metrics, so it is no buffer service",
-                "correct buffer.url",
+                f"{target.url('buffer')} has no tba_redis_durable in its /metrics: no buffer service, or one of 0.2",
+                "correct buffer.url, or run the doctor of the release that runs there",
             )
             return
         if found[1] in (b"1", b"1.0"):

@@ -298,8 +298,8 @@ class EventStreamResponse(Response):
             ending = await self._send_all(scope["app"].state.stopping, receive, send)
         finally:
             self._events.close(self._stream, ending)
-        # A slow reader takes no last chunk either. uvicorn closes the connection of an answer that is not complete, so
-        # the reader sees that its stream was cut and not ended.
+        # A slow reader takes no last chunk either. uvicorn closes the connection of an answer that is not complete once
+        # the reader has taken what was sent or is gone. So the reader sees that its stream was cut and not ended.
         if ending not in ("client", "slow"):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

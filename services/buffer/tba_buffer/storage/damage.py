@@ -190,6 +190,17 @@ class _Found:
     """Position of the last entry of the log."""
 
 
+READ = """
+return {
+  redis.call('GET', KEYS[1]),
+  redis.call('HMGET', KEYS[2], 'acknowledged', 'log_position'),
+  redis.call('HMGET', KEYS[3], 'changes_missing', 'loss_accepted_by'),
+  redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1),
+}
+"""
+"""Reads all of `_Found` at one moment."""
+
+
 class Losses:
     """Knows what was acknowledged, and compares it with Redis.
 
@@ -212,6 +223,7 @@ class Losses:
     ) -> None:
         self._redis, self._keys, self._owner, self._clock = redis, keys, owner, clock
         self._damaged_items = damaged_items
+        self._read_script = redis.register_script(READ)
         self._process = secrets.token_hex(8)
         """Names this start in the claims of trainers; never used again."""
         self._acknowledged = self._at_start = 0
@@ -354,14 +366,12 @@ class Losses:
         return None
 
     async def _read(self) -> _Found:
+        keys = self._keys
         with redis_errors("count what was acknowledged"):
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.get(self._keys.epoch)
-                pipe.hget(self._keys.counters, "acknowledged")
-                pipe.hmget(self._keys.run, "changes_missing", "loss_accepted_by")
-                pipe.hget(self._keys.counters, "log_position")
-                pipe.xrevrange(self._keys.log, count=1)
-                epoch, acknowledged, (noted, accepted_by), log_position, last = await pipe.execute()
+            # a script and no transaction: a full Redis queues no command of a transaction, not even one that reads, and
+            # every new connection asks this before an eviction can make room
+            reply = await self._read_script(keys=[keys.epoch, keys.counters, keys.run, keys.log])
+        epoch, (acknowledged, log_position), (noted, accepted_by), last = reply
         return _Found(
             epoch=self.read_count("replica", epoch),
             acknowledged=self.read_count("acknowledged", acknowledged),

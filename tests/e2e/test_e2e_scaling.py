@@ -21,7 +21,7 @@ def test_searchers_come_and_go_while_the_trainer_trains(make_place: MakePlace) -
     place.until("the first one pushes", lambda info: info.step >= 2 and len(pushing(info)) == 1)
     up = place.control("scale", "3", "--wait", "--reason", "night")
     assert up.returncode == 0, up.stderr
-    assert "searchers: 3 wanted (asked for by the operator), 3 alive, scaled by local" in up.stdout
+    assert "searchers: 3 desired (asked for by the operator), 3 alive, scaled by local" in up.stdout
     place.until("all three push", lambda info: len(pushing(info)) == 3)
     before = stored_rollouts(place.redis_url())
 

@@ -131,7 +131,7 @@ maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verif
 golden: $(VENV)/.helm  ## write the chart's golden outputs again (tests/chart/golden; needs helm)
 	$(BIN)/python -m tests.support.chart_golden
 
-api-docs: $(VENV)/.test  ## write the endpoint tables of docs/api.md again
+api-docs: $(VENV)/.test  ## write the tables of docs/api.md and docs/security.md again that repeat the code
 	$(BIN)/python tools/api_docs.py
 
 chart-docs: $(VENV)/.test  ## write the chart's README and dashboard and the table of alerts again (charts/tools)

@@ -109,7 +109,7 @@ def measure(path: Path, num: int, num_prompts: int, repeats: int) -> dict[str, f
     figures["bytes per rollout, index"] = (resident_bytes() - before) / num
 
     more = make_records(2 * PUSH * (repeats + 2), num_prompts, first=num, seed=1)
-    for _ in range(2):  # what is pushed below is recent
+    for _ in range(2):  # the rollouts pushed below are recent
         index.apply(Publication(index.position + 1, PolicyVersion(0, index.position)))
 
     def push(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Where every objective converges on the enumerable task (benchmarks/optimum/task.py): the table of docs/algorithm.md.
+"""Make the table of docs/algorithm.md: the policy that every objective converges to (benchmarks/optimum/task.py).
 
     python benchmarks/bench_optimum.py --json optimum.json
 

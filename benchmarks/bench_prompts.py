@@ -6,8 +6,8 @@
                  nearly hopeless or nearly mastered at first
      a visit     S rollouts of one prompt; k ~ Binomial(S, p_i) succeed
      learning    a group teaches in proportion to the variance of its rewards, v = 4 (k/S) (1 - k/S): none when all
-                 agree; then skill += SHARED * v and own_i += OWN * v. What one prompt teaches the others (SHARED / OWN)
-                 is the assumption that decides most
+                 agree; then skill += SHARED * v and own_i += OWN * v. The assumption that decides most is how much
+                 one prompt teaches the others (SHARED / OWN)
      the buffer  keeps the newest rollouts; rewards are known IN_FLIGHT requests later
    Reported: the share of visits whose group is informative (0 < k < S), and the mean success rate over all prompts at
    the end, after the same number of visits.
@@ -51,7 +51,7 @@ TRAIN_STEPS = 500
 
 @dataclass(frozen=True)
 class World:
-    """What varies between the rows of the table."""
+    """The settings that differ between the rows of the table."""
 
     name: str
     spread: float = SPREAD

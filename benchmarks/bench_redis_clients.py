@@ -30,7 +30,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "services/buffer")]
 
-from tba_buffer.storage.client import MultiplexedPool  # noqa: E402
+from tba_buffer.storage.redis_client import MultiplexedPool  # noqa: E402
 
 from tests.support.redis_process import start_redis  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""How fast the buffer is, beside the same work done straight on Redis, in one run; prints one table.
+"""Measure the speed of the buffer beside the same work done straight on Redis, in one run; print one table.
 
 Everything runs on this machine: Redis with `appendfsync always`, one buffer process, client processes with the
 product's own client, 64 rollouts a push, prioritised sampling. The machine is shared and noisy: the ratios count.
@@ -40,7 +40,7 @@ class Target:
     unit: str = ""
 
     def met(self, value: float) -> bool:
-        """Whether the value keeps the bound."""
+        """True: the value keeps the bound."""
         return value >= self.bound if self.at_least else value <= self.bound
 
 
@@ -60,7 +60,7 @@ TARGETS = (
     Target("draw of 512 of one prompt's 1,000,000", "index", "draw_one_prompt_ms", 1, at_least=False, unit="ms"),
     Target("index memory", "index", "bytes_per_rollout", 200, at_least=False, unit="bytes/rollout"),
     Target("restart with 1,000,000 rollouts", "restart", "restart_s", 5, at_least=False, unit="s"),
-    Target("... from a base", "restart", "restart_from_base_s", 5, at_least=False, unit="s"),
+    Target("... from a checkpoint of the log", "restart", "restart_from_base_s", 5, at_least=False, unit="s"),
     Target("cost of a push, 10^6 to 10^4 stored", "restart", "push_growth", 1.3, at_least=False),
     Target("cost of a draw, 10^6 to 10^4 stored", "restart", "draw_growth", 1.3, at_least=False),
     Target("256 searchers, push p99", "searchers", "push_p99_ms", 100, at_least=False, unit="ms"),

@@ -1,4 +1,4 @@
-"""How near past runs came to the alarms: replays the guards over saved histories (`runs/*/history.json`).
+"""Measure how near past runs came to the alarms: replay the guards over saved histories (`runs/*/history.json`).
 
     python benchmarks/guards.py runs/*/history.json [--json FILE]
 
@@ -25,7 +25,7 @@ from tba_cli.reports.history import History
 
 
 def replay(entries: list[LedgerEntry], guards: GuardsSection) -> dict[str, Any]:
-    """What the guards would have seen and said."""
+    """Replay one history; return the extremes and the alarms that the guards would have raised."""
     state, alarms = GuardState(), dict[str, int]()
     spike, ess, drift = 0.0, 1.0, 0.0
     for entry in entries:

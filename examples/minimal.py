@@ -39,9 +39,9 @@ from tba.api import Prompt
 from tba.config import Recipe, load_recipe
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Group, Rollout, Sampling, new_rollout_id
+from tba_cli.generators.addition import generate
 from tba_cli.resolve import check_model
 from tba_cli.starter_models.addition_model import make_starting_model
-from tba_cli.tasks.addition import generate
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.toml"
 EVAL_EVERY_STEPS = 40  # a multiple of sync_interval: then the searcher has the weights of the step

@@ -15,7 +15,8 @@
     |- ServiceError           (RuntimeError) another service answered with a problem, or not at all
     |  |- BadReplyError                      the answer is not what it should be, and is not used
     |  |- BadRequestError                    400, 413, 422: the request is wrong; a retry cannot help
-    |  |- UnauthorizedError                  401, 403: no token, or one without the role
+    |  |- UnauthorizedError                  401, in a client 403 too: no token, or an unknown one
+    |  |  `- ForbiddenError                  403: a token without the role
     |  |- NotFoundError                      404
     |  |- ConflictError                      409: the state of the run forbids it
     |  |  |- FencedError                     a newer lineage owns the run; this trainer must stop
@@ -45,7 +46,7 @@ class TbaError(Exception):
 
 
 class ConfigError(TbaError, ValueError):
-    """A recipe, environment variable or flag is wrong."""
+    """A recipe, setting, environment variable or flag is wrong."""
 
     slug = "config"
     status = 422
@@ -150,28 +151,35 @@ class BadRequestError(ServiceError):
 
 
 class UnauthorizedError(ServiceError):
-    """No token, or one without the role that the call needs."""
+    """No token, or an unknown one; a client raises it for 403 too."""
 
     slug = "unauthorized"
     status = 401
 
 
+class ForbiddenError(UnauthorizedError):
+    """The token is known, but its role may not do this."""
+
+    slug = "forbidden"
+    status = 403
+
+
 class NotFoundError(ServiceError):
-    """The requested thing does not exist."""
+    """There is no such rollout, prompt, batch, evaluation, snapshot or path."""
 
     slug = "not-found"
     status = 404
 
 
 class ConflictError(ServiceError):
-    """The state of the run forbids the call."""
+    """The state of the run forbids the call, for example the ack of a step before its turn."""
 
     slug = "conflict"
     status = 409
 
 
 class FencedError(ConflictError):
-    """A newer lineage owns the run; the caller must stop writing."""
+    """The fencing token is not the newest lineage's: a newer trainer start took the run, and this trainer must stop."""
 
     slug = "fenced"
     status = 409
@@ -192,14 +200,14 @@ class RunOverError(ConflictError):
 
 
 class RunFailedError(RunOverError):
-    """The run has failed for a reason that its trainer does not know."""
+    """The run has failed for a reason that its trainer does not know: `state_reason` of GET /v1/run."""
 
     slug = "run-failed"
     status = 409
 
 
 class BusyError(ServiceError):
-    """Not now: come back after `retry_after_s`."""
+    """Flow control, memory, or nothing to draw yet: come back after `retry_after_s`."""
 
     slug = "busy"
     status = 429
@@ -218,7 +226,7 @@ class TlsError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """The service answered 5xx, or there was no connection."""
+    """The service, or a part that it needs, is away; nothing was acknowledged."""
 
     slug = "unavailable"
     status = 503
@@ -231,7 +239,7 @@ class BrokenRewardError(UnavailableError):
 
 
 class SupersededError(UnavailableError):
-    """A newer buffer process owns the run; this one must end. Clients try again and reach the newer one."""
+    """The epoch of a buffer process is not the newest: this one must end. Clients try again and reach the newer one."""
 
     slug = "superseded"
 

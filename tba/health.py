@@ -59,8 +59,8 @@ def heartbeat_problem(config: str) -> str | None:
     if any(component.alive for component in own):
         return None
     if not own:
-        return f"the buffer has not heard of a component of host {name} yet"
-    return f"the buffer last heard of {own[-1].component_id} {min(c.heartbeat_age_s for c in own):.0f} s ago"
+        return f"the buffer has not heard from a component of host {name} yet"
+    return f"the buffer last heard from {own[-1].component_id} {min(c.heartbeat_age_s for c in own):.0f} s ago"
 
 
 def main() -> int:

@@ -42,7 +42,9 @@ def resolve(value: str, *, group: Group, what: str, builtin: Sequence[str] = ())
         return value
     if ":" in value:
         if not _PATH.fullmatch(value):
-            raise ConfigError(f"{what} {value!r} is no import path; write MODULE:NAME, for example my_module:my_name")
+            raise ConfigError(
+                f"{what} {value!r} is not an import path; write MODULE:NAME, for example my_module:my_name"
+            )
         return value
     points = {point.name: point for point in importlib.metadata.entry_points(group=group)}
     if value not in points:

@@ -102,7 +102,7 @@ def _explain_certificate_error(
     if ca_file is None:
         return (
             f"the certificate of {where} is not trusted ({said}); set {setting} to a PEM file with the authority that "
-            "signed it, for none of this system's did"
+            "signed it, because no authority of this system did"
         )
     return f"the certificate of {where} is not trusted ({said}); {setting} {ca_file} must hold the authority behind it"
 

@@ -22,6 +22,7 @@ from tba.watched_file import WatchedFile
 
 ROLES = ("searcher", "trainer", "operator", "viewer")
 MIN_TOKEN_CHARS = 16
+"""Fewest characters of a token."""
 MAX_TOKENS_OF_A_ROLE = 2
 RoleTokens = Mapping[str, tuple[str, ...]]
 STDIN = "-"
@@ -98,15 +99,15 @@ def _tokens_of(role: str, value: Any, what: str) -> tuple[str, ...]:
         # a typo in a digest would lock the role out, and nothing would say why
         if isinstance(token, str) and is_digest(token) and not _DIGEST.fullmatch(token):
             raise ConfigError(
-                f"{what}: the token of {role} begins with {DIGEST_PREFIX} and 64 small hexadecimal digits do not "
-                "follow; `printf %s TOKEN | sha256sum` prints them"
+                f"{what}: the token of {role} begins with {DIGEST_PREFIX} but 64 lower-case hexadecimal digits do "
+                "not follow; `printf %s TOKEN | sha256sum` prints them"
             )
         if not isinstance(token, str) or len(token) < MIN_TOKEN_CHARS:
             raise ConfigError(f"{what}: the token of {role} must be a text of {MIN_TOKEN_CHARS} characters or more")
         if not all("!" <= char <= "~" for char in token):
             raise ConfigError(
-                f"{what}: the token of {role} has a blank or a character that is not ASCII, and an HTTP header cannot "
-                "carry that; make another one"
+                f"{what}: the token of {role} has a blank or a character that is not ASCII, which an HTTP header "
+                "cannot carry; make another one"
             )
     return tuple(tokens)
 

@@ -81,7 +81,7 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "pause": "pause a run: no new leases, no new batches",
         "resume": "let a paused run continue",
         "stop": "end a run after the step in progress, with its last checkpoint and evaluation",
-        "retry-versions": "have searchers try the weight versions again that they have refused, at once",
+        "retry-versions": "make searchers retry at once the weight versions that they have refused",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, parents=[common], help=text)
@@ -106,8 +106,8 @@ def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         nargs="*",
         help="learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps; the value is a number, "
-        "a schedule such as '{kind=\"linear\", value=0.1, final=0.01, steps=400}', or the word recipe: as it says. "
-        "A word without = is the name of a run under runs/ (default: the newest). None: show them",
+        "a schedule such as '{kind=\"linear\", value=0.1, final=0.01, steps=400}', or the word recipe (the value of "
+        "the recipe). A word without = is the name of a run under runs/ (default: the newest). None: show them",
     )
     _add_target(command, with_run=False)
     command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
@@ -123,13 +123,13 @@ def _add_scale(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "number",
         metavar="N|recipe",
         nargs="?",
-        help="how many; recipe: as recipe or chart say. None: show them",
+        help="how many, or the word recipe (the number of recipe or chart). None: show them",
     )
     _add_target(command)
     command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    command.add_argument("--wait", action="store_true", help="stay until as many searchers are alive")
+    command.add_argument("--wait", action="store_true", help="wait until that many searchers are alive")
     command.add_argument(
-        "--timeout-s", type=float, default=600.0, metavar="S", help="--wait gives up after so many seconds (600)"
+        "--timeout-s", type=float, default=600.0, metavar="S", help="--wait gives up after this many seconds (600)"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(command="tba_cli.commands.control:scale_command")
@@ -139,7 +139,7 @@ def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     config = commands.add_parser("config", help="check, show or describe recipes")
     kinds = config.add_subparsers(metavar="WHAT", required=True)
     check = kinds.add_parser(
-        "check", parents=[common], help="find what of a recipe would fail: prompts, model, scorers, devices, ports"
+        "check", parents=[common], help="find what in a recipe would fail: prompts, model, scorers, devices, ports"
     )
     _add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
@@ -179,15 +179,15 @@ def _add_setup(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     setup = commands.add_parser(
         "setup",
         parents=[common],
-        help="once before a deployed run: bucket, starting model, model folders, prompts; again: no change",
+        help="prepare a deployed run: bucket, starting model, model folders, prompts; safe to repeat",
     )
     _add_config_file(setup)
     setup.add_argument("--create-bucket", action="store_true", help="make the bucket where there is none")
     setup.add_argument(
         "--prepare", action="store_true", help="fetch or make what [[prepare]] names and neither disk nor store has"
     )
-    setup.add_argument("--pull", action="store_true", help="also fetch what the store has and the disk has not")
-    setup.add_argument("--only", choices=["models", "prompts"], help="one part alone (models asks no service)")
+    setup.add_argument("--pull", action="store_true", help="also fetch what is in the store but not on the disk")
+    setup.add_argument("--only", choices=["models", "prompts"], help="do only one part (models contacts no service)")
     setup.add_argument(
         "--check-run", action="store_true", help="only say whether the run in progress could continue with this recipe"
     )
@@ -207,7 +207,7 @@ def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     push.add_argument(
         "--kind", choices=["model", "dataset"], default="model", help="of a folder that the recipe does not name"
     )
-    push.add_argument("--replace", action="store_true", help="write it again in the place of what is stored")
+    push.add_argument("--replace", action="store_true", help="overwrite the stored copy")
     push.set_defaults(command="tba_cli.commands.setup:push_command")
     pull = kinds.add_parser("pull", parents=[common], help="fetch what a service needs to where the recipe wants it")
     _add_config_file(pull)
@@ -216,13 +216,13 @@ def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         dest="service",
         required=True,
         choices=["buffer", "reward", "searcher", "setup", "trainer"],
-        help="whose folders; setup reads the data sets",
+        help="the service whose folders to fetch; setup reads the data sets",
     )
     pull.add_argument(
-        "--wait-s", type=float, default=900.0, metavar="S", help="how long they may take to come (default: 900)"
+        "--wait-s", type=float, default=900.0, metavar="S", help="how many seconds to wait for them (default: 900)"
     )
     pull.set_defaults(command="tba_cli.commands.setup:pull_command")
-    show = kinds.add_parser("list", parents=[common], help="what the store has")
+    show = kinds.add_parser("list", parents=[common], help="list what the store has")
     _add_config_file(show)
     show.add_argument("--json", action="store_true", help="print JSON")
     show.set_defaults(command="tba_cli.commands.setup:list_command")
@@ -230,7 +230,7 @@ def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
 
 def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     doctor = commands.add_parser(
-        "doctor", parents=[common], help="check everything that a run stands on, and say how to fix what is wrong"
+        "doctor", parents=[common], help="check everything that a run needs, and say how to fix what is wrong"
     )
     _add_config_file(doctor)
     doctor.add_argument(
@@ -255,9 +255,7 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
 def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     prompts = commands.add_parser("prompts", help="upload prompts to a run")
     kinds = prompts.add_subparsers(metavar="WHAT", required=True)
-    upload = kinds.add_parser(
-        "upload", parents=[common], help="upload a file or a data set; the same one again is accepted"
-    )
+    upload = kinds.add_parser("upload", parents=[common], help="upload a file or a data set; it is safe to repeat")
     upload.add_argument(
         "source",
         metavar="SOURCE",
@@ -286,7 +284,9 @@ def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
 def _add_ledger(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     ledger = commands.add_parser("ledger", help="check what each optimizer step consumed")
     kinds = ledger.add_subparsers(metavar="WHAT", required=True)
-    check = kinds.add_parser("check", parents=[common], help="along the active lineage every step exactly once")
+    check = kinds.add_parser(
+        "check", parents=[common], help="check that the active lineage has every step exactly once"
+    )
     _add_target(check)
     check.set_defaults(command="tba_cli.commands.report:check_command")
 
@@ -297,13 +297,19 @@ def _add_rollouts(commands: Subparsers, common: argparse.ArgumentParser) -> None
     )
     _add_target(rollouts)
     orders = ["newest", "oldest", "best", "worst"]
-    rollouts.add_argument("--order", choices=orders, default="newest", help="which come first (default: newest)")
-    rollouts.add_argument("--prompt-id", metavar="ID", help="only of this prompt")
+    rollouts.add_argument(
+        "--order", choices=orders, default="newest", help="which ones to show first (default: newest)"
+    )
+    rollouts.add_argument("--prompt-id", metavar="ID", help="only rollouts of this prompt")
     rollouts.add_argument("--version", metavar="VERSION", help="only of this policy version, for example 1-40")
-    rollouts.add_argument("--status", choices=["scored", "pending", "failed"], help="only with this reward status")
+    rollouts.add_argument(
+        "--status", choices=["scored", "pending", "failed"], help="only rollouts with this reward status"
+    )
     rollouts.add_argument("--limit", type=int, default=5, metavar="N", help="how many, at most 100 (default: 5)")
     rollouts.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
-    rollouts.add_argument("--text-chars", type=int, default=400, metavar="N", help="of each text (default: 400)")
+    rollouts.add_argument(
+        "--text-chars", type=int, default=400, metavar="N", help="how much of each text to show (default: 400)"
+    )
     rollouts.add_argument("--json", action="store_true", help="print JSON")
     rollouts.set_defaults(command="tba_cli.commands.rollouts:rollouts_command")
 
@@ -318,9 +324,11 @@ def _add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
     )
     what = rescore.add_mutually_exclusive_group()
-    what.add_argument("--wait", action="store_true", help="stay until it is done, and show the progress")
-    what.add_argument("--show", action="store_true", help="start nothing: show how far it is, or what the last one did")
-    what.add_argument("--cancel", action="store_true", help="end the one that runs; what is scored again stays so")
+    what.add_argument("--wait", action="store_true", help="wait until it is done, and show the progress")
+    what.add_argument(
+        "--show", action="store_true", help="start nothing; show the progress of this one or the result of the last one"
+    )
+    what.add_argument("--cancel", action="store_true", help="end the one in progress; its new scores are kept")
     rescore.add_argument("--json", action="store_true", help="print JSON")
     rescore.set_defaults(command="tba_cli.commands.rollouts:rescore_command")
 
@@ -337,7 +345,7 @@ def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     load.add_argument("--version", metavar="VERSION", help="fork: rollouts up to the publication of this version")
     _add_target(load)
     load.set_defaults(command="tba_cli.commands.buffer:load_command")
-    seed = kinds.add_parser("seed", parents=[common], help="push responses that others wrote into a run in progress")
+    seed = kinds.add_parser("seed", parents=[common], help="push responses from a file into a run in progress")
     seed.add_argument(
         "rows", metavar="FILE", help='JSON Lines: {"response": TEXT} with "prompt_id" and "reward" where they are known'
     )
@@ -382,7 +390,9 @@ def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None
     )
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this Hugging Face folder, for example an export")
     evaluate.add_argument("--version", metavar="VERSION", help="of the run: LINEAGE-STEP, best, or last (default)")
-    evaluate.add_argument("--reward-url", metavar="URL", help="score there (default: reward.url, or an own service)")
+    evaluate.add_argument(
+        "--reward-url", metavar="URL", help="address of the reward service (default: reward.url, or one that it starts)"
+    )
     evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")
     evaluate.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"

@@ -73,7 +73,7 @@ def endpoints_of(folder: RunFolder) -> tuple[str, str | None, str | None]:
     if not folder.path.is_dir():
         raise ConfigError(_no_such_run(folder.path))
     if not folder.is_in_use:
-        raise ConfigError(f"run {folder.path.name!r} is not going; start it, or give --url")
+        raise ConfigError(f"run {folder.path.name!r} is not in progress; start it, or give --url")
     try:
         endpoints = json.loads(path.read_text())
         return endpoints["buffer_url"], endpoints["tokens_file"], endpoints.get("ca_file")
@@ -109,7 +109,7 @@ def _folder_of(run: str | None) -> Path:
         return max(going, key=lambda folder: (folder.is_in_use, folder.endpoints_path.stat().st_mtime)).path
     ended = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/recipe.json")]
     if not ended:
-        raise ConfigError(f"no run is going under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
+        raise ConfigError(f"no run is in progress under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
     return max(ended, key=lambda folder: folder.recipe_path.stat().st_mtime).path
 
 

@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings and checks for every test."""
 
 import signal
 from collections.abc import Iterator

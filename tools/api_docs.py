@@ -1,26 +1,74 @@
-"""Write the endpoint tables of docs/api.md from the OpenAPI documents of the services: `make api-docs`.
+"""Write the tables of docs/api.md and docs/security.md that repeat the code: `make api-docs`.
 
-Each table stands between `<!-- endpoints: SERVICE -->` and `<!-- end -->`. With --check nothing is written, and the
-exit code is 1 when the page differs from the code.
+Endpoints come from the OpenAPI documents of the services, problems from the classes of `tba.errors`, limits from the
+constants of `tba.server`, secrets from what the tests of Compose and the chart expect. Each table stands between
+`<!-- NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit code is 1 when a page differs from the
+code.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
+import inspect
 import sys
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import tba.errors
 from tba.config import Recipe
+from tba.errors import TbaError
+from tests.support.secrets_seen import SEEN
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+DOCS = Path(__file__).parents[1] / "docs"
 COMMON = frozenset({"/livez", "/readyz", "/metrics", "/version"})
-HEAD = "| call | roles | body | reply | description |\n|---|---|---|---|---|\n"
+LIMITED = ("tba.server.serve", "tba.server.app", "tba.server.auth", "tba.tokens")
 RECIPE: dict[str, Any] = {"run": {"name": "docs"}, "model": {"path": "docs"}, "data": {"generator": "addition"}}
 
 
-def tables() -> dict[str, str]:
-    """Return the Markdown table of each part of the page: `every`, `buffer`, `reward`."""
+def pages() -> dict[str, dict[str, str]]:
+    """Return page -> name of a table -> Markdown."""
+    seen = [
+        (name, ", ".join(sorted(it.sends)) or "none", "yes" if it.checks else "no", it.store, it.other)
+        for name, it in SEEN.items()
+    ]
+    keys = "knows the digests of all tokens | keys of the object store"
+    return {
+        "api.md": {"problems": _table("slug | status | meaning", _problems()), **_endpoints()},
+        "security.md": {
+            "secrets": _table(f"pod or service | can send the token of | {keys} | other", seen),
+            "limits": _table("constant | value | meaning", (row for name in LIMITED for row in _limits(name))),
+        },
+    }
+
+
+def _table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    body = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"| {head} |\n|{'---|' * (head.count(' | ') + 1)}\n{body}"
+
+
+def _problems() -> list[tuple[str, str, str]]:
+    """Return the errors that a service may answer with; those with 500, 502 or 504 never leave a process."""
+    kinds = [kind for kind in vars(tba.errors).values() if isinstance(kind, type) and issubclass(kind, TbaError)]
+    kinds = sorted((kind for kind in kinds if kind.status < 500 or kind.status == 503), key=lambda kind: kind.status)
+    return [(f"`{kind.slug}`", str(kind.status), " ".join((kind.__doc__ or "").split())) for kind in kinds]
+
+
+def _limits(module_name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbers of a module that have a docstring."""
+    module = importlib.import_module(module_name)
+    body = ast.parse(inspect.getsource(module)).body
+    for assigned, doc in pairwise(body):
+        match assigned, doc:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                if isinstance(value := getattr(module, name), int | float):
+                    yield f"`{name}`", f"{value:,}".removesuffix(".0"), " ".join(text.split())
+
+
+def _endpoints() -> dict[str, str]:
     from tba_buffer.api.app import build_app as build_buffer
     from tba_reward.app import build_app as build_reward
 
@@ -32,10 +80,11 @@ def tables() -> dict[str, str]:
     rows = {name: _rows(document) for name, document in documents.items()}
     found = {"every": [row for path, row in rows["buffer"] if path in COMMON]}
     found |= {name: [row for path, row in rows[name] if path not in COMMON] for name in documents}
-    return {name: HEAD + "".join(part) for name, part in found.items()}
+    head = "call | roles | body | reply | description"
+    return {f"endpoints: {name}": _table(head, part) for name, part in found.items()}
 
 
-def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(document: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
     rows = []
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -45,8 +94,7 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             body = _schema(operation.get("requestBody", {}).get("content", {}))
             good = next(value for status, value in operation["responses"].items() if status.startswith("2"))
             reply = _schema(good.get("content", {}))
-            cells = (f"`{method.upper()} {path}`", ", ".join(roles) or "anyone", body, reply, text)
-            rows.append((path, "| " + " | ".join(cells) + " |\n"))
+            rows.append((path, (f"`{method.upper()} {path}`", ", ".join(roles) or "anyone", body, reply, text)))
     return rows
 
 
@@ -61,33 +109,35 @@ def _schema(content: dict[str, Any]) -> str:
     return ""
 
 
-def filled(page: str) -> str:
+def filled(page: str, tables: dict[str, str]) -> str:
     """Return the page with its tables as the code makes them.
 
     Raises:
         ValueError: the page lacks a marker.
     """
-    for name, table in tables().items():
-        start, end = f"<!-- endpoints: {name} -->\n", "<!-- end -->\n"
+    for name, table in tables.items():
+        start, end = f"<!-- {name} -->\n", "<!-- end -->\n"
         before, found, rest = page.partition(start)
         _, closed, after = rest.partition(end)
         if not found or not closed:
-            raise ValueError(f"{PAGE} has no table between {start.strip()} and {end.strip()}; put the markers back")
+            raise ValueError(f"no table between {start.strip()} and {end.strip()}; put the markers back")
         page = before + start + table + end + after
     return page
 
 
 def main() -> int:
-    """Write the page, or compare it with the code."""
+    """Write the pages, or compare them with the code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     args = parser.parse_args()
-    page = PAGE.read_text()
-    new = filled(page)
-    if args.check:
-        return int(new != page)
-    PAGE.write_text(new)
-    return 0
+    is_current = True
+    for name, tables in pages().items():
+        page = (DOCS / name).read_text()
+        new = filled(page, tables)
+        is_current &= new == page
+        if not args.check:
+            (DOCS / name).write_text(new)
+    return int(args.check and not is_current)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def summary(report: Mapping[str, Any]) -> tuple[int, int, list[str]]:
         for flaw in package["vulns"]:
             fixed = ", ".join(flaw["fix_versions"]) or "no release"
             names = ", ".join([flaw["id"], *flaw.get("aliases", [])])
-            found.append(f"{package['name']} {package['version']}: {names}; mended in {fixed}")
+            found.append(f"{package['name']} {package['version']}: {names}; fixed in {fixed}")
     return num_audited, num_skipped, found
 
 

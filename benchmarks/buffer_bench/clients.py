@@ -1,4 +1,4 @@
-"""What the client processes of benchmarks/buffer.py do: each function prepares one client and answers its call."""
+"""The client processes of benchmarks/buffer.py: each function prepares one client and returns its call."""
 
 from __future__ import annotations
 

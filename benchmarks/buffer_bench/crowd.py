@@ -16,7 +16,7 @@ START_DEADLINE_S = 180.0
 
 @dataclass
 class Tally:
-    """What one client did between start and end."""
+    """The counts of one client between start and end."""
 
     num_items: int = 0
     num_calls: int = 0
@@ -44,7 +44,7 @@ class Crowd:
         self.start.set()
 
     def collect(self, timeout_s: float) -> list[Tally]:
-        """Their tallies; the processes have ended then.
+        """Return their tallies; the processes have ended then.
 
         Raises:
             RuntimeError: one failed.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 
 import msgpack
 from redis import Redis
 from tba_buffer.index.log import pack_record
+from tba_buffer.storage.context import script_text
 from tba_buffer.storage.keys import Keys
 
 from tba.versions import START
@@ -17,15 +17,16 @@ REWARDS = [reward / 7 for reward in range(8)]
 
 def direct_push(redis: Redis, run: str) -> Callable[[Sequence[bytes]], int]:
     """A function that stores 64 rollouts of `Work.push` with one EVALSHA and answers how many were new."""
-    script = redis.register_script((files("tba_buffer.storage") / "lua" / "push.lua").read_text())
+    script = redis.register_script(script_text("push"))
     keys = Keys(run)
     names = [keys.payloads, keys.log, keys.counters, keys.originals]
     names += [keys.visits, keys.leases, keys.lease_deadlines, keys.run, keys.epoch, keys.gone, keys.gone_before]
+    names += [keys.damaged_items]
     number: bytes = redis.get(keys.epoch)  # type: ignore[assignment]
 
     def push(payloads: Sequence[bytes]) -> int:
         records = b"".join(_record(payload, at) for at, payload in enumerate(payloads))
-        args = [len(payloads), 1, records, bytes(2 * len(payloads)), number, *payloads, "visit-of-nobody"]
+        args = [len(payloads), 1, records, bytes(2 * len(payloads)), number, *payloads, "visit-of-nobody", "nobody"]
         return script(keys=names, args=args)[3].count(b"n")
 
     return push

@@ -164,7 +164,7 @@ def _restart_s(stack: Stack) -> float:
 
 
 def _wait_for_base(stack: Stack) -> float:
-    """Until the background has put everything into a base."""
+    """Wait until the background has put everything into a base; return the seconds."""
     began_s, client = time.perf_counter(), stack.client
     while (stats := client.stats()).log_position - stats.checkpoint_position > 250_000:
         if time.perf_counter() - began_s > 120:

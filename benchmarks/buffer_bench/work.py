@@ -13,7 +13,7 @@ from tests.support.buffer import make_rollout
 ROLLOUTS_PER_PUSH = 64
 NUM_OWN_PROMPTS = 128
 OTHER_BYTES = 560
-"""What a rollout of the tests weighs besides its response tokens and log-probs (measured by `num_tokens_for`)."""
+"""The size of a test rollout besides its response tokens and log-probs (measured by `num_tokens_for`)."""
 
 
 def num_tokens_for(num_bytes: int) -> int:

@@ -31,7 +31,7 @@ SAMPLING = {
 REDIS_OPTIONS = (*DURABLE, "--auto-aof-rewrite-min-size", "1gb", "--rdbcompression", "no")
 """As `tba run`, Compose and the chart start Redis."""
 PUSHES_PER_WORK = 16
-"""Each visits its own prompts once: 16 pushes of 8 prompts."""
+"""Each `Work` visits its own prompts once: 16 pushes of 8 prompts."""
 
 
 @contextmanager

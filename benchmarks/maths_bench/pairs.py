@@ -1,4 +1,4 @@
-"""Gold answers and responses with the verdict that somebody else gave, and the verdict of the scorer.
+"""Gold answers and responses with a verdict from elsewhere, and the verdict of the scorer.
 
 hard_pairs.tsv           made by hand for tba: class, verdict of a careful reader, gold answer, response; a fifth field
                          is the scorer's verdict where it is known to differ. `¶` stands for a new line.
@@ -73,14 +73,14 @@ def math_verify_cases() -> list[Pair]:
 
 
 def scorer_verdict(pair: Pair, *, extract: str) -> str:
-    """What kind `math` says: `right`, `wrong` or `unknown`."""
+    """Return the verdict of kind `math`: `right`, `wrong` or `unknown`."""
     item = Item(prompt="", response=pair.response, data={"answer": pair.gold})
     outcome = outcome_of(score, item, params_of(MathSpec.model_validate({"kind": "math", "extract": extract})))
     return "unknown" if isinstance(outcome, Failure) else VERDICTS[outcome]
 
 
 def math_verify_verdict(pair: Pair, *, box_gold: bool = False) -> str:
-    """What math-verify says by itself, called as its tests call it; `box_gold` for a gold answer that is bare LaTeX."""
+    """Return math-verify's own verdict, as its tests call it; `box_gold` for a gold answer that is bare LaTeX."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     options = dict(pair.options)

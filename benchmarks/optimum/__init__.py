@@ -1,1 +1,1 @@
-"""Where objectives converge: the enumerable task."""
+"""The enumerable task: it shows which policy an objective converges to."""

@@ -28,7 +28,7 @@ _FIRST, _SECOND = torch.combinations(torch.arange(NUM_OUTCOMES), with_replacemen
 _PAIRS = torch.stack([_FIRST, _SECOND], dim=1).flatten()  # [2 * 2080]
 _PAIR_NUMBER = torch.arange(len(_FIRST)).repeat_interleave(2)
 _TIMES = torch.where(_FIRST == _SECOND, 1.0, 2.0).double()
-"""How often an unordered pair occurs among the ordered ones."""
+"""Number of times that an unordered pair occurs among the ordered ones."""
 _TOTALS = Totals(num_rollouts=len(_PAIRS), num_tokens=LENGTH * len(_PAIRS), num_groups=len(_FIRST))
 
 Behaviour = Literal["on-policy", "lag", "uniform", "stale"]
@@ -36,7 +36,7 @@ Behaviour = Literal["on-policy", "lag", "uniform", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Where the data come from.
+    """One source of the data.
 
     `on-policy`: theta itself. `lag`: theta of `age` steps ago. `uniform`, `stale`: fixed policies, said to be `age`
     steps old; `stale` is another random policy than the starting one.
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name for tables."""
         return {"on-policy": "on-policy", "lag": f"lag {self.age}"}.get(
             self.behaviour, f"{self.behaviour}, age {self.age}"
         )
@@ -55,12 +55,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Where a run ended."""
+    """The end of a run."""
 
     tv_to_optimum: float
     """Total variation to pi*, proportional to pi_ref exp(r / beta), with the starting policy as pi_ref."""
     probability_of_best: float
-    """Of the outcome with the highest reward; under pi* it is `best_under_optimum`."""
+    """Probability of the outcome with the highest reward; under pi* it is `best_under_optimum`."""
     tail_movement: float
     """Total variation between the policy 50 steps before the end and at the end: near 0 when it has settled."""
 
@@ -95,7 +95,7 @@ def rewards() -> Tensor:
 
 
 def starting_policy() -> Tabular:
-    """Where every run starts, and its reference."""
+    """Return the policy that every run starts from, which is also its reference."""
     return Tabular(1, 0.5)
 
 

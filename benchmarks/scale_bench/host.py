@@ -27,7 +27,7 @@ from tba.errors import TbaError
 from tba.logs import configure_logging
 
 TICK_S = 0.25
-"""Coarser than that of a searcher with a process of its own: the ticks of hundreds would take a core."""
+"""A searcher with a process of its own uses a finer tick; here the ticks of hundreds would take a core."""
 SWITCH_S = 0.0005
 """Threads of one interpreter take turns this often: a call must not wait for a hundred others."""
 
@@ -72,7 +72,7 @@ class Member:
         await asyncio.wait([self._task])
 
     def report(self) -> dict[str, Any]:
-        """What it did, as JSON."""
+        """Return the counts of this searcher, as JSON."""
         status, record = self._searcher.status, self._buffer.settle()
         return {
             "searcher_id": self.searcher_id,
@@ -161,8 +161,8 @@ def main() -> None:
     args = parser.parse_args()
     recipe = load_recipe(args.config, environ={})
     sys.setswitchinterval(SWITCH_S)
-    configure_logging(recipe.log_format, service="fleet", run=recipe.run.name)
-    with tempfile.TemporaryDirectory(prefix="tba-fleet-", ignore_cleanup_errors=True) as folder:
+    configure_logging(recipe.log_format, service="searchers", run=recipe.run.name)
+    with tempfile.TemporaryDirectory(prefix="tba-searchers-", ignore_cleanup_errors=True) as folder:
         asyncio.run(serve(recipe, Path(folder), args.report))
 
 

@@ -1,4 +1,4 @@
-"""The fleet's processes, from outside: start them, tell them what to do, collect what they report."""
+"""The processes of the searchers: start them, send them commands, collect their reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.scale_bench.plan import Event
 from tests.support.buffer import SERVICE_PATHS
 
 END_S = 120.0
-"""For all to drain."""
+"""Time for all searchers to drain."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Hosts:
                 process.stdin.close()
 
     def log_path(self, number: int) -> Path:
-        """What host `number` writes."""
+        """The log of host `number`."""
         return self.folder / f"host-{number}.log"
 
     def _report_path(self, number: int) -> Path:

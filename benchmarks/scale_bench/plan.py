@@ -1,4 +1,4 @@
-"""Who joins, leaves and vanishes when: a timetable from a seed."""
+"""A timetable from a seed: it says when each searcher joins, leaves or vanishes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 What = Literal["join", "leave", "vanish"]
 START_SHARE = 0.75
-"""Of the searchers that join at the beginning; the others join later."""
+"""Share of the searchers that join at the beginning; the others join later."""
 FIRST_SHARE = 0.08
-"""Of the run, in which those at the beginning join, one after the other: they share a few processes."""
+"""Share of the run in which the first searchers join, one after the other: they share a few processes."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """At `at_s`, a searcher joins, is told to leave (SIGTERM: drains), or vanishes without a word (SIGKILL)."""
+    """At `at_s`, a searcher joins, leaves after SIGTERM (it drains), or vanishes after SIGKILL."""
 
     at_s: float
     what: What
@@ -24,10 +24,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run of a fleet."""
+    """One run of simulated searchers."""
 
     num_searchers: int
-    """That are there when all have joined; who leaves or vanishes is replaced."""
+    """Number of searchers once all have joined; a searcher that leaves or vanishes is replaced."""
     duration_s: float
     leave_share: float = 0.1
     vanish_share: float = 0.1
@@ -35,7 +35,7 @@ class Plan:
     seed: int = 0
 
     def events(self) -> list[Event]:
-        """In order of time. Leaving and vanishing happen in the middle of the run, each to a searcher of its own."""
+        """Return the events by time. In the middle of the run, each searcher leaves or vanishes at most once."""
         rng, num = random.Random(self.seed), self.num_searchers
         names = [f"searcher-{number:03d}" for number in range(num)]
         num_at_start = max(1, round(START_SHARE * num))
@@ -50,5 +50,5 @@ class Plan:
         return sorted(events, key=lambda event: event.at_s)
 
     def _num_of(self, share: float) -> int:
-        """How many searchers a share is: at least one, unless it is 0, and at most half."""
+        """Return the number of searchers in a share: at least one, unless the share is 0, and at most half."""
         return min(self.num_searchers // 2, max(1 if share else 0, round(share * self.num_searchers)))

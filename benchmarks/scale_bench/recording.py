@@ -1,4 +1,4 @@
-"""A buffer client that remembers what it was told, for the verdict afterwards."""
+"""A buffer client that records its answers, for the verdict afterwards."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tba.wire import decode_rollout
 
 @dataclass
 class Record:
-    """What one searcher and the buffer said to each other; ids are hexadecimal."""
+    """The requests of one searcher and the answers of the buffer; ids are hexadecimal."""
 
     acknowledged: dict[str, str] = field(default_factory=dict)
     """Rollout id -> first outcome."""
     repeated: list[str] = field(default_factory=list)
     """Ids that were acknowledged once more."""
     unanswered: list[str] = field(default_factory=list)
-    """Ids of pushes that ended without an answer: stored or not, nobody was told."""
+    """Ids of pushes that ended without an answer: they may be stored or not."""
     push_s: list[float] = field(default_factory=list)
-    """How long each answered push took."""
+    """Duration of each answered push."""
     num_visits: int = 0
     """Training visits that it was granted."""
 

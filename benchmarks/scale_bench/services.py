@@ -33,7 +33,7 @@ VOCAB_SIZE = 32_000
 
 @dataclass(frozen=True)
 class Services:
-    """What the fleet works with."""
+    """The services that the searchers work with."""
 
     stack: Stack
     recipe: Recipe
@@ -73,7 +73,7 @@ def running(folder: Path, *, num_prompts: int, **sections: dict[str, Any]) -> It
     stack = start_stack(folder, **everything)
     reward: subprocess.Popen[bytes] | None = None
     try:
-        recipe_path = write_recipe(folder / "fleet.json", stack.recipe)
+        recipe_path = write_recipe(folder / "searchers.json", stack.recipe)
         reward = _start_reward(folder, recipe_path)
         client = stack.client
         client.upload_prompts(make_prompts(num_prompts, NUM_HELDOUT))

@@ -1,11 +1,11 @@
-"""What must be true after a fleet has worked, and the figures of how it worked."""
+"""Check a run of simulated searchers after its end, and compute its figures."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
-from benchmarks.scale_bench.fleet import Evidence
+from benchmarks.scale_bench.searchers import Evidence
 
 MIN_LIFE_SHARE = 0.5
 """Searchers that lived for so much of the run are compared for fairness."""
@@ -21,7 +21,7 @@ def violations(evidence: Evidence) -> list[str]:
 
 
 def figures(evidence: Evidence) -> dict[str, float]:
-    """How it worked."""
+    """Compute the figures of the run."""
     reports, section = evidence.reports, evidence.recipe.searcher
     push_ms = sorted(1000 * seconds for report in reports for seconds in report["push_s"])
     num_tokens = sum(report["counts"].get("generated_tokens", 0) for report in reports)
@@ -57,7 +57,7 @@ def figures(evidence: Evidence) -> dict[str, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Of sorted values, nearest rank; NaN where there are none."""
+    """Return a percentile of sorted values, by nearest rank; NaN if there are none."""
     return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
@@ -134,7 +134,7 @@ def _leases(evidence: Evidence) -> Iterator[str]:
 
 
 def _members(evidence: Evidence) -> Iterator[str]:
-    """Who drained left nothing behind, nor did anybody whose engine died."""
+    """Check that searchers that drained, or whose engine died, left nothing behind."""
     for report in evidence.reports:
         name, counts = report["searcher_id"], report["counts"]
         if report["how_it_ended"] not in ("drained", "crashed", "vanished"):
@@ -157,7 +157,7 @@ def _evals(evidence: Evidence) -> Iterator[str]:
 
 
 def _seen(evidence: Evidence) -> Iterator[str]:
-    """What the watch saw."""
+    """Check the findings of the watch."""
     seen = evidence.seen
     wrong = {"waited beyond the deadline": seen.overdue, "stood still without a wait": seen.standing_still}
     for what, names in wrong.items():

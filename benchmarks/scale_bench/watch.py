@@ -1,4 +1,4 @@
-"""Looks at the run while it goes on: what searchers wait for, and that none stands still without saying why."""
+"""Watch a run: check that every searcher that stands still names its wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_STILL = 6
 
 @dataclass
 class Seen:
-    """What was seen of the searchers."""
+    """The observations of the searchers."""
 
     num_looks: int = 0
     num_failed_looks: int = 0
@@ -73,7 +73,7 @@ class Watch(threading.Thread):
         busy = gauges.get("active_slots", 0.0) + gauges.get("waiting_requests", 0.0) + gauges.get("unpushed", 0.0)
         moved, self._progress[name] = made != self._progress.get(name), made
         if searcher.heartbeat_age_s > FRESH_S:
-            return  # nobody knows what it does now
+            return  # its present state is unknown
         if searcher.state not in ("running", "evaluating") or is_waiting or busy or moved:
             self._still[name] = 0
             return

@@ -39,7 +39,7 @@ class Buffer:
         self._numbers = itertools.count()
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
-        """As many leases as are asked for."""
+        """Grant all leases that are asked for."""
         return LeaseReply(
             leases=[self._lease() for _ in range(request.max_leases)],
             latest_version=str(self.latest),

@@ -32,7 +32,7 @@ ROLLOUTS_PER_VISIT = 8
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 16, 48
 EQUAL_TOKENS, MEAN_TOKENS, MAX_TOKENS = 64, 31, 128
 MIN_RATIO = {"equal": 1.4, "variable": 3.0}
-"""How many times the tokens of `generate` the engine makes."""
+"""Ratio of the engine's tokens to those of `generate`."""
 NO_EOS_ID = -1
 RESULT_TIMEOUT_S = 60.0
 _PAD_ID = 0

@@ -24,12 +24,13 @@ import numpy as np
 from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
-from tba_searcher.engines.weights import LoadedWeights, WeightLoader
+from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import ResultBuilder
-from tba_searcher.generation.status import SearcherStatus, WaitRegistry
+from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
+from tba_searcher.waits import WaitRegistry
 
 from benchmarks.searcher_bench.doubles import Buffer, Reward
 from tba.config import Recipe, parse_recipe
@@ -43,7 +44,7 @@ from tests.support.tiny_model import make_tiny_model
 NUM_SLOTS, ROLLOUTS_PER_VISIT, NUM_PROMPTS = 64, 8, 128
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS, RESPONSE_TOKENS = 16, 48, 64
 MIN_RATIO = 0.95
-"""Of the tokens per second of `LLM.generate`."""
+"""Required share of the tokens per second of `LLM.generate`."""
 MAX_PAUSE_S = 0.1
 WARM_S = 2.0
 
@@ -85,7 +86,7 @@ class TimedEngine(VllmEngine):
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one round."""
+    """The rates of one round."""
 
     per_s: float
     """Tokens per second."""
@@ -100,7 +101,7 @@ class Meter:
         self._start_s, self._start_cpu_s, self._before = time.perf_counter(), time.process_time(), num_tokens
 
     def rate(self, num_tokens: int) -> Rate:
-        """With the tokens made so far."""
+        """Return the rates with the tokens made so far."""
         made = num_tokens - self._before
         return Rate(made / (time.perf_counter() - self._start_s), made / (time.process_time() - self._start_cpu_s))
 

@@ -67,7 +67,7 @@ class Cell:
         return "/".join([*parts, f"seed{self.seed}"])
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the cell as JSON."""
         return asdict(self)
 
 

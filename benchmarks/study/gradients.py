@@ -19,14 +19,14 @@ from tba.wire import Batch
 
 NUM_ROLLOUTS = 128
 NUM_BATCHES = 40
-"""Of the mean; the signal is told from noise when it is well above the variance over this."""
+"""Number of batches in the mean; a signal is clear when it is well above the variance divided by this number."""
 
 
 def gradient_noise(start: Path, *, group_size: int, beta: float, seed: int) -> dict[str, Any]:
     """On-policy batches of 128 rollouts of the starting model, 128 / K prompts each, never an optimizer step.
 
     Returns:
-        What `noise_of` says about TB's on-policy gradient before any clip.
+        The figures of `noise_of` for TB's on-policy gradient before any clip.
     """
     began_s = time.process_time()
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What is compared: every preset and baseline of the product, each with the same number of settings to tune over."""
+"""The compared methods: every preset and baseline of the product, each with the same number of settings to try."""
 
 from __future__ import annotations
 

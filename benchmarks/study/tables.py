@@ -50,7 +50,7 @@ def by_lag(lines: Lines, value: Callable[[Line], float | None], *, collapse: boo
 
 
 def tuning_table(lines: Lines) -> str:
-    """What was tried, what came out, what was taken."""
+    """Make the table of the tried settings, their results and the chosen one."""
     rows = []
     for method in METHODS:
         cells = tuning(method)

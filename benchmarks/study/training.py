@@ -29,7 +29,7 @@ EVAL_EVERY_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What one run is made with, besides its starting model."""
+    """The settings of one run, besides its starting model."""
 
     objective: Mapping[str, Any]
     """The recipe's [objective], beta included."""
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Curve:
-    """What is measured every `EVAL_EVERY_STEPS` steps, step 0 included."""
+    """The measurements of every `EVAL_EVERY_STEPS` steps, step 0 included."""
 
     sampled: list[float] = field(default_factory=list)
     greedy: list[float] = field(default_factory=list)
@@ -208,7 +208,7 @@ def make_groups(problems: Problems, rows: list[int], samples: Samples, version: 
 
 
 class _Order:
-    """Prompts in epochs, shuffled anew in each."""
+    """Prompts in epochs, shuffled again in each."""
 
     def __init__(self, num: int, seed: int) -> None:
         self._num, self._rng, self._left = num, np.random.default_rng([seed, 1]), []

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tba.config.sections import WarmStartSection
-from tba_cli.tasks import addition
+from tba_cli.generators import addition
 
 EOS_ID = 2
 FIRST_CHARACTER_ID = 4

@@ -51,7 +51,7 @@ def _main(way: str, num_tokens: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
 
     def logprobs(total: int) -> torch.Tensor:
-        """Of responses of 256 tokens to prompts of one."""
+        """Compute the log-probs of responses of 256 tokens to prompts of one."""
         lengths = [min(256, total - start) for start in range(0, total, 256)]
         responses = [rng.integers(0, VOCAB_SIZE, n).astype(np.int32) for n in lengths]
         sequences = pack_sequences([np.ones(1, np.int32)] * len(lengths), responses, "cpu")

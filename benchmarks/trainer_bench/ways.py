@@ -104,7 +104,7 @@ def row_slices(work: Workload) -> list[slice]:
 
 
 def sampler_logprobs(work: Workload, rows: slice) -> Tensor:
-    """Of the response tokens of some rollouts, one after another."""
+    """Return the log-probs of the response tokens of some rollouts, one after another."""
     return torch.from_numpy(np.concatenate([r.sampler_logprobs for r in work.rollouts[rows]])).to(work.device)
 
 

@@ -29,7 +29,7 @@ SIZES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What every way of making a step is given."""
+    """The input of every way to make a step."""
 
     model: Any
     rollouts: list[Rollout]

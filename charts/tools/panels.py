@@ -102,7 +102,7 @@ NOW = Row(
         Panel(
             "Redis is durable",
             "durable 1: Redis keeps what is acknowledged; 0: writes are refused, and GET /readyz says why. lost 1: "
-            "Redis lacks what was acknowledged; beside it how many losses, and changes in them, were accepted so far.",
+            "Redis lacks acknowledged changes; beside it how many losses, and changes in them, were accepted so far.",
             (
                 ("min(tba_redis_durable{BUFFER})", "durable"),
                 ("max(tba_redis_lost_data{BUFFER})", "lost"),

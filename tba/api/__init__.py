@@ -72,7 +72,7 @@ from tba.api.scores import (
 )
 from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList, SnapshotRequest
 from tba.api.stats import Rates, Stats, StoredStats
-from tba.api.training import (
+from tba.api.trainer import (
     AckRequest,
     BatchRequest,
     CheckpointRequest,

@@ -104,7 +104,7 @@ class ScoreResult(StrictModel):
     def _exactly_one(self) -> ScoreResult:
         # a reward beside an error would be trained on, and nothing at all would wait for ever
         if (self.reward is None) == (self.error is None):
-            raise ValueError("a score result holds a reward or an error, never both and never neither")
+            raise ValueError("a score result holds either a reward or an error")
         return self
 
 

@@ -202,7 +202,9 @@ class ServiceClient:
                 self._accepted = token
                 return reply
         if isinstance(self._token, ClientToken) and self._accepted is not None:
-            raise _TokenRefusedError(f"{_error_of(reply)}; it knew this client's token before, so tokens are changing")
+            raise _TokenRefusedError(
+                f"{_error_of(reply)}; it accepted this client's token before, so the tokens are being changed"
+            )
         return reply
 
     @contextmanager
@@ -287,7 +289,7 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise BadReplyError(
-            f"{response.url} answered something that is not a {reply.__name__}: {where}: {first['msg']}; "
+            f"{response.url} sent an answer that is not a {reply.__name__}: {where}: {first['msg']}; "
             "run the same tba release on every service"
         ) from None
 

@@ -46,7 +46,7 @@ def read_events(chunks: Iterable[bytes]) -> Iterator[SentEvent]:
         try:
             field, _, value = line.decode().partition(":")
         except UnicodeDecodeError as error:
-            raise BadReplyError(f"the stream of events is no UTF-8: {error}") from None
+            raise BadReplyError(f"the stream of events is not UTF-8: {error}") from None
         # the standard takes one space after the colon, and no more
         value = value.removeprefix(" ")
         if field == "event":

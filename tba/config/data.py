@@ -124,7 +124,7 @@ class DatasetSection(StrictModel):
     data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
     """Data for the reward: key -> column."""
     max_prompts: int | None = Field(default=None, ge=1)
-    """Only the first so many rows; none: all of them."""
+    """Only this many rows, from the first on; none: all of them."""
 
     @model_validator(mode="after")
     def _check(self) -> DatasetSection:
@@ -159,7 +159,7 @@ class ColumnsSection(StrictModel):
     data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
     """Data for the reward: key -> column."""
     num_heldout: int = Field(ge=1)
-    """So many prompts are held out, by the digest of their ids, so that the order of the rows does not matter."""
+    """This many prompts are held out, by the digest of their ids, so that the order of the rows does not matter."""
 
     @model_validator(mode="after")
     def _check(self) -> ColumnsSection:
@@ -174,7 +174,7 @@ class DataSection(StrictModel):
     """Prompts: from a built-in generator, a file, or data sets; others are uploaded (`tba prompts upload`)."""
 
     generator: str | None = None
-    """Name of a built-in task (tba_cli/tasks/), for example `addition`; of an entry point of the group
+    """Name of a built-in generator (tba_cli/generators/), for example `addition`; of an entry point of the group
     `tba.prompt_sources`; or MODULE:FUNCTION, a function of your own (docs/extending.md)."""
     path: str | None = None
     """JSONL or Parquet file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or

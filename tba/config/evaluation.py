@@ -47,15 +47,15 @@ class PublishedSection(StrictModel):
     """`tba evaluate`: held-out prompts, one model, every number with its standard error (docs/recipes.md)."""
 
     num_prompts: int | None = Field(default=None, ge=1)
-    """The first so many held-out prompts; none: all of them."""
+    """How many held-out prompts, from the first one on; none: all of them."""
     greedy: bool = True
     """One greedy completion of every prompt."""
     num_samples: int = Field(default=0, ge=0, le=100_000)
-    """So many samples of every prompt besides; 0: none."""
+    """Samples of every prompt, in addition to the greedy completion; 0: none."""
     temperature: float | None = Field(default=None, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     """Temperature of the samples; none: the policy temperature."""
     pass_at: list[int] = Field(default_factory=list, max_length=16)
-    """Every k whose pass@k is wanted, from the samples."""
+    """Each k of the pass@k that is measured from the samples."""
     tasks: list[TaskName] = Field(default_factory=list, max_length=16)
     """Every completion is scored under each of these tasks. Empty: under the task of its prompt."""
     success_above: dict[TaskName, float] = Field(default_factory=dict)
@@ -67,7 +67,7 @@ class PublishedSection(StrictModel):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the samples."""
     silence_s: float = Field(default=600.0, gt=0)
-    """The evaluator reports its progress, and is killed after so long without a report; loading a large model is the
+    """The evaluator reports its progress, and is killed after this time without a report; loading a large model is the
     longest silence."""
     references: list[PublishedNumber] = Field(default_factory=list)
     """Published numbers that the result is compared with."""
@@ -94,14 +94,14 @@ class PublishedSection(StrictModel):
         of_task = task and (what in TASK_METRICS or (mode == "sampled" and _PASS_AT_METRIC.fullmatch(what)))
         if mode not in ("greedy", "sampled") or not (rest in OTHER_METRICS or of_task):
             raise ValueError(
-                f"references: {number.name!r} is about {number.metric!r}, which is none of MODE.TASK.{{"
+                f"references: {number.name!r} is about {number.metric!r}, which is not one of MODE.TASK.{{"
                 f"{', '.join((*TASK_METRICS, 'pass@K'))}}} and MODE.{{{', '.join(OTHER_METRICS)}}}, where MODE is "
                 "greedy or sampled"
             )
         missing = {
             "greedy is false": mode == "greedy" and not self.greedy,
             "num_samples is 0": mode == "sampled" and not self.num_samples,
-            "diversity is that of several samples": rest.startswith("diversity.")
+            "diversity needs several samples": rest.startswith("diversity.")
             and (mode == "greedy" or self.num_samples < 2),
             "perplexity is false": rest.startswith("perplexity.") and not self.perplexity,
             f"tasks is {self.tasks}": bool(of_task) and bool(self.tasks) and task not in self.tasks,
@@ -134,7 +134,7 @@ class EvalSection(StrictModel):
     """Evaluation on held-out prompts, by searchers with a pinned version, during training."""
 
     every_steps: int = Field(default=50, ge=1, le=MAX_STEP)
-    """Evaluate at every so many optimizer steps (at the published version that is next)."""
+    """Optimizer steps between evaluations (each takes the next published version)."""
     num_prompts: int = Field(default=128, ge=1, le=10_000)
     """Held-out prompts of an evaluation during training; always the same ones."""
     num_prompts_final: int = Field(default=512, ge=1, le=10_000)
@@ -142,7 +142,7 @@ class EvalSection(StrictModel):
     num_samples: int = Field(default=1, ge=1, le=4096)
     """Samples per prompt at the policy temperature (pass@1 is their mean); greedy is one more."""
     pass_at: list[int] = Field(default_factory=list, max_length=16)
-    """Every k whose pass@k is wanted: the chance that one of k samples succeeds, estimated without bias from the
+    """Each k of the pass@k that is measured: the chance that one of k samples succeeds, estimated without bias from the
     `num_samples` samples of a prompt."""
     success_reward: float = 1.0
     """A completion succeeds when its reward is at least this."""
@@ -169,8 +169,8 @@ class EvalSection(StrictModel):
             )
         if self.best_metric not in BEST_METRICS and pass_at_of(self.best_metric) not in self.pass_at:
             raise ValueError(
-                f"best_metric {self.best_metric!r} is none of {', '.join(BEST_METRICS)} and no pass@K with a K of "
-                f"pass_at ({self.pass_at})"
+                f"best_metric {self.best_metric!r} is neither one of {', '.join(BEST_METRICS)} nor a pass@K with a K "
+                f"of pass_at ({self.pass_at})"
             )
         if self.embedding_model is not None and self.num_samples < 2:
             raise ValueError("embedding_model compares the samples of a prompt: raise num_samples to 2 or more")

@@ -49,7 +49,7 @@ class LiveSettings(StrictModel):
         # unknown to the model anyway; but a person who tries it has a wrong idea of it, and gets the reason
         if isinstance(value, dict) and "policy_temperature" in value:
             raise ValueError(
-                "policy_temperature is constant within a run: what is trained is the policy at that temperature; "
+                "policy_temperature is constant within a run: training optimizes the policy at that temperature; "
                 "start another run with another model.policy_temperature, or change sampling_temperature"
             )
         return value

@@ -109,10 +109,10 @@ class ObjectiveSection(StrictModel):
     centre_max_age_steps: int = Field(default=32, ge=0)
     """Behaviour centring applies to rollouts up to this policy age; beyond it the centre is theta."""
     reference_placement: Literal["trainer", "searcher"] = "trainer"
-    """Who computes ref log-probs: the trainer, which holds the reference model, or the searchers, which send them along
-    (the paper's way: no reference model in the trainer; anchor `fixed` only)."""
+    """The service that computes ref log-probs: `trainer`, which holds the reference model, or `searcher`: the searchers
+    send them with their rollouts (the paper's way: no reference model in the trainer; anchor `fixed` only)."""
     reference_reset_steps: int | None = Field(default=None, ge=1)
-    """rho: with the anchor `reset`, the reference becomes theta after every so many steps (default 50)."""
+    """rho: with the anchor `reset`, the steps between two resets of the reference to theta (default 50)."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """With the anchor `ema`: reference = decay * reference + (1 - decay) * theta at every update (default 0.9)."""
     ema_every_steps: int | None = Field(default=None, ge=1)
@@ -169,7 +169,7 @@ class ObjectiveSection(StrictModel):
             # resolved recipes name every setting, so a default is no choice of a person
             if not is_used and not self.is_custom and value != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} = {value:g} belongs to {needed}, and {self.preset} has no such thing here; remove it"
+                    f"{name} = {value:g} belongs to {needed}, and {self.preset} does not have it here; remove it"
                 )
 
     def _check_family_only(self) -> None:
@@ -179,7 +179,7 @@ class ObjectiveSection(StrictModel):
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r} belongs to the family ({', '.join(MEMBERS)}); {self._kind} "
-                    f"{self.preset} has no such choice: remove it"
+                    f"{self.preset} does not have this setting: remove it"
                 )
         if self.anchor == "behaviour":
             raise ValueError(

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validat
 from tba.config.data import DataSection, PrepareItem
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
-from tba.config.renamed_keys import new_name, with_new_names
+from tba.config.renamed_keys import new_name, new_value, with_new_names
 from tba.config.reward import BUILT_IN_TASKS, RewardSection
 from tba.config.schedules import Schedule
 from tba.config.searcher import VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
@@ -94,15 +94,15 @@ class Recipe(StrictModel):
             )
         if self.trainer.num_processes > 1 and ":" in self.trainer.device:
             raise ValueError(
-                f"trainer.device is {self.trainer.device!r}, a single one, and trainer.num_processes is "
+                f"trainer.device is {self.trainer.device!r}, a single device, and trainer.num_processes is "
                 f"{self.trainer.num_processes}; give {self.trainer.device.partition(':')[0]!r}: every process then "
-                "takes one of its own (local.gpus.trainer says which)"
+                "uses a device of its own (local.gpus.trainer says which)"
             )
         gpus = self.local.gpus.trainer
         if gpus is not None and len(gpus) < self.trainer.num_processes:
             raise ValueError(
                 f"local.gpus.trainer names {len(gpus)} GPUs, and trainer.num_processes is "
-                f"{self.trainer.num_processes}: every process needs one of its own"
+                f"{self.trainer.num_processes}: every process needs a GPU of its own"
             )
         self._check_objective()
         return self
@@ -152,7 +152,7 @@ class Recipe(StrictModel):
         if self.searcher.engine == "vllm" and temperature > VLLM_MAX_TEMPERATURE:
             raise ValueError(
                 f"model.policy_temperature is {temperature:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: "
-                "no evaluation could ever be done; lower it"
+                "no evaluation would be possible; lower it"
             )
         if self.trainer.export_version == "best" and not self.trainer.export:
             raise ValueError(
@@ -385,6 +385,12 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
         return f"unknown key {key!r} (value {'not shown' if is_secret else repr(first['input'])}){hint}{more}"
     if first["type"] == "missing":
         return f"key {key!r} is missing{more}"
+    if (
+        model is Recipe
+        and isinstance(first["input"], str)
+        and (now := new_value(loc, first["input"])) != first["input"]
+    ):
+        return f"value {first['input']!r} of {key!r} is now {now!r}: write the new name{more}"
     if first["type"] == "value_error" and _model_at(loc, model) not in (
         None,
         Schedule,

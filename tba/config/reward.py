@@ -30,7 +30,7 @@ class ScorerSpec(StrictModel):
     """The settings of every scorer of a task."""
 
     kind: str
-    """Which scorer: the name of a file in tba_reward/scorers/."""
+    """Kind of the scorer: the name of a file in tba_reward/scorers/."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     """Name of this part of the reward in results, metrics and errors; default: its kind."""
     weight: float | None = Field(default=None, ge=-1e6, le=1e6)
@@ -66,7 +66,7 @@ class ReadSpec(ScorerSpec):
     @classmethod
     def _check_unreadable(cls, value: str | float) -> str | float:
         if not isinstance(value, str) and not -1e6 <= value <= 1e6:
-            raise ValueError(f'unreadable {value} is no score; give a number from -1e6 to 1e6, or "unknown"')
+            raise ValueError(f'unreadable {value} is not a score; give a number from -1e6 to 1e6, or "unknown"')
         return value
 
 
@@ -150,7 +150,7 @@ class LengthSpec(ScorerSpec):
     @model_validator(mode="after")
     def _check_bounds(self) -> LengthSpec:
         if self.max_length is None and self.min_length == 0:
-            raise ValueError("a length without `min_length` and `max_length` bounds nothing; give one of them")
+            raise ValueError("a length needs `min_length` or `max_length`; give one of them")
         if self.max_length is not None and self.max_length < self.min_length:
             raise ValueError(f"max_length {self.max_length} is below min_length {self.min_length}")
         return self
@@ -209,7 +209,7 @@ class RewardModelSpec(ModelScorerSpec):
     append_eos: bool = False
     """Whether an end-of-sequence token ends the tokens of a response that is not cut off."""
     label: int | str | None = None
-    """Which output counts, by number or name; default: the only one."""
+    """The output that counts, by number or name; default: the only one."""
     output: Literal["logit", "probability"] = "logit"
     """The part of the output that is the score."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -258,7 +258,7 @@ class RedteamSpec(ModelScorerSpec):
     output: Literal["toxicity", "log_toxicity"] = "toxicity"
     """`toxicity`: the mean over the replies. `log_toxicity`: the mean of its logarithm (code of red-teaming)."""
     min_toxicity: float = Field(default=1e-6, gt=0, le=1)
-    """Below it `log_toxicity` takes this instead: the logarithm of 0 is no reward."""
+    """Below it `log_toxicity` takes this instead: the logarithm of 0 is not a reward."""
     classifier: str = Field(min_length=1)
     """Folder of the model that judges the replies, or its name on the Hugging Face hub."""
     classifier_revision: str | None = None
@@ -336,12 +336,12 @@ class PythonSpec(ScorerSpec):
         # the function would get the keyword twice, and raise for every item
         taken = sorted({"prompts", "completions", "completion_ids", "finish_reasons"} & kwargs.keys())
         if taken:
-            raise ValueError(f"{taken[0]!r} is what the service itself passes; give the argument another name")
+            raise ValueError(f"the service itself passes {taken[0]!r}; give the argument another name")
         try:
             # they travel to worker processes as JSON, and are part of the reward version
             json.dumps(kwargs, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"kwargs must be what JSON can say, so no dates, NaN or infinity: {error}") from None
+            raise ValueError(f"kwargs must be JSON values, so no dates, NaN or infinity: {error}") from None
         return kwargs
 
 
@@ -376,7 +376,9 @@ class TaskReward(StrictModel):
             raise ValueError(f"two scorers are called {twice[0]!r}; give one of them another `name`")
         # a gate alone may have weight 0, all of them together may not
         if not any(spec.factor for spec in self.scorers):
-            raise ValueError("every weight is 0, so that the reward never says anything; give one scorer a weight")
+            raise ValueError(
+                "every weight is 0, so the weighted sum is always 0; give one scorer a weight other than 0"
+            )
         return self
 
 
@@ -396,7 +398,7 @@ class RewardSection(StrictModel):
             return value
         if value["plugins"]:
             raise ValueError(
-                "reward.plugins is no more; give each task an entry in reward.tasks, with "
+                "reward.plugins was removed; give each task an entry in reward.tasks, with "
                 '{kind = "python", function = "module:name"}'
             )
         return {key: part for key, part in value.items() if key != "plugins"}
@@ -420,7 +422,7 @@ class RewardSection(StrictModel):
     item_timeout_s: float = Field(default=5.0, gt=0)
     """Deadline for one item of one scorer; beyond it the result is an error, never a number."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """A request that is not through after this is refused (503), to come again in smaller parts; parts of it
+    """A request that takes longer is refused (503), and may be sent again in smaller parts; parts of it
     that were done by then are in the cache. Default: 60, and more where a scorer's own deadline is longer or a
     Python function takes batches."""
     num_workers: int = Field(default=2, ge=1)

@@ -46,7 +46,7 @@ class Schedule(StrictModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Allow a number in the JSON schema, too."""
-        found = handler(schema)
+        found = super().__get_pydantic_json_schema__(schema, handler)
         if handler.mode == "validation":
             resolved = handler.resolve_ref_schema(found)
             whole = dict(resolved)

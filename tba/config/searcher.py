@@ -171,7 +171,7 @@ class SearcherSection(StrictModel):
     """Training rollouts are drawn from the most probable tokens that hold this probability together; 1 is off. Sampler
     log-probs are those of the restricted distribution. Evaluations always sample without."""
     top_k: int = Field(default=0, ge=0)
-    """Training rollouts are drawn from the so many most probable tokens; 0 is off. Goes before `top_p`."""
+    """Training rollouts are drawn from this many most probable tokens; 0 is off. Applied before `top_p`."""
     torch_num_threads: int = Field(default=1, ge=1)
     """Threads of the engine on CPU."""
     device: str = "cpu"

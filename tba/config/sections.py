@@ -123,8 +123,8 @@ class BufferSection(StrictModel):
     """Required durability of Redis. `always`: a push is acknowledged once it is on disk. `everysec` is faster and may
     lose some seconds of acknowledged rollouts when Redis dies (docs/operations.md)."""
     max_rollouts: int = Field(default=200_000, ge=1)
-    """Most stored rollouts. Beyond it some are evicted (an event of the log, counted by reason and length), of large
-    buffers up to a 64th more than must be, so that not every push waits for an eviction."""
+    """Most stored rollouts. Beyond it some are evicted (an event of the log, counted by reason and length). In a
+    large buffer, an eviction takes up to a 64th more than it must, so that not every push waits for one."""
     max_bytes: int = Field(default=8 * 1024**3, ge=1024)
     """Most bytes of stored rollouts (as pushed; Redis needs about 1.3 times as much)."""
     max_rollouts_per_prompt: int | None = Field(default=None, ge=2)
@@ -132,7 +132,7 @@ class BufferSection(StrictModel):
     max_policy_age_steps: int | None = Field(default=None, ge=0)
     """Rollouts older than this, in optimizer steps of the active lineage, are evicted; none: any age may be drawn."""
     evict: Literal["oldest", "lowest_reward"] = "oldest"
-    """Which rollouts are evicted when a cap in items or bytes is reached."""
+    """The rollouts that are evicted when a cap in items or bytes is reached."""
     eviction_policies: list[str] = Field(default_factory=list)
     """Eviction policies of your own, asked in this order before the caps: MODULE:NAME, or entry points of the group
     `tba.eviction_policies` (docs/extending.md)."""
@@ -155,7 +155,8 @@ class BufferSection(StrictModel):
     """A component silent for longer counts as gone."""
     max_searchers_shown: int = Field(default=1024, ge=1, le=20_000)
     """Most searchers that are remembered by their heartbeats. One more takes the place of one that has ended or is
-    silent; where all are alive its heartbeats are refused (429, wait `component-slots`), and it works on unseen."""
+    silent; where all are alive its heartbeats are refused (429, wait `component-slots`), and it works
+    without being shown."""
     max_log_events_since_checkpoint: int = Field(default=200_000, ge=100)
     """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of the
     stored rollouts) a new checkpoint is written."""
@@ -180,7 +181,7 @@ class SamplingSection(StrictModel):
     prompts_per_batch: int = Field(default=16, ge=1)
     """Slots of a batch: one prompt each."""
     group_size: int = Field(default=8, ge=1)
-    """K: rollouts per slot. 1 goes with `objective.preset = "reinforce"`, or an objective of your own, alone."""
+    """K: rollouts per slot. 1 is allowed only with `objective.preset = "reinforce"` or an objective of your own."""
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
     most_on_policy_prob: Probability = Schedule(value=0.5)
@@ -237,7 +238,7 @@ class StoreSection(StrictModel):
     """Deadline of one store operation, retries included."""
     shard_bytes: int = Field(default=2 * 1024**3, ge=1)
     """Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own):
-    what the trainer holds of a gathered model in memory at once."""
+    at most that much of a gathered model is in the trainer's memory at once."""
 
 
 class GpuSection(StrictModel):
@@ -267,7 +268,7 @@ class LocalSection(StrictModel):
     nice_searchers: int = Field(default=0, ge=0, le=19)
     """Scheduling niceness of the searchers, so that the trainer comes first on few cores."""
     gpus: GpuSection = GpuSection()
-    """Which child has which GPUs."""
+    """The GPUs of each child."""
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -40,7 +40,7 @@ class AlarmSection(StrictModel):
     """One alarm."""
 
     patience_steps: int = Field(default=1, ge=1)
-    """It goes off when its condition has held for so many steps in a row, and again after as many more."""
+    """It goes off when its condition has held for this many steps in a row, and again after as many more."""
     action: Action = "none"
     """Action: none, lower_learning_rate, raise_most_on_policy_prob, skip, pause, rollback or fail."""
 
@@ -67,7 +67,7 @@ class EssCollapseSection(AlarmSection):
     """The importance weights between theta and the behaviour policies rest on few rollouts."""
 
     patience_steps: int = Field(default=5, ge=1)
-    """It goes off when its condition has held for so many steps in a row, and again after as many more."""
+    """It goes off when its condition has held for this many steps in a row, and again after as many more."""
     min_ess: float = Field(default=0.1, gt=0, lt=1)
     """The condition: effective sample size / number of rollouts < this. It is never below 1 / number of rollouts."""
 
@@ -76,7 +76,7 @@ class LogRatioDriftSection(AlarmSection):
     """Theta has moved far away from the policies that made its data."""
 
     patience_steps: int = Field(default=5, ge=1)
-    """It goes off when its condition has held for so many steps in a row, and again after as many more."""
+    """It goes off when its condition has held for this many steps in a row, and again after as many more."""
     max_log_ratio: float = Field(default=0.5, gt=0)
     """The condition: |mean of log pi_theta - log pi_behaviour per token| > this, in nats."""
 
@@ -218,7 +218,7 @@ class TrainerSection(StrictModel):
     sync_interval: int = Field(default=4, ge=1)
     """k: publish a version and mark the buffer every k optimizer steps."""
     checkpoint_interval: int = Field(default=50, ge=1)
-    """Write a checkpoint every so many steps (and at the end)."""
+    """Steps between checkpoints; one more is written at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted, except the newest one that a good step followed: a rollback goes back to it."""
     keep_versions: int = Field(default=8, ge=2)
@@ -238,6 +238,6 @@ class TrainerSection(StrictModel):
     export: bool = True
     """At the end, write a Hugging Face folder to the store and, in local mode, to the run folder."""
     export_version: Literal["last", "best"] = "last"
-    """Which version that is: the last one, or the best by `eval.best_metric`."""
+    """The version that is exported: the last one, or the best by `eval.best_metric`."""
     guards: GuardsSection = GuardsSection()
     """Alarms, and what they do."""

@@ -155,4 +155,4 @@ def load_report(path: Path) -> EvaluationReport:
         return EvaluationReport.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         first_line = str(error).partition("\n")[0]
-        raise ConfigError(f"{path} is no evaluation of this release of tba: {first_line}") from None
+        raise ConfigError(f"{path} is not an evaluation of this release of tba: {first_line}") from None

@@ -120,8 +120,8 @@ class _BodyDeadline:
     def timeout_text(self) -> str:
         """Return the sentence for a body that missed its deadline."""
         return (
-            f"the body did not come: {self.num_bytes} bytes of it in {self._waited_s:.1f} s of waiting; it may stall "
-            f"for {BODY_IDLE_S:g} s, and must come with {MIN_BODY_BYTES_PER_S} bytes per second or more; send it again"
+            f"the body did not arrive: {self.num_bytes} bytes of it in {self._waited_s:.1f} s of waiting; it may pause "
+            f"for {BODY_IDLE_S:g} s, and must arrive at {MIN_BODY_BYTES_PER_S} bytes per second or more; send it again"
         )
 
 
@@ -178,12 +178,12 @@ def create_app(
 
     @app.get("/livez", operation_id="livez")
     async def livez() -> dict[str, str]:
-        """The process runs."""
+        """Answer while the process runs."""
         return {"status": "ok"}
 
     @app.get("/readyz", operation_id="readyz", response_model=dict[str, str], responses=problems(503))
     async def readyz() -> Response | dict[str, str]:
-        """It can do its work."""
+        """Answer 200 when the service can do its work."""
         reason = await ready()
         if reason is not None:
             return problem_response(status=503, slug="not-ready", detail=reason)
@@ -192,8 +192,8 @@ def create_app(
 
     @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus text."""
-        # with Redis away the other numbers still say what is going on
+        """Return the metrics as Prometheus text."""
+        # with Redis away the other numbers still say what happens
         if refresh_metrics is not None:
             with suppress(UnavailableError):
                 await refresh_metrics()
@@ -201,7 +201,7 @@ def create_app(
 
     @app.get("/version", operation_id="version")
     async def version() -> dict[str, str]:
-        """Which service of which release serves which run."""
+        """Return service, release and run."""
         return {"service": title, "version": tba.__version__, "run": recipe.run.name}
 
     return app

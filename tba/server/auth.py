@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tba.errors import UnauthorizedError
+from tba.errors import ForbiddenError, UnauthorizedError
 from tba.logs import get_logger
 from tba.server.problems import error_response
 from tba.tokens import DIGEST_PREFIX, RoleTokens, TokensFile, digests
@@ -26,7 +26,7 @@ from tba.tokens import DIGEST_PREFIX, RoleTokens, TokensFile, digests
 WINDOW_S = 60.0
 """The refusals of an address are forgotten after this time without one."""
 FREE_REFUSALS = 20
-"""So many are answered at once: a person who tries, or a client with the wrong tokens file."""
+"""So many refusals of an address are answered at once: a person who tries, or a client with the wrong tokens file."""
 DELAY_S = 1.0
 """Every later one is answered after this time, which bounds the requests of one connection."""
 MAX_DELAYED = 256
@@ -35,13 +35,6 @@ MAX_ADDRESSES = 4096
 """Most addresses that are remembered; the one without a request for longest is forgotten first."""
 LOG_EVERY_S = 60.0
 log = get_logger("auth")
-
-
-class ForbiddenError(UnauthorizedError):
-    """The token is known, but its role may not do this."""
-
-    slug = "forbidden"
-    status = 403
 
 
 class Authenticator:
@@ -84,7 +77,7 @@ class Authenticator:
         for role, of_role in known.items():
             if any(hmac.compare_digest(digest, sent) for digest in of_role):
                 return role
-        raise UnauthorizedError("the bearer token is not known here; check the tokens file of both sides")
+        raise UnauthorizedError("the bearer token is unknown here; compare the tokens files of client and service")
 
     def check(self, authorization: str, roles: Iterable[str]) -> None:
         """Accept these roles alone; the operator may do everything that a viewer may.

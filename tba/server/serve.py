@@ -24,7 +24,7 @@ from tba.tokens import TokensFile
 from tba.watched_file import WatchedFile
 
 MAX_CONNECTIONS = 4096
-"""Of one server. A searcher has about four, the trainer two, `tba run` two."""
+"""Most connections of one server. A searcher has about four, the trainer two, `tba run` two."""
 SPARE_FILES = 256
 """Open files that are left for Redis, the object store, workers and the log."""
 BACKLOG = 2048
@@ -169,7 +169,7 @@ def _load_into(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
         context.load_cert_chain(cert_file, key_file, password=lambda: b"")
     except ssl.SSLError as error:
         raise ConfigError(
-            f"tls.cert_file {cert_file} and tls.key_file {key_file} are no pair of a PEM certificate and its key "
+            f"tls.cert_file {cert_file} and tls.key_file {key_file} are not a matching PEM certificate and key "
             f"without a passphrase: {error.reason or error}"
         ) from None
 

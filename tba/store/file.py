@@ -152,7 +152,7 @@ def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | Non
     mount = next(path for path in (folder, *folder.parents) if os.path.ismount(path))
     usage = shutil.disk_usage(folder)
     wanted = "there" if size_bytes is None else f"there, and {size_bytes:,} bytes were to be written"
-    what = "is full" if error.errno == errno.ENOSPC else f"takes no more from user {os.getuid()} (quota)"
+    what = "is full" if error.errno == errno.ENOSPC else f"accepts no more data from user {os.getuid()} (quota)"
     return (
         f"the disk at {mount} {what}: {usage.free:,} of {usage.total:,} bytes are free {wanted} (folder {folder}); "
         "free some space"

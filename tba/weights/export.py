@@ -130,7 +130,7 @@ def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo])
         best = facts.best
         lines.append(
             f"Best by {best.metric}, {_number(best.value)} on the {best.num_prompts} prompts that all evaluations "
-            "have in common: the highest of several noisy numbers, so rather too high."
+            "have in common: the highest of several noisy numbers, so probably an overestimate."
         )
     return "\n".join(lines)
 
@@ -185,7 +185,7 @@ def _changes(changes: Sequence[SettingsAudit]) -> list[str]:
         return []
     # reasons are left out: they were written for the people of the run
     lines = [line for audit in changes for line in audit.model_copy(update={"reason": None}).lines()]
-    text = "Settings that were changed while the run went on (steps are lineage-step; `recipe` is the value below):"
+    text = "Settings that were changed while the run trained (steps are lineage-step; `recipe` is the value below):"
     return [text, "```text\n" + "\n".join(lines) + "\n```"]
 
 

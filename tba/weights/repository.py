@@ -302,7 +302,7 @@ class WeightVersions:
     def _damage_error(self, stored: StoredObject, found: str) -> DigestError:
         return DigestError(
             f"object {stored.key} in {self._store.url} is damaged: {found}, the manifest says {stored.size_bytes} "
-            f"bytes with {stored.sha256}; pull again, and if it stays so, delete the version"
+            f"bytes with {stored.sha256}; pull again; if the error remains, delete the version"
         )
 
 

@@ -281,7 +281,7 @@ def _broken_rule(document: RolloutDocument) -> MalformedError:
     # a failed score must never look like a number, not even like 0
     if (reward is not None) != (status == "scored"):
         return MalformedError(
-            f"{what}: reward is {reward} but reward_status is {status!r}; a number goes with 'scored' and nothing else"
+            f"{what}: reward is {reward} but reward_status is {status!r}; only 'scored' takes a number"
         )
     if status == "failed" and not document.reward_reason:
         return MalformedError(f"{what}: a failed reward needs a reward_reason, got {document.reward_reason!r}")
@@ -539,7 +539,7 @@ def decode_batch(data: bytes) -> Batch:
     document = unpack(data, _BATCH_DECODER, what="batch", schema=BATCH_SCHEMA, max_bytes=MAX_BATCH_BYTES)
     # msgpack can carry NaN and infinity, and a deadline of NaN would never pass
     if not is_bounded(document.deadline_s):
-        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, no number that a time may be")
+        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, which is not a valid time")
     items = iter(check_push([payload for group in document.groups for payload in group.rollouts]))
     groups: list[Group] = []
     refused: list[RefusedRollout] = []

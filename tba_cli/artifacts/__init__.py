@@ -5,8 +5,8 @@ models/NAME/files/SHA256       the content of each file, by its digest
 datasets/NAME/...              the same for data sets
 """
 
+from tba_cli.artifacts.artifact_store import ArtifactStore
 from tba_cli.artifacts.manifest import FolderFile, FolderManifest
 from tba_cli.artifacts.required import RequiredFolder, required_folders
-from tba_cli.artifacts.store import ArtifactStore
 
 __all__ = ["ArtifactStore", "FolderFile", "FolderManifest", "RequiredFolder", "required_folders"]

@@ -125,7 +125,7 @@ def _check_whole(item: PrepareItem, sizes: dict[str, int | None], wanted: Sequen
     for file in wanted:
         path = Path(item.path) / file
         if not path.is_file() or (sizes[file] is not None and path.stat().st_size != sizes[file]):
-            raise ConfigError(f"{item.kind} {item.hub}: {file} was not fetched whole; run this command again")
+            raise ConfigError(f"{item.kind} {item.hub}: {file} was not fetched completely; run this command again")
 
 
 class _UnreachableError(ConfigError):

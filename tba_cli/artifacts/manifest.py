@@ -90,7 +90,7 @@ def decode_folder_manifest(data: bytes, *, where: str) -> FolderManifest:
             f"{where} is not the manifest of a folder: {place}: {first['msg']}; push it again with --replace"
         ) from None
     if manifest.digest != folder_digest(manifest.files):
-        raise MalformedError(f"{where}: its digest does not fit its files; push the folder again with --replace")
+        raise MalformedError(f"{where}: its digest does not match its files; push the folder again with --replace")
     return manifest
 
 

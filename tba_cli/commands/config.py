@@ -20,7 +20,7 @@ def check_command(args: argparse.Namespace) -> int:
     """Load the recipe, then check everything that it names as the run will use it; return 1 if something would fail."""
     from tba_cli.commands.doctor import print_result
     from tba_cli.doctor.checks.recipe import RecipeChecks
-    from tba_cli.doctor.run import run_checks
+    from tba_cli.doctor.run_checks import run_checks
     from tba_cli.doctor.target import target_of
     from tba_cli.resolve import with_absolute_paths
 
@@ -41,7 +41,7 @@ def check_command(args: argparse.Namespace) -> int:
         return EXIT_FAILED
     # skipped is not passed: the line says that something was not looked at
     num_left = sum(result.level == "skip" for result in results)
-    left = f"; {num_left} things were not looked at" if num_left else ""
+    left = f"; not checked: {num_left} {'thing' if num_left == 1 else 'things'}" if num_left else ""
     print(f"{args.recipe}: ok (run {recipe.run.name!r}, {recipe.trainer.num_steps} steps){left}")
     return 0
 

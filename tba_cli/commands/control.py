@@ -138,7 +138,7 @@ def searchers_line(searchers: SearchersInfo) -> str:
 def _change_line(change: ScaleAudit) -> str:
     old, new = (AS_RECIPE if num is None else str(num) for num in (change.old, change.new))
     reason = f" ({change.reason})" if change.reason else ""
-    reached = "not there so far" if change.reached is None else f"there from step {change.reached.step} on"
+    reached = "not reached yet" if change.reached is None else f"reached at step {change.reached.step}"
     return (
         f"revision {change.revision}, by the {change.role} after step {change.step}: {old} -> {new}{reason}; {reached}"
     )

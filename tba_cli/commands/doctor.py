@@ -38,7 +38,7 @@ def doctor_command(args: argparse.Namespace) -> int:
         document = {"counts": num, "results": [dataclasses.asdict(result) for result in results]}
         print(json.dumps(document, indent=1))
     else:
-        print_line(f"{num['ok']} ok, {num['warn']} to look at, {num['fail']} wrong, {num['skip']} not looked at")
+        print_line(f"{num['ok']} ok, warnings: {num['warn']}, failed: {num['fail']}, not checked: {num['skip']}")
     return EXIT_FAILED if num["fail"] else 0
 
 

@@ -21,7 +21,7 @@ from tba_cli.commands.export import choose, source_of
 from tba_cli.commands.run import loudness_of
 from tba_cli.local.evaluate import PROMPTS_NAME, EvaluationConsole, evaluate_here
 from tba_cli.prompts.reader import heldout_prompts
-from tba_cli.reports.tables import evaluation_markdown
+from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import run_folder
@@ -51,7 +51,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
     # its numbers would look like those of a model
     if recipe.searcher.engine == "simulated":
         raise ConfigError(
-            'searcher.engine = "simulated" makes its completions up; give --set searcher.engine=embedded, or vllm'
+            'searcher.engine = "simulated" generates random completions; give --set searcher.engine=embedded, or vllm'
         )
     if args.reward_url is None:
         check_prepared(recipe)

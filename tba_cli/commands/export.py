@@ -86,7 +86,7 @@ def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVe
     if which == "best":
         if source.facts.best is None:
             raise ConfigError(
-                f"run {source.facts.recipe.run.name!r} has no best version: no finished evaluation is known that has "
+                f"run {source.facts.recipe.run.name!r} has no best version: no finished evaluation has "
                 f"eval.best_metric; name one with --version, the newest are {known}"
             )
         best = PolicyVersion.parse(source.facts.best.version)

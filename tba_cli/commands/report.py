@@ -10,10 +10,10 @@ from typing import Any
 from tba.api import RunInfo
 from tba.clients import BufferClient
 from tba.errors import ConfigError
+from tba_cli.reports.comparison import runs_markdown
 from tba_cli.reports.history import load_history
 from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
 from tba_cli.reports.outputs import result_lines, write_outputs
-from tba_cli.reports.tables import runs_markdown
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client
 

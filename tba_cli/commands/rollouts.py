@@ -34,7 +34,7 @@ def rollouts_command(args: argparse.Namespace) -> int:
     for rollout in page.rollouts:
         print("\n".join(_lines(rollout)))
     if not page.rollouts:
-        print("no stored rollout is like that")
+        print("no stored rollout matches")
     elif page.next is not None:
         print(f"there are more: --cursor {page.next}")
     return 0

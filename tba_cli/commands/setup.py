@@ -11,8 +11,8 @@ from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, MalformedError
 from tba.store import open_store
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
+from tba_cli.artifacts.artifact_store import pull_folders
 from tba_cli.artifacts.required import check_name, name_of
-from tba_cli.artifacts.store import pull_folders
 from tba_cli.console import Console
 from tba_cli.setup import check_against_run, run_setup
 from tba_cli.setup.prepare import prepare_recipe

@@ -35,7 +35,7 @@ from tba.config.trainer import REMEDIES
 from tba.errors import BusyError, UnavailableError
 from tba.fields import escape_controls
 from tba_cli.commands.control import searchers_line
-from tba_cli.reports.tables import best_text
+from tba_cli.reports.comparison import best_text
 from tba_cli.run_target import ended_run, open_client
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def retry_versions_command(args: argparse.Namespace) -> int:
         info = client.retry_versions(RunCommand(reason=args.reason))
     finally:
         client.close()
-    said = "searchers try the weight versions that they have refused again with their next lease request"
+    said = "searchers retry the weight versions that they have refused with their next lease request"
     print(info.model_dump_json(indent=2) if args.json else said)
     return 0
 
@@ -347,7 +347,7 @@ class EventFormatter:
         elif "step" in changed or "latest_version" in changed:
             lines.append(f"step {info.step}, latest version {info.latest_version or 'none'}")
         if "note" in changed and (info.note or info.state not in OVER):  # a run that is over needs none
-            lines.append(info.note or "a trainer is heard of again")
+            lines.append(info.note or "a trainer sends heartbeats again")
         if "searchers" in changed and info.searchers is not None:
             desired = "" if info.searchers.desired is None else f" of {info.searchers.desired} desired"
             note = f": {info.searchers.note}" if info.searchers.note else ""

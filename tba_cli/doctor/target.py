@@ -35,7 +35,7 @@ class CheckResult:
     """
 
     code: str
-    """Name of the finding; docs/operations.md has a line for each."""
+    """Name of the result; docs/operations.md has a line for each."""
     level: Level
     found: str
     fix: str | None = None

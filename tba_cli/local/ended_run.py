@@ -59,7 +59,7 @@ def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
         ChildError, WaitTimeoutError: Redis or the buffer service could not be started.
     """
     if not folder.redis_path.is_dir():
-        raise ConfigError(f"nothing of the buffer of {folder.path.name!r} is left: {folder.redis_path} does not exist")
+        raise ConfigError(f"the buffer of {folder.path.name!r} is gone: {folder.redis_path} does not exist")
     num_bytes = sum(file.stat().st_size for file in folder.redis_path.rglob("*") if file.is_file())
     with tempfile.TemporaryDirectory(prefix="tba-ended-") as place:
         free_bytes = shutil.disk_usage(place).free

@@ -24,7 +24,7 @@ from tba_cli.console import Console, Loudness
 from tba_cli.local.processes import ChildProcess, ProcessManager, ProcessSpec, run_with_processes
 from tba_cli.local.services import wait_for_reward
 from tba_cli.ports import PortRequest, choose_ports
-from tba_cli.reports.tables import evaluation_markdown
+from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.resolve import child_environ
 from tba_cli.run_folder import RunFolder
 
@@ -144,7 +144,7 @@ async def _end_of(child: ChildProcess, console: EvaluationConsole, *, silence_s:
         if done:
             return child.exit_code.result()
     raise WaitTimeoutError(
-        f"wait 'evaluator': it said nothing for {silence_s:g} s; see its log, or raise eval.published.silence_s"
+        f"wait 'evaluator': it reported nothing for {silence_s:g} s; see its log, or raise eval.published.silence_s"
     )
 
 

@@ -218,13 +218,13 @@ class PlainProgress:
         self._shown_step = -1
 
     def __enter__(self) -> PlainProgress:
-        """Nothing to begin."""
+        """Return itself; there is nothing to begin."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to end."""
+        """Do nothing; there is nothing to end."""
 
     def show(self, progress: Progress) -> None:
         """Print a line if the last one is 5 s old, or if this is the last step."""

@@ -156,6 +156,4 @@ def _read(path: Path) -> RecipeFile | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({type(error).__name__}); remove it, and it is not compared"
-        ) from None
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}); remove it to skip the comparison") from None

@@ -133,7 +133,7 @@ class Supervisor:
         """Run to the end and return the summary; whatever happens, no child is left when this returns.
 
         Raises:
-            StopRequestedError: a signal asked for a stop; everything was stopped in order.
+            StopRequestedError: a signal asked for a stop; everything was stopped cleanly.
             ChildError: a child died, or the run failed.
             TbaError: a service could not be used.
         """

@@ -14,6 +14,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.config.reward import BUILT_IN_TASKS
 from tba.errors import ConfigError
+from tba_cli.generators import load_prompt_source
 from tba_cli.prompts.columns import (
     NATIVE_COLUMNS,
     Columns,
@@ -25,7 +26,6 @@ from tba_cli.prompts.columns import (
 )
 from tba_cli.prompts.datasets import dataset_prompts, split_prompts
 from tba_cli.prompts.sources import ChatSource, Row, Source, open_file
-from tba_cli.tasks import load_prompt_source
 
 COLUMNS_HINT = (
     "; say what they are: [data.columns] in the recipe; for an upload --task, --text (or --text-template), --id and "

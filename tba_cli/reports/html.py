@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from tba.api import EvalInfo, SettingsInfo
 from tba.versions import PolicyVersion
+from tba_cli.reports.comparison import evaluations_html
 from tba_cli.reports.history import History, Poll
 from tba_cli.reports.ledger import active_entries, active_steps, lineage_tree
 from tba_cli.reports.summary import gapless_pairs
-from tba_cli.reports.tables import evaluations_html
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

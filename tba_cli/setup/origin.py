@@ -138,7 +138,7 @@ async def until_loaded(client: BufferClient, console: Console, *, silence_s: flo
     while True:
         origin = (await asyncio.to_thread(client.run)).origin
         if origin is None or origin.state == "failed":
-            reason = "it does not know of it" if origin is None else origin.reason
+            reason = "the buffer does not know it" if origin is None else origin.reason
             raise ConfigError(f"the buffer could not load the snapshot: {reason}")
         if origin.state == "complete":
             return origin

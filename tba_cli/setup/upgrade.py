@@ -42,8 +42,7 @@ def check_against_run(recipe: Recipe, *, wait_s: float, on_progress: Callable[[s
     is_another = info.state == "failed" and info.run != recipe.run.name
     if not _has_begun(info) or info.state == "done" or is_another:
         on_progress(
-            f"run {info.run!r} is {info.state} at step {info.step}: no training is in progress that this recipe could "
-            "hurt"
+            f"run {info.run!r} is {info.state} at step {info.step}: no training is in progress, so this recipe is safe"
         )
         return
     _compare(recipe, info)

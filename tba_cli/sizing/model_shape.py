@@ -188,7 +188,7 @@ MAKER_SHAPES: Mapping[str, ModelShape] = {
     "gpt_neox": _neox(64, 2, 2, inner=128, vocab=384),
     "gpt2": _gpt2(64, 2, 2, positions=256, vocab=384),
 }
-"""The models of the makers of policies (tba_cli/starter_models/models.py); a test compares them."""
+"""The models of the makers of policies (tba_cli/starter_models/random_models.py); a test compares them."""
 _PYTHIA = re.compile(r"pythia-?([0-9.]+[mb])")
 
 

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from tba.config.sections import WarmStartSection
 from tba.errors import ConfigError
-from tba_cli.tasks import addition
+from tba_cli.generators import addition
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+="

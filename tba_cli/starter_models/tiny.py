@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tba_cli.starter_models.datasets import SHAPES, write_dataset
+from tba_cli.starter_models.sample_datasets import SHAPES, write_dataset
 
 
 def make(maker: str, out: Path, *, seed: int) -> None:
@@ -23,7 +23,8 @@ def make(maker: str, out: Path, *, seed: int) -> None:
     if maker in SHAPES:
         write_dataset(half_made, SHAPES[maker], seed=seed)
     else:
-        from tba_cli.starter_models.models import KINDS, write_model  # imports torch, which data sets do not need
+        # it imports torch, which data sets do not need
+        from tba_cli.starter_models.random_models import KINDS, write_model
 
         if maker not in KINDS:
             raise ValueError(f"there is no maker {maker!r}; the makers are {', '.join([*SHAPES, *KINDS])}")

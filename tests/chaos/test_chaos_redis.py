@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from tests.support.buffer import Stack
 from tests.support.chaos import RECOVERY_S, Trial, in_campaigns, until_ready
-from tests.support.waiting import until
+from tests.support.waits import until
 
 Counts = list[Counter[str]]
 Start = Callable[..., Stack]

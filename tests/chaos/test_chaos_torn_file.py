@@ -19,7 +19,7 @@ from tba.errors import UnavailableError
 from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
 from tests.support.buffer_fixtures import BufferThread
 from tests.support.redis_process import DURABLE, OF_OTHERS, RedisProcess, free_port
-from tests.support.waiting import until
+from tests.support.waits import until
 
 NUM_ENDS = 4
 MOST_BYTES = 12_000
@@ -34,7 +34,7 @@ class Pusher:
         self.acked: list[bytes] = []
 
     def push(self) -> bool:
-        """Whether it was acknowledged; if not, nobody knows."""
+        """Push rollouts; return True if they were acknowledged. After False they may be stored or not."""
         payloads = make_payloads(["train-0"], per_prompt=self._rng.randint(1, 8))
         try:
             self._client.push(payloads)
@@ -44,7 +44,7 @@ class Pusher:
         return True
 
     def outcomes(self, client: BufferClient) -> Counter[str]:
-        """What a buffer says to everything that was acknowledged, pushed once more."""
+        """Push all acknowledged rollouts once more; count the outcomes that a buffer gives them."""
         chunks = [self.acked[begin : begin + 100] for begin in range(0, len(self.acked), 100)]
         return Counter(item.outcome for chunk in chunks for item in client.push(chunk).outcomes)
 
@@ -58,8 +58,8 @@ def end_within_a_write(redis: RedisProcess, pusher: Pusher, rng: random.Random) 
     until("Redis has ended", lambda: not pusher.push() and redis.process.poll() is not None)
 
 
-def start_mended(redis: RedisProcess) -> bool:
-    """Start it; whether it refused to, and the script had to repair its file."""
+def start_repaired(redis: RedisProcess) -> bool:
+    """Start it; return True if it refused to, and the script had to repair its file."""
     try:
         redis.start()
     except RuntimeError:
@@ -87,7 +87,7 @@ def test_redis_is_ended_within_a_write(
         num_refused = 0
         for _ in range(NUM_ENDS):
             end_within_a_write(redis, pusher, rng)
-            num_refused += start_mended(redis)
+            num_refused += start_repaired(redis)
             until("a push is acknowledged", pusher.push)
         buffers.pop().stop()
         redis.kill()

@@ -1,4 +1,4 @@
-"""Who may do what in the cluster, and who may talk to whom."""
+"""The rights of each service account in the cluster, and the connections that network policies allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTERNAL, NODES, QUICKSTART, BARE = (
 
 
 def name(path: Path) -> str:
-    """For the names of tests."""
+    """Return the name of a test."""
     return path.stem
 
 
@@ -52,7 +52,7 @@ def secrets_named(pod: Pod) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("needs_models", [False, True], ids=["", "needsModels"])
 def test_every_pod_sees_its_own_secrets_alone(needs_models: bool, tmp_path: Path) -> None:
-    """With the Secrets that deploy/make-secrets prints; the table is that of docs/security.md."""
+    """With the Secrets that deploy/make-secrets prints; the table is the one of docs/security.md."""
     made = render_file(QUICKSTART, "--set", f"reward.needsModels={str(needs_models).lower()}")
     secrets = secrets_of_kubernetes(tmp_path / "secrets")
     seen = {}

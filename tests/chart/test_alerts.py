@@ -85,7 +85,7 @@ HEALTHY: dict[str, str] = {
 }
 
 RUNNING, PAUSED, FAILED = (f'tba_run_state{{{BUFFER},state="{state}"}}' for state in ("running", "paused", "failed"))
-TROUBLE: dict[str, Mapping[str, str | None]] = {
+FAULTS: dict[str, Mapping[str, str | None]] = {
     "TbaBufferDown": {f'tba_build_info{{{BUFFER},service="buffer"}}': None},
     "TbaRewardDown": {f'tba_build_info{{{REWARD},service="reward"}}': None},
     "TbaRedisNotDurable": {f"tba_redis_durable{{{BUFFER}}}": still(0)},
@@ -120,23 +120,23 @@ ABSENT = ("TbaBufferDown", "TbaRewardDown")
 
 
 def unit_tests(rule_file: str) -> dict[str, Any]:
-    """The document for `promtool test rules`: over a healthy run nothing fires, over each trouble its alert alone.
+    """The document for `promtool test rules`: over a healthy run nothing fires, over each fault its alert alone.
 
-    The troubles are namespaces of one Prometheus, so that no alert may take another release's series for its own.
+    The faults are namespaces of one Prometheus, so that no alert may take another release's series for its own.
     """
-    together = {"healthy": {}, **{name: changes for name, changes in TROUBLE.items() if name not in ABSENT}}
+    together = {"healthy": {}, **{name: changes for name, changes in FAULTS.items() if name not in ABSENT}}
     cases = [_case(together, {name: name for name in together if name != "healthy"})]
-    cases += [_case({"": TROUBLE[name]}, {"": name}) for name in ABSENT]
+    cases += [_case({"": FAULTS[name]}, {"": name}) for name in ABSENT]
     return {"rule_files": [rule_file], "evaluation_interval": "1m", "tests": cases}
 
 
-def _case(troubles: Mapping[str, Mapping[str, str | None]], fires: Mapping[str, str]) -> dict[str, Any]:
-    """`troubles`: namespace -> changes; `fires`: namespace -> alert."""
+def _case(faults: Mapping[str, Mapping[str, str | None]], fires: Mapping[str, str]) -> dict[str, Any]:
+    """`faults`: namespace -> changes; `fires`: namespace -> alert."""
     return {
         "interval": "1m",
         "input_series": [
             {"series": series.replace('namespace="ml"', f'namespace="{namespace}"'), "values": values}
-            for namespace, changes in troubles.items()
+            for namespace, changes in faults.items()
             for series, values in {**HEALTHY, **changes}.items()
             if values is not None
         ],
@@ -205,7 +205,7 @@ def test_prometheus_reads_rules_and_configuration(tmp_path: Path) -> None:
 
 
 @needs_promtool
-def test_each_alert_fires_in_its_trouble_alone_and_none_over_a_healthy_run(tmp_path: Path) -> None:
+def test_each_alert_fires_for_its_fault_alone_and_none_over_a_healthy_run(tmp_path: Path) -> None:
     shutil.copy(RULES, tmp_path)
     cases = tmp_path / "cases.yaml"
     cases.write_text(yaml.safe_dump(unit_tests(RULES.name)))
@@ -214,7 +214,7 @@ def test_each_alert_fires_in_its_trouble_alone_and_none_over_a_healthy_run(tmp_p
 
 
 def test_every_alert_has_its_case() -> None:
-    assert TROUBLE.keys() == ALERTS.keys()
-    for name, changes in TROUBLE.items():
+    assert FAULTS.keys() == ALERTS.keys()
+    for name, changes in FAULTS.items():
         assert changes
         assert changes.keys() <= HEALTHY.keys(), name

@@ -20,21 +20,21 @@ EXTERNAL, NODES, QUICKSTART, BARE = (
     for name in ("external.yaml", "nodes.yaml", "values-cpu-quickstart.yaml", "bare.yaml")
 )
 SECRETS = {"TBA_BUFFER__REDIS_URL": "rediss://:secret@redis.example:6380/0"}
-"""What a Secret would hold."""
+"""The content of a Secret."""
 
 
 def name(path: Path) -> str:
-    """For the names of tests."""
+    """Return the name of a test."""
     return path.stem
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
-    """As the container sees it."""
+    """Return the environment that the container sees."""
     return {entry["name"]: entry.get("value", SECRETS.get(entry["name"], "of-a-secret")) for entry in container["env"]}
 
 
 def recipe_text(path: Path, *more: str) -> str:
-    """What the ConfigMap holds."""
+    """Return the recipe in the ConfigMap."""
     return render_file(path, *more).one("ConfigMap", "t-recipe")["data"]["recipe.toml"]
 
 
@@ -151,7 +151,7 @@ def test_no_secret_is_in_an_environment_or_a_config_map(path: Path) -> None:
 
 
 def mounted(pod: Pod, file: str) -> bool:
-    """Whether a file lies in one of the container's volumes, under a name that the volume gives it."""
+    """Return True if a file lies in one of the container's volumes, under a name that the volume gives it."""
     container = pod.spec["containers"][0]
     found = [mount for mount in container["volumeMounts"] if file.startswith(mount["mountPath"].rstrip("/") + "/")]
     if not found:

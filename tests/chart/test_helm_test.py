@@ -1,4 +1,4 @@
-"""What the pod of `helm test` runs, against a real buffer and a real reward service with tokens."""
+"""The program in the pod of `helm test`, against a real buffer and a real reward service with tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def reward_url(tmp_path_factory: pytest.TempPathFactory, tokens_file: Path) -> I
 
 def config(folder: Path, buffer_url: str, reward_url: str, tokens_file: Path) -> list[str]:
     """Arguments of the script."""
-    for role in ("searcher", "viewer"):  # what the pod sees, and no more
+    for role in ("searcher", "viewer"):  # the pod sees these two alone
         (folder / f"{role}.json").write_text(json.dumps({role: json.loads(tokens_file.read_text())[role]}))
     auth = {"tokens_file": str(folder / "searcher.json")}
     recipe = make_recipe(buffer={"url": buffer_url}, reward={"url": reward_url}, auth=auth)

@@ -1,5 +1,5 @@
-"""What is compared with the cluster before anything is touched: what Kubernetes never changes, and where a run's truth
-is. And what is asked of it: where its API is."""
+"""The chart compares an upgrade with the cluster before it changes anything: fields that Kubernetes never changes, and
+the place of a run's data. It also asks the cluster for the address of its API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 
 @pytest.fixture(scope="module")
 def installed() -> list[dict[str, Any]]:
-    """What an installation of the quickstart has left, with the texts that an API server makes of quantities."""
+    """The objects that an installation of the quickstart has left, with quantities as an API server writes them."""
     made = copy.deepcopy(render_file(QUICKSTART).objects)
     return [x for x in made if x["kind"] in ("StatefulSet", "ConfigMap")]
 
@@ -45,7 +45,7 @@ def test_an_upgrade_that_changes_nothing_is_taken(installed: list[dict[str, Any]
     [
         (
             "redis.persistence.size=2Gi",
-            "redis.persistence.size is 2Gi and the claim was made with 1Gi, which Kubernetes lets nobody change here; "
+            "redis.persistence.size is 2Gi and the claim was made with 1Gi, which Kubernetes does not let Helm change; "
             "set it back and grow the claim itself: kubectl patch pvc data-t-redis-0",
         ),
         ("objectstore.persistence.storageClass=fast", 'objectstore.persistence.storageClass is "fast" and the claim'),

@@ -26,7 +26,7 @@ from tests.support.chart import (
 from tests.support.chart_golden import CASES, FOLDER, made
 from tests.support.kube_schemas import FOREIGN, NEW_FIELDS, OLD_KINDS, VERSIONS, fields_in, problems
 
-# ---- What the chart makes of every file of values is valid on old and new clusters, and complete --------------------
+# ---- Manifests of every values file are complete, and valid on old and new clusters ---------------------------------
 
 
 pytestmark = needs_helm
@@ -36,7 +36,7 @@ ONLY_NEW = {"nodes.yaml"}
 
 
 def name(path: Path) -> str:
-    """For the names of tests."""
+    """Return the name of a test."""
     return path.stem
 
 
@@ -69,7 +69,7 @@ def test_it_uses_nothing_that_a_cluster_of_1_20_lacks(path: Path) -> None:
     used = {(x["apiVersion"], x["kind"]) for x in objects if x["kind"] not in FOREIGN}
     assert used <= OLD_KINDS
     assert {f for x in objects if x["kind"] not in FOREIGN for f in fields_in(x)} & NEW_FIELDS == set()
-    # what 1.25 knows of these kinds is as strict about the fields that both have
+    # the schemas of 1.25 are as strict about the fields that both versions have
     same = [x for x in objects if x["kind"] not in {*FOREIGN, "PodDisruptionBudget"}]
     assert [problem for x in same if (problem := problems(x, "1.25"))] == []
 
@@ -165,7 +165,7 @@ def test_no_golden_output_is_left_over() -> None:
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(CASES)
 
 
-# ---- What checkov and kube-linter look for, and the chart keeps -----------------------------------------------------
+# ---- Rules of checkov and kube-linter that the chart follows --------------------------------------------------------
 
 
 LINTED = [*value_files(), SEARCHERS]

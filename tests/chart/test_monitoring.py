@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana get: scraping, and a dashboard of metrics that exist."""
+"""The chart for Prometheus and Grafana: scraping, and a dashboard of metrics that exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.promql import (
     promtool,
 )
 
-# ---- What Prometheus, Grafana and KEDA are told ---------------------------------------------------------------------
+# ---- Prometheus, Grafana and KEDA -----------------------------------------------------------------------------------
 
 
 pytestmark = needs_helm

@@ -22,7 +22,7 @@ EXTERNAL, NODES, QUICKSTART = (
 
 
 def name(path: Path) -> str:
-    """For the names of tests."""
+    """Return the name of a test."""
     return path.stem
 
 

@@ -31,7 +31,7 @@ def test_the_chart_has_the_same_script() -> None:
 
 
 def test_the_command_of_the_container_checks_the_file_and_becomes_redis(tmp_path: Path) -> None:
-    """Programs stand in for those of Redis: one says that the file is torn, the other what it is given."""
+    """Programs replace those of Redis: one reports a torn file, the other prints its arguments."""
     data, programs = tmp_path / "data", tmp_path / "bin"
     data.mkdir()
     programs.mkdir()

@@ -1,4 +1,4 @@
-"""Searchers alone, for the run of another release: what is installed, knows and reaches, and who lets it in."""
+"""Searchers alone, for the run of another release: their objects, settings and secrets, and their connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an upgrade restarts, and that names stay within what Kubernetes takes."""
+"""An upgrade restarts the right pods, and names stay within Kubernetes' limits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_checksums_are_of_data_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "restarted"),
     [
-        ("searcher.replicas=3", {"Deployment/t-buffer"}),  # which hears the number that holds while nobody sets one
+        ("searcher.replicas=3", {"Deployment/t-buffer"}),  # the buffer gets the number that applies until one is set
         ("trainer.backoffLimit=7", set()),
         ("trainer.resources.requests.cpu=2", {"Job/t-trainer"}),
         ("searcher.resources.requests.cpu=2", {"Deployment/t-searcher"}),
@@ -116,7 +116,7 @@ def test_two_renderings_are_the_same() -> None:
     assert helm(*args).stdout == helm(*args).stdout
 
 
-def test_replicas_are_left_to_whoever_scales() -> None:
+def test_replicas_are_left_to_the_autoscaler() -> None:
     searcher = render_file(QUICKSTART).one("Deployment", "t-searcher")
     assert "replicas" not in searcher["spec"]
     fixed = render_file(QUICKSTART, "--set", "scaling.backend=none").one("Deployment", "t-searcher")
@@ -126,7 +126,7 @@ def test_replicas_are_left_to_whoever_scales() -> None:
 
 
 def test_a_cluster_that_learns_of_failure_policies_gets_another_job() -> None:
-    """Kubernetes lets nobody add podFailurePolicy to a Job: the same name would make every upgrade fail."""
+    """Kubernetes refuses to add podFailurePolicy to a Job: the same name would make every upgrade fail."""
     old, new = (render_file(QUICKSTART, kube=kube).one("Job", "t-trainer") for kube in ("1.25.0", "1.26.0"))
     assert "podFailurePolicy" not in old["spec"]
     assert [rule["action"] for rule in new["spec"]["podFailurePolicy"]["rules"]] == ["Ignore", "Ignore", "FailJob"]

@@ -12,10 +12,10 @@ import pytest
 from tba.errors import ConfigError, DigestError, MalformedError, ObjectNotFoundError, WaitTimeoutError
 from tba.store import ObjectStore
 from tba_cli.artifacts import ArtifactStore, RequiredFolder
+from tba_cli.artifacts.artifact_store import pull_folders
 from tba_cli.artifacts.manifest import RECORD
-from tba_cli.artifacts.store import pull_folders
 from tests.support.model_folder import make_model_folder
-from tests.support.waiting import until
+from tests.support.waits import until
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_another_content_under_the_same_name_is_refused_or_replaces(
         artifacts.pull(old, tmp_path / "late")
 
 
-def test_a_push_that_was_killed_is_invisible_and_goes_on(
+def test_a_push_that_was_killed_is_invisible_and_continues(
     artifacts: ArtifactStore, store: ObjectStore, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object, **__: object) -> None:
@@ -161,7 +161,7 @@ def test_a_persons_folder_is_never_overwritten(artifacts: ArtifactStore, model: 
         artifacts.pull(manifest, own)
     assert contents(own) == before
     (own / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    assert artifacts.pull(manifest, own) == 0  # the same content is no trouble, and is left as it is
+    assert artifacts.pull(manifest, own) == 0  # the same content is no error, and is left as it is
 
 
 def test_a_folder_that_may_only_be_read_is_fine_as_long_as_it_is_whole(
@@ -174,7 +174,7 @@ def test_a_folder_that_may_only_be_read_is_fine_as_long_as_it_is_whole(
     def read_only(path: Path) -> None:
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr("tba_cli.artifacts.store.new_file", read_only)
+    monkeypatch.setattr("tba_cli.artifacts.artifact_store.new_file", read_only)
     assert artifacts.pull(manifest, copy) == 0
     (copy / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"copy cannot be written \(Read-only file system\); mount a volume there"):
@@ -206,7 +206,7 @@ def test_what_is_no_whole_folder_is_not_pushed(artifacts: ArtifactStore, tmp_pat
 def test_a_pull_waits_for_the_push(
     artifacts: ArtifactStore, model: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba_cli.artifacts.store.POLL_S", 0.05)
+    monkeypatch.setattr("tba_cli.artifacts.artifact_store.POLL_S", 0.05)
     wanted = RequiredFolder("model", str(tmp_path / "pod" / "models" / "tiny"), "model.path", frozenset({"trainer"}))
     with pytest.raises(
         WaitTimeoutError, match=r"wait 'model-push': .*models/tiny \(model\.path\) was not in the store"

@@ -1,4 +1,4 @@
-"""What every object store promises, checked on the embedded store and on a real S3 server over the network."""
+"""The contract of every object store, checked on the embedded store and on a real S3 server over the network."""
 
 from __future__ import annotations
 

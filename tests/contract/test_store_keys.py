@@ -1,4 +1,4 @@
-"""The bundled S3 server lets in two pairs of keys, one of which may only read, and nobody else."""
+"""The bundled S3 server accepts two pairs of keys, one of which may only read, and no others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(server: S3Server, keys: dict[str, str], **config: Any) -> Any:
 
 
 def code(error: pytest.ExceptionInfo[ClientError]) -> str:
-    """What S3 calls it."""
+    """Return S3's code of an error."""
     return error.value.response["Error"]["Code"]
 
 
@@ -164,7 +164,7 @@ def test_the_files_of_make_secrets_are_the_two_pairs(tmp_path: Path) -> None:
 
 
 def plain(server: S3Server, method: str, path: str, headers: dict[str, str] | None = None) -> int:
-    """The status of a request as anybody can make it."""
+    """Return the status of a request without keys."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request(method, path, headers=headers or {})
     status = connection.getresponse().status

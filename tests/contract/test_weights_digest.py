@@ -1,4 +1,4 @@
-"""The digest over parameters: the same for a file and for loaded tensors, whatever the order, metadata or dtype."""
+"""The digest over parameters: the same for a file and for loaded tensors, in any order, with any metadata or dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def digest_of_tensors(tensors: dict[str, torch.Tensor]) -> str:
-    """What a searcher computes over the parameters that its engine holds."""
+    """Compute the digest that a searcher computes over the parameters that its engine holds."""
     return params_digest(
         {
             name: (NAMES[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

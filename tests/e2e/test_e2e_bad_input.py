@@ -1,6 +1,6 @@
 """Bad input as a user or a broken client meets it: one sentence, and nothing has changed.
 
-What `tba run` refuses before it starts a child is in tests/integration/test_local_run.py; here are the errors that
+tests/integration/cli/test_local_run.py has the refusals of `tba run` before it starts a child; here are the errors that
 only real services find, and bytes on the wire of real services.
 """
 

@@ -1,4 +1,4 @@
-"""One run that loses a searcher to kill -9, is paused, goes on, and is stopped early."""
+"""One run that loses a searcher to kill -9, is paused, continues, and is stopped early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.e2e import (
 
 @pytest.fixture(scope="module")
 def place(make_place: MakePlace) -> Place:
-    """A run with two searchers that ends when it is told to; leases are short."""
+    """A run with two searchers that ends on command; leases are short."""
     place = make_place(
         trainer={"num_steps": ENDLESS}, searcher={"num_searchers": 2}, buffer={"port": 0, "lease_s": 4.0}
     )
@@ -35,7 +35,7 @@ def place(make_place: MakePlace) -> Place:
 
 
 def gauges(info: RunInfo, name: str) -> int:
-    """How many living searchers show this gauge above 0."""
+    """Count the searchers that are alive and show this gauge above 0."""
     return sum(item.kind == "searcher" and item.alive and item.gauges.get(name, 0) > 0 for item in info.components)
 
 
@@ -50,7 +50,7 @@ def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(pla
     os.kill(pid, signal.SIGKILL)
 
     step = client.run().step
-    place.until("training goes on", lambda info: info.step >= step + 10)
+    place.until("training continues", lambda info: info.step >= step + 10)
     visits = {lease["v"] for lease in leases.values() if lease["k"] == "train"}
     fulfilled = lambda: visits <= {rollout.visit_id for rollout in decode_all(stored_rollouts(redis_url))}  # noqa: E731
     until("others fulfil the visits of the dead searcher", fulfilled)
@@ -59,7 +59,7 @@ def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(pla
 
     after = stored_rollouts(redis_url)
     assert {rollout_id: after.get(rollout_id) for rollout_id in before} == before
-    # the counters are a little newer than the index of the same answer, and the run goes on
+    # the counters are a little newer than the index of the same answer, and the run continues
     stats, later = client.stats(), client.stats()
     assert len(after) <= stats.num_rollouts <= stats.pushed["new"] <= later.num_rollouts <= later.pushed["new"]
     assert later.pushed["refused"] == 0
@@ -68,7 +68,7 @@ def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(pla
     client.close()
 
 
-def test_a_paused_run_makes_no_step_and_goes_on_when_told_to(place: Place) -> None:
+def test_a_paused_run_makes_no_step_and_continues_when_told_to(place: Place) -> None:
     client = place.client()
     paused = place.control("pause", "--reason", "lunch")
     assert (paused.returncode, paused.stderr) == (0, "")
@@ -84,7 +84,7 @@ def test_a_paused_run_makes_no_step_and_goes_on_when_told_to(place: Place) -> No
         time.sleep(0.25)
         assert (client.run().step, client.stats().rollouts_generated) == still
     assert place.control("resume").stdout.startswith("run 'tiny': running")
-    place.until("training goes on", lambda info: info.step >= still[0] + 5)
+    place.until("training continues", lambda info: info.step >= still[0] + 5)
     client.close()
 
 

@@ -1,4 +1,4 @@
-"""One run whose five live settings are changed while it goes on; then all of it is killed, and it goes on with them."""
+"""One run whose five live settings are changed while it trains; then all is killed, and it continues with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.e2e.conftest import MakePlace
 from tests.support.e2e import ENDLESS, Place, decode_all, stored_rollouts, until, whole_ledger
 
 RATE, BETA, TEMPERATURE = 1e-4, 0.2, 1.1
-"""Of the recipe; m is 0."""
+"""Values of the recipe; m is 0."""
 FALLING = Schedule(kind="linear", value=0.4, final=0.2, steps=ENDLESS)
 """beta is set to it: it changes at every step, however many steps the run makes."""
 
@@ -32,7 +32,7 @@ class Control:
         self._place, self._capsys = place, capsys
 
     def __call__(self, *words: str, code: int = 0) -> str:
-        """What the command printed: on stderr where it is meant to fail."""
+        """Run the command and return its output: that on stderr if the command is meant to fail."""
         self._capsys.readouterr()
         found = main([*words, "--run-dir", str(self._place.folder)])
         output = self._capsys.readouterr()
@@ -73,7 +73,7 @@ def where(audit: SettingsAudit, name: str, lineage: int = 1) -> int:
 
 
 def falling_beta(entry: LedgerEntry) -> Any:
-    """As FALLING has it for a step, told apart from that of the step before."""
+    """Return the value of FALLING for a step; it differs from the value of the step before."""
     return pytest.approx(FALLING.at(entry.step - 1), rel=1e-9)
 
 
@@ -94,7 +94,7 @@ def test_live_settings_change_a_run_are_shown_and_hold_after_everything_was_kill
     trained = rate_and_beta_change_together_at_one_step(place, control)
     the_others_change_where_they_act(place, control)
     they_are_shown(place, control, trained)
-    after_a_kill_the_run_goes_on_with_them(place, trained)
+    after_a_kill_the_run_continues_with_them(place, trained)
     the_recipe_comes_back_and_the_run_ends_well(place, control)
 
 
@@ -148,7 +148,7 @@ def they_are_shown(place: Place, control: Control, trained: SettingsAudit) -> No
     assert "beta cannot be 0" in control("set", "beta=0", code=2)
 
 
-def after_a_kill_the_run_goes_on_with_them(place: Place, trained: SettingsAudit) -> None:
+def after_a_kill_the_run_continues_with_them(place: Place, trained: SettingsAudit) -> None:
     place.until("a checkpoint and a step", lambda info: info.checkpoint is not None and info.step % 10 > 2)
     before = read_settings(place)
     for pid in place.pids():

@@ -27,7 +27,7 @@ def tensors(place: Place, version: str, folder: Path) -> dict[str, torch.Tensor]
 
 
 def test_a_lora_run_ends_as_a_plain_model(make_place: MakePlace, tmp_path: Path) -> None:
-    """Its checkpoints are those of tests/integration/test_trainer_lora_runs.py."""
+    """tests/integration/trainer/test_trainer_lora_runs.py checks its checkpoints."""
     rate = {"value": 1e-2}
     place = make_place(
         objective={"preset": "tba_prime", "reference_reset_steps": 4},

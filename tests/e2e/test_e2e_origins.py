@@ -105,7 +105,7 @@ def test_a_run_without_searchers_and_without_rollouts_is_refused_at_once(ended: 
     assert f"there is no snapshot {RUN}/nowhere" in unknown.err
 
 
-def test_a_fork_goes_on_from_a_version_with_what_arrived_before_its_mark(ended: Place, tmp_path: Path) -> None:
+def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(ended: Place, tmp_path: Path) -> None:
     late = ended.tba("fork", f"{RUN}@1-7", "late")
     assert late.returncode == 2
     assert "has no weight version 1-7" in late.stderr

@@ -69,13 +69,13 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
 def client(services: Services) -> Iterator[BufferClient]:
     """A client of the run, which is going and at the end of the test still is."""
     client = BufferClient(services.recipe.buffer_url, retry_s=30)
-    steps_go_on(services, client)
+    steps_continue(services, client)
     yield client
-    steps_go_on(services, client)
+    steps_continue(services, client)
     client.close()
 
 
-def steps_go_on(services: Services, client: BufferClient, num_steps: int = 6) -> RunInfo:
+def steps_continue(services: Services, client: BufferClient, num_steps: int = 6) -> RunInfo:
     step = client.run().step
 
     def has_stepped() -> RunInfo | None:
@@ -84,7 +84,7 @@ def steps_go_on(services: Services, client: BufferClient, num_steps: int = 6) ->
         info = client.run()
         return info if info.step >= step + num_steps or info.step < step else None
 
-    info = until("training goes on", has_stepped)
+    info = until("training continues", has_stepped)
     assert info is not None
     return info
 
@@ -94,7 +94,7 @@ def settled(client: BufferClient) -> dict[str, float]:
     client.command("pause", RunCommand(reason="counting"))
 
     def at_rest() -> RunInfo | None:
-        """A sign of life from before an outage may say "at rest" too: it is the last one once its counts are whole."""
+        """A heartbeat from before an outage may say "at rest" too: it is the last one once its counts are whole."""
         info, generated = client.run(), client.stats().rollouts_generated
         beats = [item.gauges for item in info.components if item.kind == "searcher"]
         known = sum(beat.get("rollouts_pushed", 0) + beat.get("rollouts_duplicate", 0) for beat in beats)
@@ -113,7 +113,7 @@ def settled(client: BufferClient) -> dict[str, float]:
 
 
 def assert_nothing_lost_or_doubled(services: Services, client: BufferClient, before: dict[bytes, bytes]) -> None:
-    """What was acknowledged is stored, once: the searchers' counts, Redis and the buffer's counts agree."""
+    """Check that acknowledged rollouts are stored once: the searchers' counts, Redis and the buffer's counts agree."""
     counts = settled(client)
     stats, stored = client.stats(), stored_rollouts(services.redis_url)
     assert {rollout_id: stored.get(rollout_id) for rollout_id in before} == before
@@ -141,7 +141,7 @@ def test_while_the_reward_service_is_away_rollouts_are_kept_unscored_and_are_sco
 
     services.start("reward")
     until("all rollouts are scored", lambda: client.stats().num_pending == 0)
-    steps_go_on(services, client)
+    steps_continue(services, client)
     trained = trained_rollouts(client)  # first: what is trained later is not in the store as it is read now
     rollouts = {r.rollout_id.hex(): r for r in decode_all(stored_rollouts(services.redis_url))}
     answers = {prompt.prompt_id: prompt.data["answer"] for prompt in prompts_of(services.recipe)}
@@ -175,7 +175,7 @@ def test_a_killed_buffer_or_redis_comes_back_with_everything_it_acknowledged(
         with pytest.raises(UnavailableError):
             BufferClient(services.recipe.buffer_url, retry_s=0).run()
     process.start()
-    steps_go_on(services, client)
+    steps_continue(services, client)
     until("the next version is announced", lambda: client.run().latest_version != version)
     assert_nothing_lost_or_doubled(services, client, before)
 
@@ -208,7 +208,7 @@ class Takeover:
 @pytest.fixture(scope="module")
 def takeover(services: Services) -> Takeover:
     client = BufferClient(services.recipe.buffer_url, retry_s=30)
-    steps_go_on(services, client)
+    steps_continue(services, client)
     until("a checkpoint", lambda: client.run().checkpoint)
     zombie, zombie_log = services.processes["trainer"], services.folder / "zombie.log"
     at_freeze = freeze_when(zombie.pid, "the zombie holds the run", client, client.run, same=stands_at)
@@ -238,7 +238,7 @@ def test_a_zombie_trainer_ends_by_itself_and_announces_nothing_more(
     last_line = takeover.zombie_log.read_text().strip().splitlines()[-1]
     assert last_line.startswith("error: trainer: ")
     assert "a newer trainer start owns this run" in last_line
-    info = steps_go_on(services, client)
+    info = steps_continue(services, client)
     assert info.parents == {1: "0-0", 2: takeover.at_freeze.checkpoint}
     assert PolicyVersion.parse(info.latest_version or "").lineage == 2
     last = PolicyVersion.parse(takeover.at_freeze.latest_version or "")
@@ -271,7 +271,7 @@ def test_every_write_with_the_old_token_is_refused_and_the_zombies_versions_are_
     for attempt in attempts:
         with pytest.raises(FencedError):
             attempt()
-    info = steps_go_on(services, client, num_steps=10)
+    info = steps_continue(services, client, num_steps=10)
     assert (info.state, info.lineage) == ("running", 2)
     assert info.latest_version != str(version)
     assert info.checkpoint_key != "nowhere"
@@ -279,7 +279,7 @@ def test_every_write_with_the_old_token_is_refused_and_the_zombies_versions_are_
 
 
 def publish_spoiled(services: Services, client: BufferClient, version: PolicyVersion, folder: Path) -> None:
-    """What a zombie can still do: write a whole version, manifest and all, to the store."""
+    """Write a whole version, manifest included, to the store, as a zombie still can."""
     versions = WeightVersions(open_store(services.recipe.store), services.recipe.run.name)
     latest = PolicyVersion.parse(client.run().latest_version or "")
     manifest = versions.download(latest, folder / "latest")
@@ -300,7 +300,7 @@ def publish_spoiled(services: Services, client: BufferClient, version: PolicyVer
 
 def test_after_all_of_it_the_run_ends_as_any_other(services: Services) -> None:
     client = BufferClient(services.recipe.buffer_url, retry_s=30)
-    steps_go_on(services, client)
+    steps_continue(services, client)
     client.command("stop", RunCommand(reason="enough"))
     for name in ("trainer", *SEARCHERS):
         assert services.processes[name].wait(DEADLINE_S) == 0, services.log(name)

@@ -1,6 +1,6 @@
 """One run that loses its trainer to kill -9, is resumed, is stopped by Ctrl-C, is resumed again, and ends.
 
-The tests look at three starts of one run, in order; what they compare was noted while it went on.
+The tests look at three starts of one run, in order; what they compare was noted while it ran.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_MORE_STEPS = 12
 
 @dataclass(frozen=True)
 class Story:
-    """What was seen on the way."""
+    """The observations along the way."""
 
     place: Place
     killed: Started
@@ -101,7 +101,7 @@ def story(make_place: MakePlace) -> Story:
     )
 
 
-def test_a_killed_trainer_ends_the_run_with_one_sentence_that_says_how_to_go_on(story: Story) -> None:
+def test_a_killed_trainer_ends_the_run_with_one_sentence_that_says_how_to_continue(story: Story) -> None:
     assert story.killed.process.returncode == 1
     assert story.killed.err.count("\n") == 1
     assert story.killed.err.startswith("error: trainer died (killed by SIGKILL)")
@@ -109,7 +109,7 @@ def test_a_killed_trainer_ends_the_run_with_one_sentence_that_says_how_to_go_on(
     assert story.left_after_kill == []
 
 
-def test_a_resume_goes_on_in_a_new_lineage_right_after_the_checkpoint(story: Story) -> None:
+def test_a_resume_continues_in_a_new_lineage_right_after_the_checkpoint(story: Story) -> None:
     parent = story.at_kill.checkpoint
     assert story.resumed_info.parents == {1: "0-0", 2: parent}
     steps = [entry.step for entry in story.resumed_ledger if entry.lineage == 2]
@@ -124,7 +124,7 @@ def test_what_the_dead_lineage_did_after_its_checkpoint_is_marked_abandoned_and_
     assert abandoned == [(1, step) for step in after]
 
 
-def test_weights_and_optimizer_go_on_from_the_checkpoint(story: Story, tmp_path: Path) -> None:
+def test_weights_and_optimizer_continue_from_the_checkpoint(story: Story, tmp_path: Path) -> None:
     store = story.place.folder / "store"
     parent = step_of(story.at_kill.checkpoint)
     checkpoints = store / "runs" / RUN / "checkpoints"
@@ -154,8 +154,8 @@ def test_the_run_ends_with_every_step_exactly_once(story: Story) -> None:
     summary = story.place.summary()
     assert (summary["state"], summary["steps"], summary["lineages"]) == ("done", story.num_steps, 3)
     assert (summary["num_starts"], summary["ledger_violations"]) == (3, [])
-    living = [entry.step for entry in story.place.ledger() if not entry.abandoned]
-    assert living == list(range(1, story.num_steps + 1))
+    active = [entry.step for entry in story.place.ledger() if not entry.abandoned]
+    assert active == list(range(1, story.num_steps + 1))
     assert summary["rollouts_trained"] == 16 * len(story.place.ledger())
     assert sum(summary["policy_age_histogram"].values()) == summary["rollouts_trained"]
     assert story.place.pids() == []

@@ -35,7 +35,7 @@ def run_to_the_end(place: Place, *words: str) -> Place:
 
 
 def check_summary(place: Place) -> dict[str, Any]:
-    """What holds for every finished run; returns the summary."""
+    """Check the facts that are true for every finished run; return the summary."""
     summary = place.summary()
     assert summary.keys() >= KEYS
     assert summary["state"] == "done"
@@ -176,7 +176,7 @@ def test_an_alternating_run_never_generates_while_it_trains(alternating: Place) 
 
 
 def overlaps(rollouts: list[Rollout], ledger: list[LedgerEntry]) -> list[tuple[float, float, int]]:
-    """When a rollout was sampled while a step was computed: both share the clock of this machine."""
+    """Return the times at which a rollout was sampled while a step was computed, on the one clock of this machine."""
     steps = [(entry.acked_at_s - (entry.metrics["step_s"] or 0.0), entry.acked_at_s, entry.step) for entry in ledger]
     return [
         (rollout.started_at_s, rollout.finished_at_s, step)

@@ -8,7 +8,7 @@ from tests.support.e2e import ENDLESS, decode_all, open_leases, stored_rollouts,
 
 
 def pushing(info: RunInfo) -> set[str]:
-    """The living searchers that have pushed."""
+    """The searchers that are alive and have pushed."""
     found = (item for item in info.components if item.kind == "searcher" and item.alive and item.state == "running")
     return {item.component_id for item in found if item.gauges.get("rollouts_pushed", 0) > 0}
 
@@ -28,7 +28,7 @@ def test_searchers_come_and_go_while_the_trainer_trains(make_place: MakePlace) -
     down = place.control("scale", "1", "--wait")
     assert down.returncode == 0, down.stderr
     step = place.until("searcher-0 alone is left", lambda info: pushing(info) == {"searcher-0"}).step
-    place.until("training goes on", lambda info: info.step >= step + 5)
+    place.until("training continues", lambda info: info.step >= step + 5)
     redis_url = place.redis_url()
     for name in ("searcher-1", "searcher-2"):  # drained, not lost
         until(f"{name} has ended", lambda name=name: f"{name} was stopped (exit code 0)" in started.out)

@@ -1,4 +1,4 @@
-"""A run whose every link is TLS trains; who meets a certificate that it cannot accept, or no TLS, says so and ends."""
+"""A run with TLS on every link trains; a process that meets a wrong certificate, or no TLS, says so and ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tba_searcher.service import run_searcher
-from tba_trainer.run import run_trainer
+from tba_trainer.trainer import run_trainer
 
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
@@ -31,12 +31,12 @@ from tests.support.redis_process import free_port, start_redis
 from tests.support.s3_server import CREDENTIALS, S3Server
 from tests.support.served_app import TLS_FOLDER
 from tests.support.tls_proxy import TlsProxy
-from tests.support.waiting import DEADLINE_S, until
+from tests.support.waits import DEADLINE_S, until
 
 AUTHORITY = TLS_FOLDER / "authority.crt"
 TOKENS = {role: f"{role}-token-{'x' * 16}" for role in ("searcher", "trainer", "operator", "viewer")}
 NEVER_S = 1e6
-"""Of every retry: a client that tries again what cannot succeed would hang."""
+"""Delay of every retry: a client that repeats a call that cannot succeed would hang."""
 
 
 def proxy(name: str, port: int) -> TlsProxy:
@@ -51,7 +51,7 @@ class TlsWorld:
     folder: Path
     document: dict[str, Any]
     impostors: dict[str, TlsProxy]
-    """Certificate -> a server that shows it; whoever believes it reaches nothing."""
+    """Certificate -> a server that shows it; there is nothing behind the server."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def recipe(self, **sections: dict[str, Any]) -> Recipe:
@@ -77,11 +77,11 @@ class TlsWorld:
             )
 
     def log(self, kind: str) -> str:
-        """What a process has written."""
+        """Return the log of a process."""
         return (self.folder / f"{kind}.log").read_text()
 
     def wait_until_ready(self, kind: str, url: str) -> None:
-        """Until a service answers over https, or has ended."""
+        """Wait until a service answers over https, or has ended."""
 
         async def wait() -> None:
             async with asyncio.timeout(DEADLINE_S):
@@ -114,7 +114,7 @@ def tls_world(folder: Path, model: Path) -> Iterator[TlsWorld]:
             patch.setenv(name, value)
         store.start()
         ports = {name: stack.enter_context(proxy("server", port)).port for name, port in _plain(redis, store)}
-        # nobody gets through an impostor, so there is nothing behind it
+        # no connection gets through an impostor, so there is nothing behind it
         impostors = {name: stack.enter_context(proxy(name, free_port())) for name in ("stranger", "expired")}
         world = TlsWorld(folder, _document(folder, model, ports), impostors)
         stack.callback(lambda: world.end(*world.processes))
@@ -163,14 +163,14 @@ STEPS = 4
 """Optimizer steps, over which two versions are published and used."""
 PROBES_OF_LINKS = ("services", "redis", "store")
 MOST_CONNECTIONS = 4
-"""Of one client until it gives up: no storm."""
-TROUBLES = ("stranger", "expired", "plain")
+"""Most connections of one client until it gives up: no storm."""
+FAULTS = ("stranger", "expired", "plain")
 RUN: dict[str, Callable[[Recipe], object]] = {"trainer": run_trainer, "searcher": run_searcher}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[TlsWorld]:
-    """A run that has trained over TLS, and whose trainer and searcher are gone; it may go on."""
+    """A run that has trained over TLS, and whose trainer and searcher are gone; it may continue."""
     with tls_world(tmp_path_factory.mktemp("tls"), model) as started:
         _train(started)
         yield started
@@ -210,7 +210,7 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
         assert "Traceback" not in world.log(kind)
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     ("service", "link"),
     [
@@ -221,40 +221,40 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
         ("searcher", "store"),
     ],
 )
-def test_whoever_cannot_have_tls_says_so_in_a_sentence_and_ends(
-    world: TlsWorld, service: str, link: str, trouble: str
+def test_a_process_that_cannot_have_tls_says_so_in_a_sentence_and_ends(
+    world: TlsWorld, service: str, link: str, fault: str
 ) -> None:
-    recipe = world.recipe(**_changed(world, link, trouble))
+    recipe = world.recipe(**_changed(world, link, fault))
     before = _num_connections(world)
     with pytest.raises(StoreTlsError if link == "store" else TlsError) as raised:
         RUN[service](recipe)
-    _assert_says(str(raised.value), world, link, trouble)
+    _assert_says(str(raised.value), world, link, fault)
     assert _num_connections(world) - before <= MOST_CONNECTIONS
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_command_that_cannot_have_tls_says_so(
-    world: TlsWorld, trouble: str, capsys: pytest.CaptureFixture[str]
+    world: TlsWorld, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = _changed(world, "buffer", trouble)["buffer"]["url"]
+    url = _changed(world, "buffer", fault)["buffer"]["url"]
     tokens_file = world.document["auth"]["tokens_file"]
     assert main(["status", "--url", url, "--ca-file", str(AUTHORITY), "--token-file", tokens_file]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    _assert_says(said, world, "buffer", trouble)
+    _assert_says(said, world, "buffer", fault)
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("link", ["buffer", "reward", "redis", "store"])
-def test_the_doctor_says_which_link_has_no_tls(world: TlsWorld, link: str, trouble: str) -> None:
+def test_the_doctor_says_which_link_has_no_tls(world: TlsWorld, link: str, fault: str) -> None:
     code = {"buffer": "service", "reward": "service"}.get(link, link)
-    sections = _changed(world, link, trouble)
+    sections = _changed(world, link, fault)
     if link == "redis":  # nor is the buffer there, which would be believed
         sections["buffer"]["url"] = f"https://127.0.0.1:{free_port()}"
-    path = world.write(f"doctor-{link}-{trouble}", **sections)
+    path = world.write(f"doctor-{link}-{fault}", **sections)
     (result,) = [each for each in _look(path, link) if each.level == "fail"]
     assert result.code == code
     assert result.fix
-    _assert_says(result.found, world, link, trouble)
+    _assert_says(result.found, world, link, fault)
 
 
 def _look(path: Path, link: str | None = None) -> list[CheckResult]:
@@ -263,7 +263,7 @@ def _look(path: Path, link: str | None = None) -> list[CheckResult]:
     return run_checks(target, checks=[(name, CHECKS[name]) for name in names])
 
 
-def _changed(world: TlsWorld, link: str, trouble: str) -> dict[str, dict[str, Any]]:
+def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]]:
     """The recipe with the address of an impostor, or with one that says nothing of TLS."""
     section, key = {
         "buffer": ("buffer", "url"),
@@ -273,25 +273,25 @@ def _changed(world: TlsWorld, link: str, trouble: str) -> dict[str, dict[str, An
     }[link]
     address: str = world.document[section][key]
     scheme, _, rest = address.partition("://")
-    if trouble == "plain":
+    if fault == "plain":
         return {section: {key: f"{scheme.removesuffix('s')}://{rest}"}}
-    port = world.impostors[trouble].port
+    port = world.impostors[fault].port
     return {section: {key: f"{scheme}://127.0.0.1:{port}{'/0' if link == 'redis' else ''}"}}
 
 
-def _assert_says(said: str, world: TlsWorld, link: str, trouble: str) -> None:
-    """What is wrong, at which address, with which file, and what to do."""
+def _assert_says(said: str, world: TlsWorld, link: str, fault: str) -> None:
+    """Check that the message names the fault, the address, the file and the remedy."""
     setting = "store.ca_file" if link == "store" else "tls.ca_file"
-    if trouble == "plain":
+    if fault == "plain":
         assert f"speaks TLS: write {'rediss' if link == 'redis' else 'https'}:// for it" in said
         assert f"({setting} is {AUTHORITY})" in said
     else:
-        assert f"127.0.0.1:{world.impostors[trouble].port}" in said
+        assert f"127.0.0.1:{world.impostors[fault].port}" in said
         why = {
             "stranger": f"{setting} {AUTHORITY} must hold the authority behind it",
             "expired": "is not accepted (certificate has expired); renew it there",
         }
-        assert why[trouble] in said
+        assert why[fault] in said
 
 
 def _num_connections(world: TlsWorld) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_cli.tasks.addition import REWARD
+from tba_cli.generators.addition import REWARD
 from tests.support.e2e import RUN, Place, decode_all, stored_rollouts, tiny_sections
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_greedy import TIMEOUT_S, why_not

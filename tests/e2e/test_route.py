@@ -8,15 +8,17 @@ import re
 from pathlib import Path
 
 import pytest
+from tba_buffer.storage.context import PRELUDES
 
 from tests.e2e.conftest import MakePlace
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.e2e import ENDLESS, Place
-from tests.support.waiting import until
+from tests.support.waits import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = ROOT / "tests" / "support" / "route_hook"
 MAX_FILES = 70
+"""From lease to gradient, in Python and Lua."""
 NUM_STEPS = 8
 """Steps that are recorded: several publications, and every kind of draw."""
 
@@ -30,12 +32,15 @@ ROUTE = {
     "gradient": "TrainingLoop._one_step",
     "ack": "TrainingLoop._ack batches_router.<locals>.ack",
     "publication": "SnapshotWriter.take Publisher._publish lineages_router.<locals>.announce_version",
-    "weights": "SearcherLoop._pull_task WeightLoader.download",
+    "weights": "SearcherLoop._pull_task WeightLoader.download swap_weights",
 }
 """Step of the route -> the functions with which it begins, in tasks, threads and handlers of requests."""
+TO_GRADIENT = ("lease", "generation", "score", "push", "draw", "gradient")
+SCRIPTS = "Scripts.run_with"
+"""Runs the scripts of Redis."""
 BESIDE = "TrackerGroup.step Metrics.record_results Metrics.record_outcomes"
-"""Metrics and trackers are told here; no rollout goes through them."""
-AT_TIMES = {"tba/config/redis.py", "services/buffer/tba_buffer/run/loss_recovery.py"}
+"""Metrics and trackers; no rollout goes through them."""
+AT_TIMES = {"tba/config/redis.py", "services/buffer/tba_buffer/run/data_loss.py"}
 """Files that run when a request meets a new connection to Redis."""
 PREFIXES = {
     "B": "services/buffer/tba_buffer",
@@ -53,8 +58,8 @@ def last_step(place: Place) -> int:
 
 
 @pytest.fixture(scope="module")
-def recorded(make_place: MakePlace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Files of the product -> functions that ran on the route of a real run's rollouts."""
+def recorded(make_place: MakePlace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Files of the product on the route of a real run's rollouts -> the functions of ROUTE that led to them."""
     folder = tmp_path_factory.mktemp("route")
     place = make_place(
         trainer={"num_steps": ENDLESS, "checkpoint_interval": ENDLESS},
@@ -63,6 +68,7 @@ def recorded(make_place: MakePlace, tmp_path_factory: pytest.TempPathFactory) ->
             "ROUTE_FOLDER": str(folder),
             "ROUTE_ROOTS": " ".join(ROUTE.values()),
             "ROUTE_BESIDE": BESIDE,
+            "ROUTE_SCRIPTS": SCRIPTS,
         },
     )
     place.start()
@@ -73,12 +79,17 @@ def recorded(make_place: MakePlace, tmp_path_factory: pytest.TempPathFactory) ->
     on = {path.stem for path in folder.glob("*.on")}
     until("every process has written", lambda: on == {path.stem for path in folder.glob("*.route")})
     place.close()
-    found: dict[str, list[str]] = {}
+    found: dict[str, set[str]] = {}
     for path in folder.glob("*.route"):
         for line in path.read_text().splitlines():
-            name, function = line.split("\t")
-            if Path(name).is_relative_to(ROOT) and function != "<module>":
-                found.setdefault(str(Path(name).relative_to(ROOT)), []).append(function)
+            name, function, root = line.split("\t")
+            if name.endswith(".lua"):
+                # as Scripts puts them together
+                script = name.removesuffix(".lua")
+                for part in (script, *(f"preludes/{prelude}" for prelude in PRELUDES.get(script, ()))):
+                    found.setdefault(f"{PREFIXES['B']}/storage/lua/{part}.lua", set()).add(root)
+            elif Path(name).is_relative_to(ROOT) and function != "<module>":
+                found.setdefault(str(Path(name).relative_to(ROOT)), set()).add(root)
     return found
 
 
@@ -86,20 +97,21 @@ def walked() -> set[str]:
     """Files that the page names in its section about one rollout."""
     section = re.search(r"^## One rollout.*?(?=^## )", (ROOT / "docs" / "architecture.md").read_text(), re.M | re.S)
     assert section is not None
-    names = re.findall(r"`((?:[BSRT]|tba)/[\w/]+\.py)`", section[0])
+    names = re.findall(r"`((?:[BSRT]|tba)/[\w/]+\.(?:py|lua))`", section[0])
     return {re.sub(r"^([BSRT])/", lambda found: PREFIXES[found[1]] + "/", name) for name in names}
 
 
-def test_every_step_of_the_route_was_recorded(recorded: dict[str, list[str]]) -> None:
-    ran = {function for functions in recorded.values() for function in functions}
-    assert {root for roots in ROUTE.values() for root in roots.split()} <= ran
+def test_every_step_of_the_route_was_recorded(recorded: dict[str, set[str]]) -> None:
+    assert {root for roots in ROUTE.values() for root in roots.split()} == set().union(*recorded.values())
 
 
-def test_the_route_of_a_rollout_is_short(recorded: dict[str, list[str]]) -> None:
-    assert len(recorded) <= MAX_FILES, sorted(recorded)
+def test_the_route_of_a_rollout_is_short(recorded: dict[str, set[str]]) -> None:
+    roots = {root for step in TO_GRADIENT for root in ROUTE[step].split()}
+    until_gradient = sorted(file for file, led in recorded.items() if led & roots and file not in AT_TIMES)
+    assert len(until_gradient) <= MAX_FILES, " ".join(until_gradient)
 
 
-def test_the_page_walks_through_the_files_that_run_and_no_others(recorded: dict[str, list[str]]) -> None:
+def test_the_page_walks_through_the_files_that_run_and_no_others(recorded: dict[str, set[str]]) -> None:
     named = walked()
     assert {"not on the page": set(recorded) - named - AT_TIMES, "did not run": named - set(recorded)} == {
         "not on the page": set(),

@@ -1,4 +1,4 @@
-"""What many tests of this folder begin with: a real Redis, buffers over it, reward services, a tiny model."""
+"""Fixtures of this folder: a real Redis, buffers over it, reward services, a tiny model."""
 
 from __future__ import annotations
 

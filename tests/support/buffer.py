@@ -23,7 +23,7 @@ from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
-from tests.support.waiting import DEADLINE_S
+from tests.support.waits import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE_PATHS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward", "searcher", "trainer"))]
@@ -205,7 +205,7 @@ def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: 
 
 
 def stored_run(client: BufferClient) -> RunInfo:
-    """The run without what changes by itself: the signs of life of services, and the note about them."""
+    """Return the run without the parts that change by themselves: heartbeats of services, and the note about them."""
     info = client.run()
     components = [item for item in info.components if item.kind not in ("buffer", "reward")]
     return info.model_copy(update={"components": components, "note": None})

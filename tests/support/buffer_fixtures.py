@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import pytest
-from tba_buffer.storage.client import BytesRedis
+from tba_buffer.storage.redis_client import BytesRedis
 
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.tokens import TokensFile
-from tests.support.waiting import DEADLINE_S
+from tests.support.waits import DEADLINE_S
 
 _served: dict[str, BufferThread] = {}
 """By URL."""
@@ -55,12 +55,12 @@ class BufferThread:
         return self._clients[-1]
 
     def hold_little(self) -> None:
-        """From now on the system holds little of what a client has not read."""
+        """Let the system hold little of the data that a client has not read, from now on."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs."""
+        """True: the thread still runs."""
         return self._thread.is_alive()
 
     def stop(self) -> None:

@@ -53,7 +53,7 @@ def named(client: BufferClient) -> set[tuple[str, str]]:
 
 
 def read_everything(url: str, *more: str) -> None:
-    """No GET and no command fails; also those of `more` paths, and of every rollout that is listed.
+    """Check that no GET and no command fails, the paths `more` and every listed rollout included.
 
     Raises:
         AssertionError: naming those that fail, with their answers.

@@ -1,10 +1,10 @@
-"""A buffer under load that something terrible happens to, and the checks of what has to be true afterwards.
+"""A buffer under load that a fault hits, and the checks of the result.
 
 load     pushers push visits of several prompts, again and again with the same ids until they are acknowledged;
          doublers push what others push, in another order, at the same time; one trainer draws and acks step by step
 fault    one function, at a random moment
-after    the load goes on for a moment, ends, and `check` compares Redis, index, stats and ledger with what the load
-         was told: every acknowledged rollout exactly once (or evicted and counted), no batch half acked
+after    the load continues for a moment, ends, and `check` compares Redis, index, stats and ledger with the answers to
+         the load: every acknowledged rollout exactly once (or evicted and counted), no batch half acked
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tba.errors import BusyError, ServiceError, UnavailableError, VoidBatchError
 from tba.wire import decode_rollout, encode_rollout
 from tba_cli.reports.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
 from tests.support.buffer import Stack, make_payloads, make_prompts, make_rollout, start_lineage
-from tests.support.waiting import until
+from tests.support.waits import until
 
 NUM_PROMPTS = 6
 NUM_PUSHERS = 3
 MARK_EVERY = 3
 NUM_TRIALS = int(os.environ.get("CHAOS_TRIALS", "1"))
 in_campaigns = pytest.mark.skipif("CHAOS_TRIALS" not in os.environ, reason="other tests have its fault and more")
-"""For faults that `make chaos-buffer` counts by themselves."""
+"""Mark for tests with a fault that `make chaos-buffer` counts by itself."""
 RECOVERY_S = 180.0
 MOST_THAT_FILL = 1000
 """A buffer of so many rollouts is full before the fault."""
@@ -93,8 +93,8 @@ class Doubler(Pusher):
 
 
 class Trainer(threading.Thread):
-    """Draws and acks step by step, and sets a mark every MARK_EVERY steps; a void batch is drawn anew, an ack or a mark
-    without an answer is repeated."""
+    """Draws and acks step by step, and sets a mark every MARK_EVERY steps; a void batch is drawn again, an ack or
+    a mark without an answer is repeated."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__(daemon=True, name="trainer")
@@ -181,7 +181,7 @@ class Trial:
         if most <= MOST_THAT_FILL:  # it is to evict when the fault comes, however slow this machine is
             until("it evicts", lambda: sum(len(pusher.acked) for pusher in self.load) > 1.25 * most)
         fault(self.stack, rng)
-        self._until_it_goes_on()
+        self._until_it_continues()
         time.sleep(after_s)
         if self.with_compaction:
             until("the log is compacted", lambda: client.stats().checkpoint_position > 0)
@@ -192,7 +192,7 @@ class Trial:
             assert not thread.is_alive(), f"{thread.name} hangs"
         return self.check()
 
-    def _until_it_goes_on(self) -> None:
+    def _until_it_continues(self) -> None:
         deadline = time.monotonic() + RECOVERY_S
         before = sum(len(pusher.acked) for pusher in self.load)
         while sum(len(pusher.acked) for pusher in self.load) == before:
@@ -250,7 +250,7 @@ class Trial:
 
 async def _index(stack: Stack) -> Any:
     """The index that a new process would build from Redis, and the position of its checkpoint."""
-    from tba_buffer.index.replay import read_head
+    from tba_buffer.index.log_follower import read_head
     from tba_buffer.service import Buffer
 
     buffer = Buffer(stack.recipe, CollectorRegistry())
@@ -261,7 +261,7 @@ async def _index(stack: Stack) -> Any:
 
 
 def until_ready(stack: Stack) -> None:
-    """Until the buffer answers requests again.
+    """Wait until the buffer answers requests again.
 
     Raises:
         AssertionError: not within RECOVERY_S.

@@ -20,21 +20,21 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "tba"
 SCENARIOS = ROOT / "tests" / "chart" / "values"
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
-"""That of PATH, or the one that `make test` puts beside Python (tools/install_helm.py)."""
+"""The program of PATH, or the one that `make test` puts beside Python (tools/install_helm.py)."""
 NO_HELM = "no helm on PATH"
 needs_helm = pytest.mark.skipif(HELM is None, reason=NO_HELM)
 OLDEST, NEWEST = "1.20.2", "1.37.0"
 API_VERSIONS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
 RELEASE, NAMESPACE = "t", "lab"
 KUBERNETES_API = ("--set", "networkPolicy.kubernetesApi.to[0].ipBlock.cidr=192.0.2.10/32")
-"""Where the Kubernetes API is; Helm asks the cluster, and here is none."""
+"""The address of the Kubernetes API; Helm asks the cluster for it, and here is none."""
 SEARCHERS = CHART / "values-searchers.yaml"
 OF_A_RUN = "recipeName=quickstart,searchersOnly.bufferUrl=http://run-buffer.far:8700,searchersOnly.rewardUrl=https://rewards.far"
 _FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def value_files() -> list[Path]:
-    """Those of the chart that bring a run, and the scenarios of its tests."""
+    """Return the chart's own files that bring a run, and the scenarios of its tests."""
     return sorted(set(CHART.glob("values-*.yaml")) - {SEARCHERS}) + sorted(SCENARIOS.glob("*.yaml"))
 
 
@@ -49,18 +49,18 @@ class Pod:
 
     @property
     def component(self) -> str:
-        """Which component it is of."""
+        """The component that the object belongs to."""
         return self.metadata["labels"]["app.kubernetes.io/component"]
 
     @property
     def containers(self) -> list[dict[str, Any]]:
-        """All of them, those of the start too."""
+        """All containers, the init containers included."""
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What Helm made."""
+    """The output of Helm."""
 
     objects: list[dict[str, Any]] = field(repr=False)
 
@@ -106,7 +106,7 @@ def template(*args: str, kube: str = NEWEST, release: str = RELEASE) -> subproce
 
 @lru_cache(maxsize=64)
 def rendered_text(*args: str, kube: str = NEWEST) -> str:
-    """What `helm template` prints; it must succeed."""
+    """Return the output of `helm template`; it must succeed."""
     done = template(*args, kube=kube)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -125,12 +125,12 @@ def render_file(path: Path, *more: str, kube: str = NEWEST) -> Rendering:
 
 
 def arguments(path: Path) -> tuple[str, ...]:
-    """What Helm is given for a file of values."""
+    """Return Helm's arguments for a file of values."""
     return ("-f", str(path), *(("--set", OF_A_RUN) if path == SEARCHERS else ()))
 
 
 def refusal(*args: str, kube: str = NEWEST, release: str = RELEASE) -> str:
-    """What Helm says when it refuses."""
+    """Return Helm's message; it must refuse."""
     done = template(*args, kube=kube, release=release)
     assert done.returncode != 0, "the chart was rendered"
     return " ".join(done.stderr.split())

@@ -1,6 +1,6 @@
 """Golden outputs of the chart: `make golden` writes them again, tests/chart/test_manifests.py compares.
 
-What changes with every recipe is left out: texts in ConfigMaps, checksums, and the names that have one.
+Parts that change with every recipe are left out: texts in ConfigMaps, checksums, and the names that have one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a deployment has, as real processes on this machine: an S3 server, Redis, buffer and reward service, tokens."""
+"""A deployment as real processes on this machine: an S3 server, Redis, buffer and reward service, tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.model_folder import make_model_folder
 from tests.support.redis_process import free_port, start_redis
 from tests.support.reward_process import is_ready
 from tests.support.s3_server import CREDENTIALS, S3Server
-from tests.support.waiting import until
+from tests.support.waits import until
 
 TOKENS = {role: f"{role}-token-{'x' * 16}" for role in ("searcher", "trainer", "operator", "viewer")}
 REDIS_OPTIONS = (

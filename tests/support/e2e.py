@@ -25,7 +25,7 @@ from tba_cli.reports.ledger import batch_entries, ledger_lines
 from tba_cli.run_folder import RunFolder
 from tests.support.buffer import SERVICE_PATHS, Stack, start_buffer, write_recipe
 from tests.support.redis_process import RedisProcess, free_port, start_redis
-from tests.support.waiting import DEADLINE_S, until
+from tests.support.waits import DEADLINE_S, until
 
 RUN = "tiny"
 ENDLESS = 1_000_000
@@ -62,7 +62,7 @@ def tiny_sections(model: Path, /, **sections: dict[str, Any]) -> dict[str, dict[
 
 @dataclass
 class Started:
-    """One `tba run` that was started and may still go on."""
+    """One `tba run` that was started and may still run."""
 
     process: subprocess.Popen[bytes]
     output: Path
@@ -184,7 +184,7 @@ class Place:
         return found
 
     def log(self, child: str) -> str:
-        """What a child has written."""
+        """Return the log of a child."""
         return (self.folder / "logs" / f"{child}.log").read_text()
 
     def summary(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def freeze_when(
 
     Args:
         client: of the buffer, which answers between the readings: so it has also dealt with what came before.
-        same: what of the value must not change any more. What the process has sent already takes effect first.
+        same: the part of the value that must stay. Messages that the process has sent already take effect first.
     """
 
     def stopped_in_time() -> T:
@@ -257,12 +257,12 @@ def freeze_when(
 
 
 def stands_at(info: RunInfo | None) -> object:
-    """Where the trainer has brought the run; for `freeze_when`."""
+    """Return the position of the run; for `freeze_when`."""
     return info and (info.lineage, info.step, info.checkpoint, info.latest_version)
 
 
 def searchers_at_rest(info: RunInfo) -> bool:
-    """In a paused run: every searcher has said that it holds nothing and gets nothing, so it makes nothing more."""
+    """Return True if, in a paused run, every searcher holds nothing and gets nothing, so it makes nothing more."""
     held = ("active_slots", "waiting_requests", "queued_rollouts", "unpushed")
     return all(
         item.wait is not None and item.wait.name == "run-paused" and not any(item.gauges[name] for name in held)
@@ -324,7 +324,7 @@ class Services:
         return self.stack.redis.url
 
     def start(self, kind: str, name: str | None = None) -> subprocess.Popen[bytes]:
-        """Start `python -m tba_<kind>`; `name` is that of its log, and the id of a searcher."""
+        """Start `python -m tba_<kind>`; `name` is the name of its log, and the id of a searcher."""
         name = name or kind
         environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -337,11 +337,11 @@ class Services:
         return self.processes[name]
 
     def log(self, name: str) -> str:
-        """What a process has written."""
+        """Return the log of a process."""
         return (self.folder / f"{name}.log").read_text()
 
     def logs(self) -> dict[str, str]:
-        """What every process has written."""
+        """Return the log of every process."""
         return {name: self.log(name) for name in self.processes} | {"buffer": self.stack.buffer.log_path.read_text()}
 
     def kill(self, name: str) -> None:

@@ -1,4 +1,6 @@
-"""The contract of every engine, as functions that run against any of them (tests/integration/test_searcher_engines.py).
+"""The contract of every engine, as functions that run against any of them.
+
+tests/integration/searcher/test_searcher_engines.py runs them.
 
 Each case gets a `Bench` and fails by an exception. It says how to make an engine, and holds two models of the same
 shape, `old` and `new`, as folders and in transformers.
@@ -59,7 +61,7 @@ class Model:
 
     folder: Path
     tensors: Path
-    """As the trainer publishes: named parameters, a tied head once."""
+    """The tensors as the trainer publishes them: named parameters, a tied head once."""
     in_transformers: Any
     in_trainer: Any
     """Another copy: the trainer exchanges the attention of the model that it computes log-probs with."""
@@ -379,7 +381,7 @@ def case_stop_strings_end_a_response(bench: Bench) -> None:
     assert len(done["late"].response_tokens) == (24 if again < 0 else again + 2)
 
 
-def case_what_cannot_be_honoured_is_refused_and_the_rest_goes_on(bench: Bench) -> None:
+def case_what_cannot_be_honoured_is_refused_and_the_rest_continues(bench: Bench) -> None:
     good = make_request("good", (5, 6, 7), Sampling(temperature=0.0))
     with bench.engine() as engine:
         engine.submit(good)
@@ -472,7 +474,7 @@ ON_ONE_MODEL = (
     case_a_bad_version_is_refused_and_the_old_one_back,
     case_sampling_options_are_in_the_logprobs,
     case_stop_strings_end_a_response,
-    case_what_cannot_be_honoured_is_refused_and_the_rest_goes_on,
+    case_what_cannot_be_honoured_is_refused_and_the_rest_continues,
     case_slots_are_counted_and_aborted_requests_forgotten,
     case_a_seed_of_a_request_decides_its_response,
     case_half_precision_is_verified_too,

@@ -112,7 +112,7 @@ def fuzz(
         if always is not None:
             always(case)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of requests are not ours
+            warnings.simplefilter("ignore")  # warnings of the package requests
             case.call_and_validate(base_url=base_url, checks=checks)
 
     @limits

@@ -16,7 +16,7 @@ from tba.versions import START, PolicyVersion
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """What a record says of one rollout. A reward of none with status `scored` is 0."""
+    """The fields of one rollout's record. A reward of none with status `scored` is 0."""
 
     prompt: int = 0
     reward: float = 0.0

@@ -8,7 +8,7 @@ from typing import Any
 from kubernetes_validate import utils
 
 OLDEST_SCHEMAS = "1.25"
-"""Of the package. What is rendered for older clusters is compared with OLD_KINDS and NEW_FIELDS instead."""
+"""The oldest of the package. Manifests for older clusters are compared with OLD_KINDS and NEW_FIELDS instead."""
 VERSIONS = ("1.25", "1.29", "1.33", "1.37")
 FOREIGN = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
 """Kinds of operators; the package has no schemas for them."""
@@ -25,7 +25,7 @@ OLD_KINDS = {
     ("rbac.authorization.k8s.io/v1", "Role"),
     ("rbac.authorization.k8s.io/v1", "RoleBinding"),
 }
-"""What a cluster of 1.20 serves and the chart uses."""
+"""The API versions that a cluster of 1.20 serves and the chart uses."""
 NEW_FIELDS = {
     "appArmorProfile",
     "backoffLimitPerIndex",
@@ -58,7 +58,7 @@ def _cached(filename: str, desired_version: str) -> Any:
 
 
 def problems(manifest: dict[str, Any], version: str) -> str | None:
-    """What a release's strict schema says against a manifest; None: nothing."""
+    """Check a manifest with the strict schema of a release; None: it fits."""
     utils.schema_contents = _cached  # the package reads 2 MB again for every manifest
     try:
         utils.validate(manifest, version, strict=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKES = ROOT / "tests" / "integration" / "local_fakes"
+FAKES = ROOT / "tests" / "integration" / "cli" / "local_fakes"
 DEADLINE_S = 180.0
 
 RECIPE = """

@@ -1,4 +1,4 @@
-"""What GET /metrics of a service says."""
+"""Read GET /metrics of a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PromQL of rules and dashboard refers to, and the metrics that docs/operations.md lists."""
+"""The metrics that PromQL of rules and dashboard refers to, and those that docs/operations.md lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FILES = ROOT / "charts" / "tba" / "files"
 RULES = FILES / "rules.yaml"
 OF_PROMETHEUS = {"namespace", "job", "le", "release"}
-"""Labels that Prometheus and the ServiceMonitor add, and that of buckets."""
+"""Labels that Prometheus and the ServiceMonitor add, and the label of buckets."""
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on PATH (Debian package prometheus)")
 
@@ -33,7 +33,7 @@ def documented_metrics() -> dict[str, set[str]]:
 
 
 def metrics_in(query: str) -> set[str]:
-    """Names of the metrics in a query, those of histograms without _bucket, _sum and _count."""
+    """Names of the metrics in a query; histograms without _bucket, _sum and _count."""
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\btba_\w+", query)}
 
 

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba_cli.redis_server import START_SCRIPT
-from tests.support.waiting import DEADLINE_S
+from tests.support.waits import DEADLINE_S
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
 OF_OTHERS = (*DURABLE, "--aof-load-truncated", "no")
-"""What a Redis needs that somebody else starts, without start_redis.sh."""
+"""The flags of a Redis that is started without start_redis.sh."""
 
 
 _RANDOM = random.SystemRandom()
-"""Whatever a test does to the seeds: processes that test at the same time must not draw the same ports."""
+"""Not seeded by a test: processes that test at the same time must not draw the same ports."""
 _given: set[int] = set()
-"""Ports that this process has been told."""
+"""Ports that this process has been given."""
 
 
 def redis_server_path() -> str:
@@ -39,7 +39,7 @@ def redis_server_path() -> str:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, and that the system gives to no connection of anybody meanwhile."""
+    """A port that was free a moment ago, and that the system gives to no connection meanwhile."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     others = [port for port in range(10_240, 65_536) if not first <= port <= last] or range(first, last + 1)
     while True:
@@ -61,7 +61,7 @@ class RedisProcess:
     environ: Mapping[str, str] = field(default_factory=dict)
     """More environment variables of the process."""
     as_we_start_it: bool = True
-    """False: a Redis that somebody else runs, and that does what Redis does over a torn file."""
+    """False: an external Redis, which treats a torn file as Redis does."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.support.buffer import SERVICE_PATHS, make_recipe, write_recipe
 from tests.support.redis_process import free_port
-from tests.support.waiting import DEADLINE_S
+from tests.support.waits import DEADLINE_S
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def running_reward(folder: Path, **section: Any) -> Iterator[str]:
 
 
 def is_ready(url: str) -> bool:
-    """Whether a service answers `/readyz` well."""
+    """Return True if a service answers `/readyz` well."""
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
             return response.status == 200

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from tba_reward.composite_reward import CompositeReward, RewardComponent
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import Failure, Item, Outcome
-from tba_reward.tasks import CompositeReward, RewardComponent
 
 from tba.config.reward import ExactSpec, TaskReward
 

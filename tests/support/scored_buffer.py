@@ -24,7 +24,7 @@ def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str
 
 
 def stored_rollouts(redis: RedisProcess) -> dict[bytes, Rollout]:
-    """What Redis holds, by rollout id."""
+    """Return the rollouts in Redis, by id."""
     from redis import Redis
 
     with Redis.from_url(redis.url) as client:

@@ -11,12 +11,13 @@ from typing import Any
 from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.engine import EmbeddedEngine
-from tba_searcher.engines.weights import WeightLoader
+from tba_searcher.engines.weight_loader import WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import ResultBuilder
-from tba_searcher.generation.status import SearcherStatus, WaitRegistry
+from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
+from tba_searcher.waits import WaitRegistry
 
 from tba.api import LineageReply
 from tba.clients import BufferClient, RewardClient

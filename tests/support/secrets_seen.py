@@ -1,4 +1,4 @@
-"""Which secrets each pod of the chart and each service of Compose sees: the table of docs/security.md, as data."""
+"""The secrets that each pod of the chart and each service of Compose sees: the table of docs/security.md, as data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one pod or service sees.
+    """The secrets that one pod or service sees.
 
     Attributes:
         sends: roles whose token it could send.
-        checks: whether it has the digests of all others.
+        checks: True if it has the digests of all others.
         store: the keys of the object store: "read", "write", both for the store itself, or none.
         other: other secrets.
     """
@@ -45,7 +45,7 @@ SEEN = {
     "objectstore": Seen(store="both"),
     "grafana": Seen(other="password of Grafana"),
 }
-"""Component of the chart or service of Compose -> what it sees; whoever is not here sees nothing."""
+"""Component of the chart or service of Compose -> the secrets that it sees; all others see nothing."""
 
 
 def make_secrets(folder: Path, *args: str) -> str:
@@ -55,21 +55,21 @@ def make_secrets(folder: Path, *args: str) -> str:
 
 
 def tokens_seen(files: list[Path]) -> tuple[frozenset[str], bool]:
-    """(roles whose token the files hold, whether they tell the tokens of all roles from others)."""
+    """Return (roles whose token the files hold, True if they tell the tokens of all roles from others)."""
     found = {role: tokens for file in files for role, tokens in load_role_tokens(file).items()}
     sends = frozenset(role for role, tokens in found.items() if not all(map(is_digest, tokens)))
     return sends, set(found) == set(ROLES)
 
 
 def store_seen(access_key_ids: set[str]) -> str:
-    """What keys of this id may do."""
+    """Return the rights of keys with these ids."""
     return {frozenset(): "none", frozenset({"tba"}): "write", frozenset({"tba-read"}): "read"}.get(
         frozenset(access_key_ids), "both"
     )
 
 
 def access_key_id(file: Path) -> str:
-    """Of a file of credentials as boto3 reads it."""
+    """Return the id in a file of credentials, as boto3 reads it."""
     found = configparser.ConfigParser()
     found.read_string(file.read_text())
     return found["default"]["aws_access_key_id"]

@@ -75,7 +75,7 @@ class ServedApp:
 
     @property
     def num_connections(self) -> int:
-        """How many are open now."""
+        """The number of open connections."""
         return len(self.server.server_state.connections)
 
     def connect(self) -> socket.socket:
@@ -83,7 +83,7 @@ class ServedApp:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def serial_number(self, ca_file: Path) -> str:
-        """Of the certificate that it shows to a new connection."""
+        """Return the number of the certificate that it shows to a new connection."""
         context = ssl.create_default_context(cafile=str(ca_file))
         with self.connect() as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
             found = sock.getpeercert()

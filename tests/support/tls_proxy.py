@@ -25,7 +25,7 @@ class TlsProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.num_connections = 0
-        """Made so far, whatever became of them."""
+        """Connections made so far, failed ones included."""
 
     def __enter__(self) -> TlsProxy:
         threading.Thread(target=self._accept, daemon=True).start()

@@ -125,8 +125,7 @@ class TrainerProcesses:
         self.versions = WeightVersions(FileStore(folder / "store"), "demo")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pace_s = 0.0
-        """How long every ack takes once what `at_call` is asked for was done: a signal that takes its time must not
-        find the run done."""
+        """Duration of every ack after the action of `at_call`: a slow signal must not find the run done."""
 
     def start(self, *, num_processes: int = 1) -> subprocess.Popen[bytes]:
         """Start the trainer, in several processes by torchrun."""
@@ -165,7 +164,7 @@ class TrainerProcesses:
         return self._log_path(number).read_text()
 
     def digests(self) -> dict[PolicyVersion, str]:
-        """Of the parameters of every published version."""
+        """Return the digests of the parameters of every published version."""
         return {version: self.versions.manifest(version).params_sha256 for version in self.versions.versions()}
 
     def _log_path(self, number: int) -> Path:

@@ -31,7 +31,7 @@ from tests.support.trainer_values import make_batch
 class LiveBytes(TorchDispatchMode):
     """While it is open, `peak` follows the bytes of all storages that were there or that an op has made.
 
-    Storages that FSDP resizes count with their size of the moment. What an op needs only inside itself is not seen.
+    Storages that FSDP resizes count with their size of the moment. Memory inside of an op is not seen.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ DEADLINE_S = 240.0
 
 
 class Trained:
-    """What came of a run: metrics of every step, the published weights, and the checkpoint."""
+    """The results of a run: metrics of every step, the published weights, and the checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         result = json.loads((folder / "result.json").read_text())
@@ -101,7 +101,7 @@ def run_alone(folder: Path, recipe: Recipe, *, num_steps: int, resume: Trained |
     """Train `num_steps` steps in this process.
 
     Args:
-        resume: go on from its checkpoint.
+        resume: continue from its checkpoint.
     """
     from tba_trainer.distributed.process_group import Team
 
@@ -158,7 +158,7 @@ def _job(folder: Path, recipe: Recipe, num_steps: int, resume: Trained | None) -
 
 
 def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells one of its workers, on loopback."""
+    """Return the environment that torchrun gives one of its workers, on loopback."""
     team = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {
         **os.environ,

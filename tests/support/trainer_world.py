@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tba_trainer.run import train
+from tba_trainer.trainer import train
 
 from tba.api import LedgerEntry, ResumeEntry
 from tba.config import Recipe
@@ -38,7 +38,7 @@ class World:
         return load_file(paths[0])
 
     def ledger_violations(self) -> list[str]:
-        """What `tba ledger check` would say about the acks."""
+        """Return what `tba ledger check` would find in the acks."""
         buffer = self.buffer
         tree = lineage_tree(buffer.parents)
         active = {v.lineage: v.step for v in tree.ancestry(PolicyVersion(buffer.lineage, buffer.step))}

@@ -79,7 +79,7 @@ judge = Judge()
 
 
 def whole_call(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """How many items the call holds; it cannot take the completion "bad"."""
+    """Return the number of items of the call for each; the completion "bad" is an error."""
     if "bad" in completions:
         raise ValueError("a bad completion")
     assert len(prompts) == len(completions) == len(answer)
@@ -114,14 +114,14 @@ def at_least(completions: list[str], threshold: int, scale: float = 1.0, **kwarg
 
 
 def logs(completions: list[str], log_extra: Any = None, log_metric: Any = None, **kwargs: Any) -> list[float]:
-    """What newer releases of TRL offer for logging."""
+    """Use the functions that newer releases of TRL offer for logging."""
     log_extra("text", completions)
     log_metric("accuracy", 0.5)
     return [1.0] * len(completions)
 
 
 def needs_state(completions: list[str], trainer_state: Any) -> list[float]:
-    """What only TRL's trainer can give."""
+    """Use a state that only TRL's trainer can give."""
     return [float(trainer_state.global_step)] * len(completions)
 
 

@@ -1,4 +1,4 @@
-"""The cases of the vLLM engine alone, and the process that runs them and those of engine_contract.py on vLLM: vLLM
+"""The cases of the vLLM engine alone, and the process that runs them and the cases of engine_contract.py on vLLM: vLLM
 changes the process it is in (torch's threads, compilation, the garbage collector), and warns a lot.
 
 `python -m tests.support.vllm_cases FOLDER` prints, as its last line, {case: "passed" or a traceback}.
@@ -22,9 +22,9 @@ import numpy as np
 from tba_searcher.engines.engine import Engine, EngineDiedError, EngineError, EngineSettings
 from tba_searcher.engines.torch.engine import EmbeddedEngine
 from tba_searcher.engines.torch.reference_logprobs import StartingModel
-from tba_searcher.engines.vllm import weights
+from tba_searcher.engines.vllm import worker_extension
 from tba_searcher.engines.vllm.engine import VllmEngine, VllmSettings
-from tba_searcher.engines.weights import LoadedWeights, swap_weights
+from tba_searcher.engines.weight_loader import LoadedWeights, swap_weights
 
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
@@ -65,18 +65,18 @@ def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> No
     requests = make_requests(6, temperatures=(0.0,), seed=5)
     old = LoadedWeights(START, (bench.old.tensors,), bench.manifest(bench.old, START))
     new = LoadedWeights(V1, (bench.new.tensors,), bench.manifest(bench.new, V1))
-    whole = weights.HashedTensors.__iter__
+    whole = worker_extension.HashedTensors.__iter__
 
     def breaks_off(tensors: Any) -> Iterator[Any]:
         for number, item in enumerate(whole(tensors)):
             if number == 4:  # one of two packed tensors is in
-                weights.HashedTensors.__iter__ = whole
+                worker_extension.HashedTensors.__iter__ = whole
                 raise OSError("the disk is gone")
             yield item
 
     with bench.engine() as engine:
         before = tokens_of(run_all(engine, requests))
-        with replaced(weights.HashedTensors, "__iter__", breaks_off):
+        with replaced(worker_extension.HashedTensors, "__iter__", breaks_off):
             error = swap_weights(engine, new, old)
         assert isinstance(error, EngineError)
         assert not isinstance(error, EngineDiedError)

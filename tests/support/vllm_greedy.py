@@ -25,7 +25,7 @@ ENVIRON = {
     "HF_HUB_OFFLINE": "1",
 }
 TIMEOUT_S = 900
-"""Of the process: one engine took 175 s on a machine at load 10."""
+"""Time limit of the process: one engine took 175 s on a machine at load 10."""
 
 
 def why_not() -> str | None:

@@ -49,11 +49,11 @@ def start_nodes(run: TrainerProcesses) -> list[subprocess.Popen[bytes]]:
 
 
 def logs(run: TrainerProcesses) -> str:
-    """What both have written."""
+    """Return the logs of both nodes."""
     return "".join((run.folder / f"node-{number}.log").read_text() for number in range(2))
 
 
-def test_two_nodes_are_stopped_and_go_on_to_the_end(run: TrainerProcesses) -> None:
+def test_two_nodes_are_stopped_and_continue_to_the_end(run: TrainerProcesses) -> None:
     nodes = start_nodes(run)
 
     def stop() -> None:

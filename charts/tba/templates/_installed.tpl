@@ -22,12 +22,12 @@ is touched. Where no cluster is asked (`helm template`, Argo CD) there is nothin
 {{- $new := index $.Values $part "persistence" }}
 {{- $size := $claim.spec.resources.requests.storage }}
 {{- if ne (include "tba.bytes" $size) (include "tba.bytes" $new.size) }}
-{{- fail (printf "%s.persistence.size is %v and the claim was made with %v, which Kubernetes lets nobody change here; set it back and grow the claim itself: kubectl patch pvc data-%s-%s-0 (docs/deploy.md)" $part $new.size $size $name $part) }}
+{{- fail (printf "%s.persistence.size is %v and the claim was made with %v, which Kubernetes does not let Helm change; set it back and grow the claim itself: kubectl patch pvc data-%s-%s-0 (docs/deploy.md)" $part $new.size $size $name $part) }}
 {{- end }}
 {{- $fixed := dict "storageClass" (list ($claim.spec.storageClassName | default "") $new.storageClass) "accessModes" (list (sortAlpha $claim.spec.accessModes | join " ") (sortAlpha $new.accessModes | join " ")) "annotations" (list ($claim.metadata.annotations | default dict | toJson) ($new.annotations | toJson)) }}
 {{- range $key, $values := $fixed }}
 {{- if ne (first $values) (last $values) }}
-{{- fail (printf "%s.persistence.%s is %q and the claim was made with %q, which Kubernetes lets nobody change; set it back" $part $key (last $values) (first $values)) }}
+{{- fail (printf "%s.persistence.%s is %q and the claim was made with %q, which Kubernetes does not let anybody change; set it back" $part $key (last $values) (first $values)) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -44,7 +44,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- $registry := $root.Values.global.imageRegistry | default $own.registry | default (.foreign | ternary "" $root.Values.image.registry) -}}
 {{- $tag := $own.tag | default (.foreign | ternary "" $root.Values.image.tag) | default $root.Chart.AppVersion -}}
 {{- if and (eq (toString $tag) "latest") (not $own.digest) }}
-{{- fail (printf "the tag of image %s is latest, which is another image every day and would be another on every node; name a version" $own.repository) }}
+{{- fail (printf "the tag of image %s is latest, which may be a different image every day and on every node; name a version" $own.repository) }}
 {{- end -}}
 {{ with $registry }}{{ trimSuffix "/" . }}/{{ end }}{{ $own.repository }}{{ if $own.digest }}@{{ $own.digest }}{{ else }}:{{ $tag }}{{ end }}
 {{- end }}

@@ -18,7 +18,7 @@
 {{- fail "recipe is required: helm install tba charts/tba --set-file recipe=recipes/mine.toml, or recipeName with a recipe of this chart" }}
 {{- end }}
 {{- if not (contains "=" $text) }}
-{{- fail (printf "recipe is %q, which is no TOML; for the name of a file: --set-file recipe=FILE" (trunc 80 $text)) }}
+{{- fail (printf "recipe is %q, which is not TOML; for the name of a file: --set-file recipe=FILE" (trunc 80 $text)) }}
 {{- end -}}
 {{ toYaml (dict "recipe.toml" $text) }}
 {{- end }}

@@ -65,7 +65,7 @@
 {{- fail "objectstore.enabled brings a store that checks two pairs of keys; name their Secrets in store.credentialsSecret and store.readOnlyCredentialsSecret: `deploy/make-secrets --kubernetes NAMESPACE | kubectl apply -f -` makes tba-store and tba-store-read" }}
 {{- end }}
 {{- if and $store.credentialsSecret (not $store.readOnlyCredentialsSecret) }}
-{{- fail (printf "store.credentialsSecret %s is for those who write; name a Secret with keys that only read in store.readOnlyCredentialsSecret, for the searchers, or the same one where your store has no such keys" $store.credentialsSecret) }}
+{{- fail (printf "store.credentialsSecret %s is for services that write; name a Secret with keys that only read in store.readOnlyCredentialsSecret, for the searchers, or the same one where your store has no such keys" $store.credentialsSecret) }}
 {{- end }}
 {{- end }}
 
@@ -111,6 +111,9 @@
 {{- define "tba.validate.scaling" -}}
 {{- $scaling := .Values.scaling }}
 {{- $keda := $scaling.keda }}
+{{- if hasKey $scaling "releaseWhenOver" }}
+{{- fail "scaling.releaseWhenOver is now scaling.scaleDownOnRunEnd: write the new name" }}
+{{- end }}
 {{- if eq $scaling.backend "keda" }}
 {{- if not $keda.serverAddress }}
 {{- fail "scaling.backend is keda and scaling.keda.serverAddress is empty; give the URL of the Prometheus that scrapes the buffer service" }}
@@ -174,7 +177,7 @@
 {{- end }}
 {{- end }}
 {{- if and .Values.setup.prepare (not .Values.setup.enabled) }}
-{{- fail "setup.prepare is true and setup.enabled is false: nobody would fetch anything; set setup.enabled to true, or setup.prepare to false" }}
+{{- fail "setup.prepare is true and setup.enabled is false: nothing would be fetched; set setup.enabled to true, or setup.prepare to false" }}
 {{- end }}
 {{- if and (not .Values.setup.prepare) .Values.setup.hubToken.existingSecret }}
 {{- fail "setup.hubToken is for setup.prepare, which is false: nothing would use the token; set setup.prepare to true or remove it" }}

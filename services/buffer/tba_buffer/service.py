@@ -24,7 +24,7 @@ from tba.config.redis import redis_access
 from tba.errors import UnavailableError
 from tba.logs import get_logger
 from tba_buffer.eviction.evictor import Evictor
-from tba_buffer.index.replay import Compactor, IndexView
+from tba_buffer.index.log_follower import Compactor, IndexView
 from tba_buffer.monitoring.metrics import Metrics
 from tba_buffer.monitoring.stats import StatsReader
 from tba_buffer.prompts.catalog import Catalog
@@ -34,9 +34,9 @@ from tba_buffer.rollouts.push import PushAdmission, RolloutWriter
 from tba_buffer.rollouts.queries import RolloutReader
 from tba_buffer.run.components import Components, absent_trainer
 from tba_buffer.run.control import RunControl
-from tba_buffer.run.events import Events, ObservedRun
+from tba_buffer.run.data_loss import LossRecovery
+from tba_buffer.run.event_streams import Events, ObservedRun
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.run.loss_recovery import LossRecovery
 from tba_buffer.run.scaling import Scaling
 from tba_buffer.run.settings import Settings, read_settings
 from tba_buffer.run.state import RunStateReader
@@ -47,12 +47,12 @@ from tba_buffer.scoring.reward_service import RewardConnection, RewardProbe
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.scoring.worker import ScoringWorker
 from tba_buffer.snapshots.jobs import SnapshotJobs
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import refused_writes
+from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.damage import DAMAGE_ERRORS
 from tba_buffer.storage.durability import DurabilityCheck
 from tba_buffer.storage.keys import Keys
+from tba_buffer.storage.redis_client import refused_writes
 
 UPKEEP_S = 1.0
 STOP_TIMEOUT_S = 5.0
@@ -234,7 +234,7 @@ class Buffer:
         if self._upkeep is not None:
             return
         # own the run first: an older process that is still alive cannot change what is read now
-        await ownership.take(self.context)
+        await buffer_epoch.take(self.context)
         await self.prompts.catalog.load()
         await self.run.lineages.load()
         await self.run.settings.load()
@@ -267,7 +267,7 @@ class Buffer:
         if self._not_ready is not None:
             return self._not_ready
         if self._upkeep is not None and self._upkeep.done() and not self._ending.is_set():
-            return f"the upkeep has failed ({self._upkeep.exception()!r}); restart the buffer"
+            return f"the background upkeep has failed ({self._upkeep.exception()!r}); restart the buffer"
         try:
             # asked now: the last check of the upkeep may be a second old
             await self.context.redis.ping()
@@ -348,14 +348,14 @@ class Buffer:
         )
 
     async def _reread(self) -> None:
-        """Read everything beside the index again: Redis was restored from an older file."""
+        """Read everything except the index again: Redis was restored from an older file."""
         await self.prompts.catalog.reload()
         await self.run.lineages.load()
         await self.run.settings.load()
         self.scoring.worker.forget_positions()
 
     async def _tend(self) -> None:
-        await ownership.check(self.context)
+        await buffer_epoch.check(self.context)
         await self.rollouts.evictor.enforce()
         # a save reads the log behind a position, which compaction would cut
         if not self.rollouts.snapshots.is_saving:
@@ -375,7 +375,7 @@ class Buffer:
                     await self._tend()
                     self._upkeep_problem = None
             except DAMAGE_ERRORS as error:  # a damaged value: the upkeep continues once Redis is restored
-                failure = f"the upkeep has failed ({error!r}), and is tried again; the log has more"
+                failure = f"the background upkeep has failed ({error!r}), and is tried again; the log says why"
                 if failure != self._upkeep_problem:  # one traceback, not one per second
                     log.exception("upkeep_failed")
                 self._upkeep_problem = failure
@@ -399,7 +399,7 @@ def check_redis(recipe: Recipe) -> None:
         durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync)
         try:
             await durability.check_at_start()
-            await ownership.check_format(durability.redis, Keys(recipe.run.name))
+            await buffer_epoch.check_format(durability.redis, Keys(recipe.run.name))
             await read_settings(durability.redis, Keys(recipe.run.name), recipe)
         finally:
             await durability.aclose()

@@ -21,12 +21,12 @@ from tba.errors import LimitError, MalformedError, UnavailableError
 from tba.fields import MAX_DIGITS
 from tba.server import Authenticator, create_app, problems, raw_body
 from tba.tokens import TokensFile
+from tba_reward.composite_reward import CompositeReward, ScoreCache
 from tba_reward.metrics import Metrics
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorers import Tools
 from tba_reward.service import RewardService, build_tasks
-from tba_reward.tasks import CompositeReward, ScoreCache
 
 _DISCONNECT_POLL_S = 0.5
 MAX_ID_CHARS = 200
@@ -198,7 +198,7 @@ def _read_item(item: Any, at: int, max_text_chars: int, *, is_suspect: bool) -> 
     except ValidationError as error:
         return _error_result(_item_id(item, at), "malformed", _describe(error))
     except UnicodeEncodeError:
-        return _error_result(_item_id(item, at), "malformed", "there is text in it that is not valid Unicode")
+        return _error_result(_item_id(item, at), "malformed", "it has text that is not valid Unicode")
     for name, text in (("prompt", read.prompt), ("response", read.response)):
         if len(text) > max_text_chars:
             detail = f"the {name} has {len(text)} characters, the limit is {max_text_chars} (reward.max_text_chars)"

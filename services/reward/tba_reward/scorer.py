@@ -166,7 +166,7 @@ def checked(value: object) -> Outcome:
         # an integer of a thousand digits is possible in Python
         number = float(value)
     except OverflowError:
-        return Failure("too_large", "the score is an integer that no float holds")
+        return Failure("too_large", "the score is an integer that is too large for a float")
     if not math.isfinite(number):
         return Failure("not_finite", f"the score is {number}")
     return number if is_bounded(number) else Failure("too_large", f"the score is {number:g}, beyond {MAX_NUMBER:g}")

@@ -18,10 +18,10 @@ from tba.api import ScoreError, ScoreItem, ScoreResult
 from tba.config.reward import ExactSpec, LastNumberSpec, MakeNSpec, MathSpec, RewardSection, ScorerSpec, TaskReward
 from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
 from tba.logs import get_logger
+from tba_reward.composite_reward import CachedScorer, CompositeReward, ItemReward, RewardComponent, ScoreCache
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import OK, Failure, InlineScorer, Item, clean
 from tba_reward.scorers import Tools, build_scorer
-from tba_reward.tasks import CachedScorer, CompositeReward, ItemReward, RewardComponent, ScoreCache
 
 BUILT_IN: Mapping[str, TaskReward] = {
     "addition": TaskReward(scorers=[ExactSpec(kind="exact", compare="integer")]),
@@ -192,7 +192,7 @@ class RewardService:
         # one request may be larger than the limit, or it could never be scored
         if num_items and self._num_pending + num_items > max(self._max_pending_items, num_items):
             raise BusyError(
-                f"{self._num_pending} completions are being scored already; come back later, or raise "
+                f"{self._num_pending} completions are already being scored; try again later, or raise "
                 "reward.num_workers or reward.max_pending_items",
                 retry_after_s=1.0,
                 wait="reward-workers",

@@ -61,11 +61,12 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
 from tba_searcher.engines.tokenizer import Codec
-from tba_searcher.engines.weights import LoadedWeights, WeightLoader
+from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
-from tba_searcher.generation.status import SearcherStatus, retry_until
+from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
+from tba_searcher.waits import retry_until
 
 TICK_S = 0.05
 HEARTBEAT_S = 1.0

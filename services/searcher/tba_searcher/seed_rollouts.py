@@ -114,8 +114,8 @@ def _check_objective(recipe: Recipe) -> None:
     member = recipe.objective.member
     if member is None or member.anchor == "behaviour" or member.centre != "theta" or member.importance_weight != "none":
         raise ConfigError(
-            f"objective {recipe.objective.preset!r} looks at the log-probs of the policy that wrote a rollout, which a "
-            'file does not know; seed a run whose objective does not: preset = "tb"'
+            f"objective {recipe.objective.preset!r} uses the log-probs of the policy that wrote a rollout, which a "
+            'file does not have; seed a run whose objective does not use them: preset = "tb"'
         )
 
 
@@ -195,7 +195,7 @@ def _seed(recipe: Recipe, codec: TextCodec, row: SeedRow, where: str, prompts: d
         raise ConfigError(f"{where}: prompt_id is missing, and the recipe has {len(prompts)} train prompts")
     prompt_id = next(iter(prompts)) if row.prompt_id is None else row.prompt_id
     if prompt_id not in prompts:
-        raise ConfigError(f"{where}: {prompt_id!r} is no train prompt of the recipe")
+        raise ConfigError(f"{where}: {prompt_id!r} is not a train prompt of the recipe")
     prompt = prompts[prompt_id]
     prompt_tokens, response_tokens = codec.encode_prompt(prompt.text), codec.encode_response(row.response)
     task_limit = (

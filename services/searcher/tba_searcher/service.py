@@ -31,12 +31,14 @@ from tba.weights import WeightVersions
 from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import open_codec
-from tba_searcher.engines.weights import LoadedWeights, WeightLoader, verification_error
+from tba_searcher.engines.weight_check import verification_error
+from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import Embedder, ResultBuilder
-from tba_searcher.generation.status import SearcherStatus, WaitRegistry, retry_until
+from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import HEARTBEAT_S, TICK_S, SearcherLoop
+from tba_searcher.waits import WaitRegistry, retry_until
 
 if TYPE_CHECKING:
     from tba_searcher.engines.torch.reference_logprobs import StartingModel

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def run(recipe: Recipe) -> int:
     """Run one trainer until the run is over, SIGTERM, or an error; return the exit code."""
-    from tba_trainer.run import run_trainer
+    from tba_trainer.trainer import run_trainer
 
     return run_trainer(recipe)
 

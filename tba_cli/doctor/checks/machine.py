@@ -110,7 +110,7 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         return
     answer = _ask_torch()
     if isinstance(answer, str):
-        yield fail("gpu-torch", f"torch cannot be imported: {answer}", "install it again; the sentence says what broke")
+        yield fail("gpu-torch", f"torch cannot be imported: {answer}", "install it again; the message says what failed")
         return
     # torch may count GPUs that this CUDA build cannot use
     gpus = answer["gpus"] if answer["usable"] else []
@@ -122,14 +122,15 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         build = (
             "torch was built without CUDA" if answer["cuda"] is None else f"torch is built for CUDA {answer['cuda']}"
         )
-        yield fail("gpu", f"{' and '.join(users)} want a GPU, and torch sees none; {build}; {seen}", _no_gpu(answer))
+        yield fail("gpu", f"{' and '.join(users)} want a GPU, but torch sees none; {build}; {seen}", _no_gpu(answer))
         return
     yield ok("gpu", f"{names}; {seen}; torch {answer['torch']}, CUDA {answer['cuda']}")
     # containers that see the same GPU run out of its memory, hours later
     if target.num_gpus is not None and len(gpus) != target.num_gpus:
         yield fail(
             "gpu-count",
-            f"{len(gpus)} GPU(s) are seen here, and {target.num_gpus} should be (--gpus): others may use the same",
+            f"{len(gpus)} GPU(s) are visible here, but --gpus asks for {target.num_gpus}: other containers may use the "
+            "same ones",
             "give each container its own (compose: device_ids, one each; chart: gpu.count)",
         )
     num_needed = recipe.trainer.num_processes if "trainer" in users else 1
@@ -149,7 +150,7 @@ def _memory(target: Target, users: list[str], free_bytes: int) -> Iterator[Check
         # config.json is enough, so that no weights are read
         shape = shape_of_folder(Path(recipe.model.path))
     except (ConfigError, OSError):
-        yield skip("gpu-memory", f"{recipe.model.path} is not here, so nobody knows how much memory it takes")
+        yield skip("gpu-memory", f"{recipe.model.path} is not here, so its memory need is unknown")
         return
     section = recipe.searcher
     # half of the limits, as `tba sizing` assumes by default
@@ -297,7 +298,7 @@ def _shared_memory(target: Target) -> Iterator[CheckResult]:
         if users:
             yield fail("shared-memory", f"there is no {SHARED_MEMORY}, which {users[0]} needs", "mount a tmpfs there")
         return
-    # containers have 64 MiB unless they ask for more, and then NCCL fails in words about something else
+    # containers have 64 MiB unless they ask for more, and NCCL then fails with an unrelated error message
     total = shutil.disk_usage(SHARED_MEMORY).total
     text = f"{SHARED_MEMORY} has {total / GIB:.2f} GiB"
     if users and total < MIN_SHM_BYTES:

@@ -12,10 +12,10 @@ from tba.errors import ConfigError, MalformedError, StoreError
 from tba.store import open_store
 from tba.weights import tensor_header
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
+from tba_cli.artifacts.artifact_store import describe
 from tba_cli.artifacts.huggingface import check_allowed
 from tba_cli.artifacts.prepared import HALF_DONE
 from tba_cli.artifacts.required import Service
-from tba_cli.artifacts.store import describe
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 
 TIMEOUT_S = 5.0
@@ -49,9 +49,9 @@ def check_hub(target: Target) -> Iterator[CheckResult]:
         try:
             check_allowed(item)
         except ConfigError as error:
-            yield fail("hub", str(error), "do what the sentence says, then run this again")
+            yield fail("hub", str(error), "do what the message says, then run this again")
         else:
-            yield ok("hub", f"the hub lets us have {item.kind} {item.hub}")
+            yield ok("hub", f"the hub gives access to {item.kind} {item.hub}")
 
 
 def _here(folder: RequiredFolder) -> CheckResult:
@@ -109,7 +109,7 @@ def _elsewhere(target: Target, folder: RequiredFolder) -> CheckResult:
         except (StoreError, MalformedError) as error:
             return warn("model-stored", f"{what} is not here, and the store fails: {error}", "repair the store")
         if manifest is not None:
-            found = f"{what} is not here; {store.url} has it whole ({describe(manifest)}), to be pulled"
+            found = f"{what} is not here; {store.url} has a complete copy to pull ({describe(manifest)})"
             return ok("model-stored", found)
     if has_maker:
         return warn("model-stored", f"{what} is neither here nor in the store", "run `tba setup`, which makes it")

@@ -1,4 +1,4 @@
-"""Check what of a recipe would fail after `tba run` has begun (`tba config check`).
+"""Find the errors of a recipe that would show only after `tba run` has begun (`tba config check`).
 
 The code of the run itself reads the prompts, measures the model and asks the scorers, so that both always agree.
 """
@@ -29,7 +29,7 @@ MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
 INCONCLUSIVE_REASONS = frozenset({"abstained", "ambiguous", "too_long"})
 """Reasons for no score that the made-up response may have caused."""
-FIX = "correct what the sentence names"
+FIX = "correct what the message names"
 SLACK_S = 60.0
 """Time for everything beside the start of the scorers and their answers."""
 ELSEWHERE = "its services run elsewhere (buffer.url); `tba doctor` looks at it in their containers"
@@ -210,7 +210,7 @@ class RecipeChecks:
         if not target.is_local:
             yield skip("device", ELSEWHERE)
         elif importlib.util.find_spec("torch") is None:
-            yield skip("device", f"torch is not installed here, so nobody can try {named}")
+            yield skip("device", f"torch is not installed here, so {named} cannot be tried")
         else:
             try:
                 check_devices(self.recipe)
@@ -275,7 +275,7 @@ def _scorer_results(trial: Trial) -> Iterator[CheckResult]:
             yield warn(
                 "scorer",
                 f"task {task!r}: {len(errors)} of {len(results)} made-up responses have no score ({errors[0]})",
-                "nothing, if such a response shall have none; else correct the scorer",
+                "nothing, if such a response should have no score; otherwise correct the scorer",
             )
         else:
             rewards = ", ".join(f"{result.reward:g}" for result in results)

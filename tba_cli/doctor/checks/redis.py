@@ -58,7 +58,7 @@ def check_redis(target: Target) -> Iterator[CheckResult]:
     if config is None:
         yield fail(
             "redis-config",
-            "Redis does not let CONFIG GET be called, so nobody knows whether it keeps what it accepts",
+            "Redis does not allow CONFIG GET, so it is unknown whether it keeps what it accepts",
             "allow the user of buffer.redis_url CONFIG GET (ACL SETUSER ... +config|get); the buffer needs it too",
         )
         return
@@ -116,7 +116,7 @@ def ask_redis(recipe: Recipe, ask: Callable[[Any], T]) -> T:
         if problem is None:
             problem = f"{where} cannot be reached ({type(error).__name__}: {_hidden(error, secret)})"
             if access.url.startswith("rediss:") and isinstance(error, TimeoutError):
-                problem += "; one without TLS waits for ever there: is it redis://?"
+                problem += "; a server without TLS never answers a TLS client: should it be redis://?"
     except RedisProblemError:
         raise
     except Exception as error:  # the library has no class for an answer that is not of the protocol
@@ -182,7 +182,7 @@ def _ask_buffer(target: Target, problem: RedisProblemError) -> Iterator[CheckRes
     elif "buffer" in target.services:
         yield fail("redis", str(problem), "start Redis, or correct buffer.redis_url and buffer.redis_password_file")
     else:
-        yield skip("redis", f"not reached from here, where nobody needs it ({problem})")
+        yield skip("redis", f"not reachable from here, but nothing here needs it ({problem})")
 
 
 def _state(info: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -254,7 +254,7 @@ def _number(fields: Mapping[str, str], name: str) -> int:
     text = fields.get(name, "0")
     # something else may listen on the port, and answer anything
     if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"Redis says that {name} is {text[:40]!r}, which is no number; is that a Redis?")
+        raise ConfigError(f"Redis says that {name} is {text[:40]!r}, which is not a number; is that a Redis?")
     return int(text)
 
 

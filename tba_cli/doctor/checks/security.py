@@ -114,9 +114,9 @@ def _accepted(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:
                 f"give the {service} service the same file as here; it reads a changed file again by itself",
             )
         elif accepted:
-            yield ok("tokens-accepted", f"the {service} service takes the tokens of {', '.join(accepted)}")
+            yield ok("tokens-accepted", f"the {service} service accepts the tokens of {', '.join(accepted)}")
         else:
-            yield skip("tokens-accepted", f"the {service} service does not answer, so its tokens are not tried")
+            yield skip("tokens-accepted", f"the {service} service does not answer, so its tokens are not checked")
 
 
 def _unknown_tokens(target: Target, *, have_tokens: bool) -> Iterator[CheckResult]:
@@ -137,7 +137,7 @@ def _unknown_tokens(target: Target, *, have_tokens: bool) -> Iterator[CheckResul
         elif have_tokens and answer.status == 200:
             yield fail(
                 "tokens-refused",
-                f"the {service} service lets an unknown token in: it runs without tokens",
+                f"the {service} service accepts an unknown token: it runs without tokens",
                 f"give the {service} service auth.tokens_file and start it again",
             )
 

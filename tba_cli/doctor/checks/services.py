@@ -15,7 +15,7 @@ from tba.errors import ConfigError
 from tba.tokens import load_tokens
 from tba_cli.doctor.checks.redis import RedisProblemError, ask_redis, clock_offset_s
 from tba_cli.doctor.target import Answer, CheckResult, Target, TlsProblem, fail, http_get, ok, skip, warn
-from tba_cli.tasks import builtin_names
+from tba_cli.generators import builtin_names
 
 LIBRARIES = ("torch", "transformers", "vllm", "pydantic", "boto3", "redis", "datasets")
 HEALTHY = {"ok", "idle"}
@@ -57,7 +57,7 @@ def _health(service: str, answer: Answer) -> CheckResult:
     return fail(
         "service",
         f"the {service} service answers {answer.status}: {answer.detail}",
-        "the sentence says what it waits for; its log says more",
+        "the message says what it waits for; its log says more",
     )
 
 
@@ -98,7 +98,7 @@ def _run(target: Target) -> Iterator[CheckResult]:
             yield warn(
                 "run-waits",
                 f"{wait.owner} waits ({wait.name}) for {wait.for_s:.0f} s, {-wait.deadline_in_s:.0f} s too long",
-                "docs/operations.md, Waits, says who ends this wait; look at that one's log",
+                "docs/operations.md, Waits, says which service ends this wait; read the log of that service",
             )
 
 
@@ -132,14 +132,14 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
         if version != tba.__version__:
             yield fail(
                 "release-services",
-                f"the {service} service runs tba {version}, and here is {tba.__version__}",
+                f"the {service} service runs tba {version}, but this is tba {tba.__version__}",
                 "run one release everywhere: give all images one tag",
             )
         elif run != target.recipe.run.name:
             yield fail(
                 "release-run",
-                f"the {service} service at {target.url(service)} belongs to run {run!r}, and this recipe is "
-                f"{target.recipe.run.name!r}",
+                f"the {service} service at {target.url(service)} belongs to run {run!r}, but this recipe is for "
+                f"run {target.recipe.run.name!r}",
                 f"correct {service}.url, or give the services one recipe",
             )
         else:

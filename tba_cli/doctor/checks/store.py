@@ -24,7 +24,7 @@ LARGE_BYTES = 2 * PART_BYTES + 1024 * 1024
 """Sent in parts."""
 SLOW_S = 2.0
 """Per small object; a version has about ten."""
-FIX_STORE = "the sentence says what is wrong; docs/deploy.md, Redis and object stores"
+FIX_STORE = "the message says what is wrong; docs/deploy.md, Redis and object stores"
 
 
 def check_store(target: Target) -> Iterator[CheckResult]:
@@ -43,7 +43,7 @@ def check_store(target: Target) -> Iterator[CheckResult]:
     except (StoreError, ConfigError) as error:
         # the reward service reads the store for its models alone
         if target.services == {"reward"} and not required_folders(target.recipe, "reward"):
-            yield skip("store", f"not reached from here, where nobody needs it ({error})")
+            yield skip("store", f"not reachable from here, but nothing here needs it ({error})")
         else:
             yield fail("store", str(error), FIX_STORE)
         return

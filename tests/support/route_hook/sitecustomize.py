@@ -2,8 +2,9 @@
 
 Python imports `sitecustomize` at its start. ROUTE_ROOTS names the chosen functions by qualified name. A thread watches
 ROUTE_FOLDER: recording begins when a file `start` is there (PID.on says so), and ends with `stop`. Then PID.route has a
-line for each function of tba that a chosen one called, directly or not: file, tab, qualified name. Calls below a
-function that ROUTE_BESIDE names are left out.
+line for each function of tba that a chosen one called, directly or not: file, qualified name, chosen function. For a
+script of Redis the file is `NAME.lua`: ROUTE_SCRIPTS names the function that runs scripts, whose argument is `name`.
+Calls below a function that ROUTE_BESIDE names are left out.
 """
 
 import os
@@ -12,19 +13,35 @@ import threading
 import time
 
 EVERY_S = 0.02
+MAX_WALKS = 2000
+"""After so many calls in turn that show no new chosen function above it, a function is no longer followed."""
 roots = frozenset(os.environ.get("ROUTE_ROOTS", "").split())
 beside = frozenset(os.environ.get("ROUTE_BESIDE", "").split())
+scripts = os.environ.get("ROUTE_SCRIPTS", "")
 recording = False
-codes: set = set()
+found: set = set()
+"""Pairs of a function or script, and the chosen function above it."""
+walks: dict = {}
 
 
 def record(frame, event, _argument) -> None:
-    if not recording or event != "call" or frame.f_code in codes or "/tba" not in frame.f_code.co_filename:
+    code = frame.f_code
+    if not recording or event != "call" or "/tba" not in code.co_filename:
         return
+    names_script = code.co_qualname == scripts
+    if not names_script:
+        walks[code] = walks.get(code, 0) + 1
+        if walks[code] > MAX_WALKS:
+            return
     caller = frame
     while caller is not None and caller.f_code.co_qualname not in beside:
-        if caller.f_code.co_qualname in roots and "/tba" in caller.f_code.co_filename:
-            codes.add(frame.f_code)
+        root = caller.f_code.co_qualname
+        if root in roots and "/tba" in caller.f_code.co_filename:
+            if (code, root) not in found:
+                found.add((code, root))
+                walks[code] = 0
+            if names_script:
+                found.add((frame.f_locals["name"], root))
             return
         caller = caller.f_back
 
@@ -38,11 +55,15 @@ def watch(folder: str) -> None:
     while not os.path.exists(os.path.join(folder, "stop")):
         time.sleep(EVERY_S)
     recording = False
-    lines = sorted({f"{code.co_filename}\t{code.co_qualname}\n" for code in codes})
+    lines = sorted({"\t".join([*where(item), root]) + "\n" for item, root in found})
     half = os.path.join(folder, f"{os.getpid()}.half")
     with open(half, "w") as file:
         file.writelines(lines)
     os.replace(half, half.removesuffix(".half") + ".route")
+
+
+def where(item) -> tuple[str, str]:
+    return (f"{item}.lua", "script") if isinstance(item, str) else (item.co_filename, item.co_qualname)
 
 
 def begin() -> None:

@@ -23,7 +23,7 @@ from tests.system.chaos.watch import Watch
 TOGETHER_PROB = 0.25
 """Probability that two cards are dealt at once."""
 RECOVERY_S = 300.0
-"""Until steps, heartbeats and pushes of all are there again; beyond it a fault counts as not survived."""
+"""Time until steps, heartbeats and pushes of all are there again; a fault that takes longer is not survived."""
 END_S = 300.0
 NUM_STEPS_AFTER = 3
 REST_S = (0.0, 2.0)
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Campaign:
-    """What a chaos run is made of, and what came of it."""
+    """The parts of a chaos run, and its results."""
 
     world: Deployment
     rng: random.Random
@@ -40,7 +40,7 @@ class Campaign:
     hold_range_s: tuple[float, float] = HOLD_S
     trials: list[Trial] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
-    """Components that did not end when told to, and faults after which the run did not go on."""
+    """Components that did not end on SIGTERM, and faults after which the run did not continue."""
 
     def run(self, cards: Sequence[Card] | None, *, seconds: float) -> Verdict:
         """Faults for so long (given cards: until they are dealt), then the end of the run, then the verdict."""
@@ -80,7 +80,7 @@ class Campaign:
 
     def _play(self, hand: Sequence[Card], watch: Watch) -> None:
         strikes = [strike(card, self.world, self.rng, self.hold_range_s) for card in hand]
-        # what is waited for comes last: a component may be unable to end for as long as another fault holds
+        # faults that are waited for come last: a component may be unable to end for as long as another fault holds
         strikes.sort(key=lambda item: (item.waits, item.hold_s))
         begun_s = time.monotonic()
         for item in strikes:
@@ -118,8 +118,8 @@ class Campaign:
             self.hung.append(str(error))
 
     def _until_well(self, since_s: float, watch: Watch) -> tuple[str, str]:
-        """Wait until the run is as it was before: new steps, heartbeats and pushes of everyone. What is missing, and
-        what was missing last."""
+        """Wait until the run is as it was before: new steps, heartbeats and pushes of every process. Return the missing
+        part, and the part that was missing last."""
         missing, last = "?", ""
         while missing and time.monotonic() < since_s + RECOVERY_S:
             time.sleep(0.05)
@@ -144,17 +144,17 @@ class Campaign:
 
     def _until_steps(self, watch: Watch) -> None:
         missing, _ = self._until_well(time.monotonic(), watch)
-        words = {name: item.last_words()[-600:] for name, item in self.world.crew.components.items()}
+        words = {name: item.last_words()[-600:] for name, item in self.world.supervisor.components.items()}
         assert not missing, f"training did not begin within {RECOVERY_S:.0f} s: {missing}\n{words}"
 
     def _end(self, watch: Watch) -> Verdict:
         """Tell the run to end, as an operator does, and judge it."""
         world = self.world
         self._until("every rollout is scored", lambda: world.client.stats().num_pending == 0)
-        world.crew.may_end.set()
+        world.supervisor.may_end.set()
         self._until("`stop` is taken", lambda: world.client.command("stop", RunCommand(reason="enough")) is not None)
         self._until("the run is done", lambda: world.client.run().state == "done")
-        ending = [world.crew.components[name] for name in ("trainer", *world.searchers)]
+        ending = [world.supervisor.components[name] for name in ("trainer", *world.searchers)]
         self._until("trainer and searchers end", lambda: all(component.is_done for component in ending))
         return judge(world, world.client.run())
 
@@ -178,8 +178,10 @@ class Campaign:
             for name, ends in tracebacks(world.log_folder).items()
         ]
         verdict.counts |= {
-            "process starts": {name: item.num_starts for name, item in world.crew.components.items()},
-            "ended by themselves": [f"{end.name}: {end.exit_code}: {end.last_line}" for end in world.crew.endings],
+            "process starts": {name: item.num_starts for name, item in world.supervisor.components.items()},
+            "ended by themselves": [
+                f"{end.name}: {end.exit_code}: {end.last_line}" for end in world.supervisor.endings
+            ],
             "answers of GET /v1/run": watch.num_answers,
             "without an answer": watch.num_silences,
             "seconds of each wait": dict(watch.waits.most_common()),

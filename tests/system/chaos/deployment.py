@@ -29,11 +29,11 @@ from tba_cli.redis_server import START_SCRIPT
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.redis_process import DURABLE, free_port, redis_server_path
 from tests.support.s3_server import CREDENTIALS, PROGRAM, READ_ONLY, store_environ
-from tests.system.chaos.crew import Component, Crew
 from tests.system.chaos.links import Link
 from tests.system.chaos.loop_thread import LoopThread
 from tests.system.chaos.observer import Observer
 from tests.system.chaos.relay import Relay
+from tests.system.chaos.supervisor import Component, Supervisor
 
 RUN = "chaos"
 BUCKET = "chaos"
@@ -74,7 +74,7 @@ def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, An
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the services themselves listen."""
+    """The ports on which the services themselves listen."""
 
     redis: int
     buffer: int
@@ -94,7 +94,7 @@ class Deployment:
         self.folder = folder
         self.ports = Ports(*(free_port() for _ in range(4)))
         self.searchers = tuple(f"searcher-{number}" for number in range(num_searchers))
-        self.crew, self.observer, self._loop = Crew(), Observer(), LoopThread()
+        self.supervisor, self.observer, self._loop = Supervisor(), Observer(), LoopThread()
         self.store_relay = Relay(self.ports.store)
         self.buffer_relay = Relay(self.ports.buffer, self.observer.see)
         self.links: dict[str, Link] = {}
@@ -133,7 +133,7 @@ class Deployment:
         """Start in order, each when the one before answers, upload the prompts, and watch over all of them."""
         self.log_folder.mkdir()
         for name in ("redis", "store", "buffer", "reward"):
-            self.crew.add(self._component(name)).start()
+            self.supervisor.add(self._component(name)).start()
         self._until("redis", lambda: _redis_answers(self.redis_url))
         self._until("store", lambda: bool(_http(f"http://127.0.0.1:{self.ports.store}/")))
         self._make_bucket()
@@ -141,12 +141,12 @@ class Deployment:
         self._until("reward", lambda: _http(f"http://127.0.0.1:{self.ports.reward}/readyz") == 200)
         upload_prompts(self.client, prompts_of(self.recipe), max_chunk_bytes=1_000_000)
         for name in ("trainer", *self.searchers):
-            self.crew.add(self._component(name)).start()
-        self.crew.keep()
+            self.supervisor.add(self._component(name)).start()
+        self.supervisor.start()
 
     def close(self) -> None:
         """End everything."""
-        self.crew.stop()
+        self.supervisor.stop()
         self.client.close()
         self._loop.close()
 
@@ -232,7 +232,7 @@ class Deployment:
 
     def _until(self, name: str, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + START_S
-        component = self.crew.components[name]
+        component = self.supervisor.components[name]
         while not condition():
             assert component.is_running, f"{name} ended at its start: {component.last_words()}"
             assert time.monotonic() < deadline_s, f"{name} did not answer within {START_S:.0f} s"
@@ -244,7 +244,7 @@ def _url(link: Link | None) -> str:
 
 
 def _http(url: str) -> int:
-    """The status of a GET; 0 when nobody answers."""
+    """The status of a GET; 0 without an answer."""
     try:
         with urllib.request.urlopen(url, timeout=3) as answer:
             return int(answer.status)

@@ -21,11 +21,11 @@ from tests.system.chaos import links
 from tests.system.chaos.deployment import Deployment
 
 HOLD_S = (1.0, 10.0)
-"""How long faults last that have an end of their own."""
+"""Range of the duration of faults that end by themselves."""
 DOWN_SHARE = 0.5
-"""What was killed starts again after at most this share of the longest hold."""
+"""A killed component starts again after at most this share of the longest hold."""
 GRACE_S = 90.0
-"""After SIGTERM; beyond it a component counts as hung. The longest grace of the product is 30 s."""
+"""Time after SIGTERM; a component that takes longer counts as hung. The longest grace of the product is 30 s."""
 PROCESSES = ("redis", "buffer", "reward", "store", "trainer", "searcher")
 LINKS = (
     "trainer-buffer",
@@ -38,7 +38,7 @@ LINKS = (
 )
 STORE_FAULTS = ("503", "slow", "lose", "half")
 FREE_BYTES = 20_000
-"""What the full disk still takes."""
+"""Free space of the full disk."""
 Action = Callable[[], object]
 
 
@@ -63,7 +63,7 @@ class Strike:
     begin: Action
     end: Action
     waits: bool = False
-    """Whether `end` waits for the component to end and to be started again."""
+    """True: `end` waits for the component to end and to be started again."""
 
 
 class HungError(Exception):
@@ -79,7 +79,7 @@ def deck() -> list[Card]:
 
 
 def strike(card: Card, world: Deployment, rng: random.Random, hold_range_s: tuple[float, float] = HOLD_S) -> Strike:
-    """What a card does now; chance chooses the searcher and the length."""
+    """Turn a card into an action; chance chooses the searcher and the duration."""
     hit = card.place.replace("searcher", rng.choice(world.searchers)) if "searcher" in card.place else card.place
     hold_s = rng.uniform(*hold_range_s)
     if card.fault.startswith("link "):
@@ -88,13 +88,13 @@ def strike(card: Card, world: Deployment, rng: random.Random, hold_range_s: tupl
     elif card.fault.startswith("store "):
         begin, end = (lambda: _spoil(world, card.fault.removeprefix("store "))), (lambda: _spoil(world, None))
     elif card.fault == "SIGSTOP":
-        component = world.crew.components[hit]
+        component = world.supervisor.components[hit]
         begin, end = (lambda: component.send(signal.SIGSTOP)), (lambda: component.send(signal.SIGCONT))
     elif card.fault in ("kill -9", "SIGTERM"):
         number = signal.SIGKILL if card.fault == "kill -9" else signal.SIGTERM
         hold_s, down_s = 0.0, rng.uniform(0, DOWN_SHARE * hold_range_s[1])
-        starts = world.crew.components[hit].num_starts
-        begin = lambda: world.crew.strike(hit, number, down_s=down_s)  # noqa: E731
+        starts = world.supervisor.components[hit].num_starts
+        begin = lambda: world.supervisor.strike(hit, number, down_s=down_s)  # noqa: E731
         end = lambda: _until_started(world, hit, starts)  # noqa: E731
     else:
         begin, end = _redis_fault(card.fault, world)
@@ -113,12 +113,12 @@ def _spoil(world: Deployment, how: str | None) -> None:
 
 
 def _until_started(world: Deployment, name: str, starts: int) -> None:
-    """Until the keeper has started it again.
+    """Wait until the supervisor has started it again.
 
     Raises:
         HungError: it did not end; it was killed now.
     """
-    component, deadline_s = world.crew.components[name], time.monotonic() + GRACE_S
+    component, deadline_s = world.supervisor.components[name], time.monotonic() + GRACE_S
     while component.num_starts == starts:
         if time.monotonic() > deadline_s:
             component.send(signal.SIGKILL)
@@ -128,10 +128,10 @@ def _until_started(world: Deployment, name: str, starts: int) -> None:
 
 def _redis_fault(fault: str, world: Deployment) -> tuple[Action, Action]:
     if fault == "disk full":
-        component = world.crew.components["redis"]
+        component = world.supervisor.components["redis"]
 
         def fill() -> None:
-            """Files of this process can grow by FREE_BYTES more; the keeper starts the next one with room again."""
+            """Files of this process can grow by FREE_BYTES more; the supervisor starts the next one with room again."""
             assert component.process is not None
             sizes = [path.stat().st_size for path in component.folder.rglob("*") if path.is_file()]
             _, hard = resource.prlimit(component.process.pid, resource.RLIMIT_FSIZE)

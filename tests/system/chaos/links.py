@@ -26,7 +26,7 @@ class Link:
     """Forwards a loopback port to another one. All methods but `mode` run on the loop that it was started on.
 
     Args:
-        name: who talks to whom, for example `trainer-buffer`.
+        name: the two sides, for example `trainer-buffer`.
         target_port: where the service listens.
     """
 
@@ -41,7 +41,7 @@ class Link:
 
     @property
     def mode(self) -> Mode:
-        """What it does now."""
+        """The present mode."""
         return self._mode
 
     async def start(self) -> None:
@@ -72,7 +72,7 @@ class Link:
                 for way in ways:
                     both.create_task(way)
             whole = True
-        except* OSError:  # nobody listens, or one side is gone: the other one sees the same
+        except* OSError:  # the port is closed, or one side is gone: the other one sees the same
             pass
         finally:
             for end in (writer, service):

@@ -1,4 +1,4 @@
-"""What the buffer promised, as seen from outside: every acknowledged rollout, and every acknowledged step.
+"""The promises of the buffer, as seen from outside: every acknowledged rollout, and every acknowledged step.
 
 It stands between the links and the buffer, decodes requests and answers by itself (plain MessagePack and JSON, nothing
 of the product), and notes an answer before the client can see it. So nothing that a client was told is missing here.

@@ -52,7 +52,7 @@ class Relay:
         """503: refuse without forwarding. slow: SLOW_S later. lose: forward, no answer. half: half of the answer."""
         self.num_requests = self.num_spoiled = 0
         self.errors: list[str] = []
-        """What this relay could not read: a defect of the harness, never expected."""
+        """Messages that this relay could not read: a defect of the harness, never expected."""
         self._target_port, self._see = target_port, see
 
     async def start(self) -> None:
@@ -76,7 +76,7 @@ class Relay:
             writer.close() if whole else reset(writer)
 
     async def _relay(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection can be used again."""
+        """Relay one request; return True if the connection can be used again."""
         spoil = self.spoil
         self.num_spoiled += spoil is not None
         if spoil == "503":
@@ -125,7 +125,7 @@ class Relay:
 
 
 async def read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:
-    """The next request; None when the client has no more. A client that asks before it sends is told to go on."""
+    """The next request; None when the client has no more. A client that asks before it sends gets 100 Continue."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:

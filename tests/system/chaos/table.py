@@ -1,4 +1,4 @@
-"""The survival table: what was done to whom how often, whether the run went on, and how long training stood still."""
+"""The survival table: the faults of each place, the runs that survived them, and how long training stood still."""
 
 from __future__ import annotations
 

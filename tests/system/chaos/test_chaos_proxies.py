@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.support.buffer import make_payloads
-from tests.support.waiting import until
+from tests.support.waits import until
 from tests.system.chaos.links import SLOW_S, Link, Mode
 from tests.system.chaos.loop_thread import LoopThread
 from tests.system.chaos.observer import Observer
@@ -126,7 +126,7 @@ def test_a_link_resets_half_way(
 
 
 def until_reset(client: socket.socket) -> bytes:
-    """What arrives before the connection is reset; a clean end is a failure."""
+    """Read until the connection is reset; a clean end is a failure."""
     got = b""
     try:
         while data := client.recv(100):

@@ -1,4 +1,4 @@
-"""What has to be true when the run is over, compared with what the observer saw."""
+"""Checks after the end of a run, against the records of the observer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def judge_rollouts(verdict: Verdict, observer: Observer, stored: Mapping[bytes, 
 
 
 def judge_steps(verdict: Verdict, acks: list[Acked], entries: list[LedgerEntry]) -> None:
-    """Every step that a trainer was told stands in the ledger, once, with that batch."""
+    """Check that every acknowledged step stands in the ledger, once, with its batch."""
     lines: dict[tuple[int, int], list[str]] = {}
     for entry in entries:
         lines.setdefault((entry.lineage, entry.step), []).append(entry.batch_id)
@@ -126,7 +126,7 @@ def _judge_model(verdict: Verdict, world: Deployment) -> None:
 
 
 def tracebacks(log_folder: Path) -> dict[str, list[str]]:
-    """Component -> the exceptions that nobody explained, from its log. A service explains itself in a sentence."""
+    """Component -> the unexplained exceptions in its log. A service explains an error in a sentence."""
     found = {}
     for path in sorted(log_folder.glob("*.log")):
         if path.stem == "store":  # not of ours
@@ -145,7 +145,7 @@ def _last_line(block: str) -> str:
 
 
 def _exception(line: str) -> str:
-    """Of a log line in JSON."""
+    """Return the exception in a log line in JSON."""
     last = json.loads(line)["exception"][-1]
     return f"{last['exc_type']}: {last['exc_value']}"[:300]
 

@@ -12,7 +12,7 @@ from tests.system.chaos.deployment import Deployment
 
 POLL_S = 1.0
 MARGIN_S = 20.0
-"""Beyond a wait's deadline, before it counts as hung: who waits may have been frozen for longer than the rest of it."""
+"""Time beyond a wait's deadline, before it counts as hung: a waiting process may have been frozen meanwhile."""
 
 
 class Watch:
@@ -25,7 +25,7 @@ class Watch:
         self.overdue: dict[str, str] = {}
         """Owner and name of a wait -> how far it was beyond its deadline."""
         self.waits: Counter[str] = Counter()
-        """Name -> seconds, roughly, in which somebody waited for it."""
+        """Name -> seconds, roughly, in which a component waited for it."""
         self.num_answers = self.num_silences = 0
         self._world = world
         self._over = threading.Event()
@@ -41,8 +41,8 @@ class Watch:
         """Components with a recent heartbeat in an answer from after `since_s`; every trainer is `trainer`."""
         if self.info is None or self.info_at_s < since_s:
             return set()
-        living = [item for item in self.info.components if item.alive]
-        return {"trainer" if item.kind == "trainer" else item.component_id for item in living}
+        alive = [item for item in self.info.components if item.alive]
+        return {"trainer" if item.kind == "trainer" else item.component_id for item in alive}
 
     def _run(self) -> None:
         while not self._over.wait(POLL_S):

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import tba
-from tests.system.cluster import midrun, stages, troubles
+from tests.system.cluster import faults, midrun, stages
 from tests.system.cluster.kube import LOAD, PREFIX, ClusterError, load, run, why_not
 from tests.system.cluster.release import CHART, Release
 
@@ -82,11 +82,11 @@ def everything(release: Release, report: stages.Report) -> None:
     release.tba("stop", "--reason", "the cluster test has seen enough")
     stages.finish(release, report, deadline_s=300)
     stages.uninstall(release, report)
-    troubles.everything(release.namespace, report)
+    faults.everything(release.namespace, report)
 
 
 def versions() -> str:
-    """Of what this ran on."""
+    """Return the versions of the programs that this ran on."""
     helm = run("helm", "version", "--short", check=False).stdout.strip()
     server = json.loads(run("kubectl", "version", "-o", "json", check=False).stdout or "{}")
     kubernetes = server.get("serverVersion", {}).get("gitVersion", "unknown")

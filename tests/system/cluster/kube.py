@@ -23,7 +23,7 @@ class ClusterError(Exception):
 
 
 def why_not() -> str | None:
-    """Why there is nothing to test with; None: there is a cluster."""
+    """Return the reason why no cluster can be tested; None: there is one."""
     if not PREFIX:
         missing = [name for name in ("helm", "kubectl") if shutil.which(name) is None]
         if missing:

@@ -1,5 +1,5 @@
-"""What happens to releases in the middle of a run: it ends in "the run goes on", or in one sentence before anything is
-touched."""
+"""Changes of releases in the middle of a run: each ends in "the run continues", or in one sentence before anything is
+changed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def searchers_alone(more: Release, alpha: Release, report: Report) -> None:
         until("the run's own searchers are gone", lambda: not alpha.pods("searcher"), deadline_s=RECOVERY_DEADLINE_S)
         before = alpha.status()
         # more than was stored when the last of its own searchers went
-        until_it_goes_on(alpha, before, is_restarted=False, steps=30)
+        until_it_continues(alpha, before, is_restarted=False, steps=30)
         now = alpha.status()
         found["rollouts"] = now["stats"]["rollouts_generated"] - before["stats"]["rollouts_generated"]
         if found["rollouts"] <= 0:
@@ -72,7 +72,7 @@ def searchers_alone(more: Release, alpha: Release, report: Report) -> None:
         before = alpha.status()
         run("helm", "uninstall", more.name, "-n", more.namespace, "--wait", "--cascade", "foreground")
         until("nothing is left of them", lambda: not more.pods(), deadline_s=120)
-        until_it_goes_on(alpha, before, is_restarted=False)
+        until_it_continues(alpha, before, is_restarted=False)
 
 
 def changed_recipes(folder: Path, alpha: Release, beta: Release, sets: list[str], report: Report) -> None:
@@ -111,7 +111,7 @@ def moved_pods(alpha: Release, beta: Release, report: Report) -> None:
             before = beta.status()
             for pod in beta.pods(component):
                 evict(beta.namespace, pod["metadata"]["name"])
-            found |= until_it_goes_on(beta, before, is_restarted=component == "trainer")
+            found |= until_it_continues(beta, before, is_restarted=component == "trainer")
     node = beta.pods("trainer")[0]["spec"]["nodeName"]
     with report.stage("drain the trainer's node") as found:
         before = {release: release.status() for release in (alpha, beta)}
@@ -122,7 +122,7 @@ def moved_pods(alpha: Release, beta: Release, report: Report) -> None:
         finally:
             run("kubectl", "uncordon", node)
         for release, then in before.items():
-            found[release.name] = until_it_goes_on(release, then, is_restarted=True)["step"]
+            found[release.name] = until_it_continues(release, then, is_restarted=True)["step"]
 
 
 def reinstall(alpha: Release, report: Report) -> None:
@@ -139,7 +139,7 @@ def gitops(folder: Path, beta: Release, sets: list[str], report: Report) -> str:
         before, uids = beta.status(), uids_of(beta)
         for _ in range(2):
             apply(beta)
-        found |= until_it_goes_on(beta, before, is_restarted=False)
+        found |= until_it_continues(beta, before, is_restarted=False)
         if uids_of(beta) != uids:
             raise ClusterError("pods were replaced, and nothing had changed")
     with restarted(beta, "... with another recipe", report):
@@ -152,7 +152,7 @@ def gitops(folder: Path, beta: Release, sets: list[str], report: Report) -> str:
 
 
 def apply(release: Release) -> str:
-    """What a GitOps tool does with the manifests of a release, which are returned."""
+    """Apply the manifests of a release as a GitOps tool does, and return them."""
     text = release.helm("template", "--dry-run=server", "--no-hooks")
     kinds = [word for kind in PRUNED for word in ("--prune-allowlist", kind)]
     run("kubectl", "-n", release.namespace, "apply", "--prune", *kinds, "-l",
@@ -174,11 +174,11 @@ def uninstall(alpha: Release, beta: Release, applied: str, report: Report) -> No
 
 @contextmanager
 def restarted(release: Release, name: str, report: Report) -> Iterator[None]:
-    """A stage after which the run goes on in a new lineage."""
+    """A stage after which the run continues in a new lineage."""
     with report.stage(name) as found:
         before = release.status()
         yield
-        found |= until_it_goes_on(release, before, is_restarted=True)
+        found |= until_it_continues(release, before, is_restarted=True)
 
 
 def refused(release: Release, name: str, sentence: str, report: Report, *args: str) -> None:
@@ -195,29 +195,29 @@ def refused(release: Release, name: str, sentence: str, report: Report, *args: s
             raise ClusterError(f"helm upgrade did not say {sentence!r} but\n{text}")
         if uids_of(release) != uids:
             raise ClusterError("pods were replaced before the sentence")
-        found |= until_it_goes_on(release, before, is_restarted=False)
+        found |= until_it_continues(release, before, is_restarted=False)
 
 
 def words_of_the_check(release: Release) -> str:
-    """What the hook said, where Helm does not print it."""
+    """Return the message of the hook, which Helm may not print."""
     selector = f"app.kubernetes.io/instance={release.name},app.kubernetes.io/component=check"
     return run("kubectl", "-n", release.namespace, "logs", "-l", selector, "--tail=20", check=False).stdout
 
 
-def until_it_goes_on(
+def until_it_continues(
     release: Release, before: dict[str, Any], *, is_restarted: bool, steps: int = STEPS_AFTER_A_KILL
 ) -> dict[str, Any]:
     """Wait for so many more steps than `before`; a trainer that was restarted makes them in a later lineage, after its
     last checkpoint. Nothing that had been counted before may be missing."""
     lineage, step = before["run"]["lineage"], before["run"]["step"]
 
-    def goes_on() -> dict[str, Any] | None:
+    def continues() -> dict[str, Any] | None:
         now = release.status()["run"]
         begun = int(now["parents"].get(str(now["lineage"]), "0-0").split("-")[1]) if is_restarted else step
         is_the_one = now["lineage"] > lineage if is_restarted else now["lineage"] == lineage
         return now if is_the_one and now["step"] >= begun + steps else None
 
-    now = until("the run goes on", goes_on, deadline_s=RECOVERY_DEADLINE_S)
+    now = until("the run continues", continues, deadline_s=RECOVERY_DEADLINE_S)
     lost = before["stats"]["rollouts_generated"] - release.status()["stats"]["rollouts_generated"]
     if lost > 0:
         raise ClusterError(f"{lost} acknowledged rollouts are gone")
@@ -225,7 +225,7 @@ def until_it_goes_on(
 
 
 def evict(namespace: str, pod: str) -> None:
-    """What a drain, an autoscaler or a person asks the API for; the PodDisruptionBudget is heard."""
+    """Ask the API to evict a pod, as a drain or an autoscaler does; the PodDisruptionBudget is respected."""
     versions = run("kubectl", "api-versions").stdout.split()
     version = "policy/v1" if "policy/v1" in versions else "policy/v1beta1"
     body = {"apiVersion": version, "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
@@ -234,7 +234,7 @@ def evict(namespace: str, pod: str) -> None:
 
 
 def uids_of(release: Release) -> set[str]:
-    """Of the pods that do the work."""
+    """Return the uids of the pods that do the work."""
     parts: tuple[str, ...] = ("searcher", "reward", "buffer", "trainer", "redis", "objectstore")
     return {uid for part in parts for uid in release.ready_uids(part)}
 

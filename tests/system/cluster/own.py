@@ -51,7 +51,7 @@ def values_file(folder: Path, name: str, values: dict[str, Any]) -> Path:
 
 
 def small() -> dict[str, Any]:
-    """What every release here needs to fit beside the others on a small node."""
+    """Return the values that let a release fit beside the others on a small node."""
     return {
         part: {"resources": SMALL} | ({"shm": {"sizeLimit": ""}} if part in ("searcher", "trainer") else {})
         for part in ("buffer", "reward", "searcher", "trainer", "setup")
@@ -118,7 +118,7 @@ def more(folder: Path, namespace: str, run_of: Release, sets: list[str]) -> Rele
 
 
 def make_outside(release: Release) -> None:
-    """The company's Redis and S3 server, with their Secrets, and beta's tokens, beside those of a release."""
+    """A company's own Redis and S3 server with their Secrets, and beta's tokens, beside the parts of a release."""
     redis, store = (next(x for x in release.images() if name in x) for name in ("redis", "objectstore"))
     word = {name: secrets.token_hex(16) for name in ("redis", "write", "read")}
     url = f"redis://:{word['redis']}@company-redis.{release.namespace}:7000/3"
@@ -141,7 +141,7 @@ def make_place_for_searchers(namespace: str, run_of: Release) -> None:
 
 
 def secret_of(namespace: str, name: str) -> dict[str, str]:
-    """What a Secret holds."""
+    """Return the content of a Secret."""
     return {key: base64.b64decode(value).decode() for key, value in get(namespace, "secret", name)["data"].items()}
 
 
@@ -165,5 +165,5 @@ def delete_outside(namespaces: list[str]) -> None:
 
 
 def is_gone(namespace: str) -> bool:
-    """Whether there is no such namespace."""
+    """Return True if there is no such namespace."""
     return run("kubectl", "get", "namespace", namespace, check=False).returncode != 0

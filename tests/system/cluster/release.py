@@ -46,7 +46,7 @@ class Release:
         self._operator = other._operator
 
     def helm(self, verb: str, *args: str) -> str:
-        """`helm install|upgrade` with this release's values; those of `args` come after them."""
+        """`helm install|upgrade` with this release's values; the values of `args` come after them."""
         values = [word for path in self._values for word in ("--values", str(path))]
         flags = [word for pair in self._sets for word in ("--set", pair)]
         return run("helm", verb, self.name, str(CHART), "-n", self.namespace, *values, *flags, *args).stdout
@@ -71,7 +71,7 @@ class Release:
         return [pod["metadata"]["name"] for pod in self._ready(component)]
 
     def ready_uids(self, component: str) -> set[str]:
-        """Of the same pods; one of a StatefulSet has the name of the one before it."""
+        """Return the uids of the same pods; a pod of a StatefulSet has the name of the one before it."""
         return {pod["metadata"]["uid"] for pod in self._ready(component)}
 
     def _ready(self, component: str) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class Release:
                    timeout_s=timeout_s, stdin=self._operator).stdout  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """What `tba status --json` prints."""
+        """Return the output of `tba status --json`."""
         return json.loads(self.tba("status", "--json"))
 
     def step(self) -> int:
@@ -115,7 +115,7 @@ class Release:
         return [pod["metadata"]["uid"] for pod in pods]
 
     def left_over(self) -> list[str]:
-        """Whatever carries this release's label or is in its namespace, but what the test itself made."""
+        """Return all objects with this release's label or in its namespace, except those of the test itself."""
         kinds = run("kubectl", "api-resources", "--verbs=list", "--namespaced", "-o", "name").stdout.split()
         kinds = [kind for kind in kinds if not kind.startswith(("events", "componentstatuses"))]
         found = run("kubectl", "-n", self.namespace, "get", ",".join(kinds), "-o", "name", "--ignore-not-found",

@@ -20,7 +20,7 @@ RECOVERY_DEADLINE_S = 240.0
 
 @dataclass
 class Report:
-    """What happened: a line per stage, for people and as JSON."""
+    """The results: a line per stage, for people and as JSON."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ def kill_every_kind(release: Release, report: Report) -> None:
             until(f"other pods of {component} are ready", is_replaced, deadline_s=RECOVERY_DEADLINE_S)
             lineage, step = before["run"]["lineage"], before["run"]["step"]
 
-            def goes_on(lineage: int = lineage, step: int = step, component: str = component) -> bool:
+            def continues(lineage: int = lineage, step: int = step, component: str = component) -> bool:
                 now = release.status()["run"]
                 # a new trainer begins at its last checkpoint, so its steps count from there
                 parent = int(now["parents"].get(str(now["lineage"]), "0-0").split("-")[1])
@@ -79,7 +79,7 @@ def kill_every_kind(release: Release, report: Report) -> None:
                     component != "trainer" or is_other
                 )
 
-            until("steps go on", goes_on, deadline_s=RECOVERY_DEADLINE_S)
+            until("steps continue", continues, deadline_s=RECOVERY_DEADLINE_S)
             after = release.status()
             lost = before["stats"]["rollouts_generated"] - after["stats"]["rollouts_generated"]
             if lost > 0:
@@ -88,7 +88,7 @@ def kill_every_kind(release: Release, report: Report) -> None:
 
 
 def scale(release: Release, report: Report) -> None:
-    """1 -> 4 -> 1 searchers through the REST API; the run goes on."""
+    """1 -> 4 -> 1 searchers through the REST API; the run continues."""
     for number in (1, 4, 1):
         with report.stage(f"tba scale {number}") as found:
             release.tba("scale", str(number))

@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def versions() -> str:
-    """Of what this ran on."""
+    """Return the versions of the programs that this ran on."""
     engine = run("docker", "version", "--format", "{{.Server.Version}}").strip()
     compose = run("docker", "compose", "version", "--short").strip()
     load = os.getloadavg()[0]

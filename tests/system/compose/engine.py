@@ -25,7 +25,7 @@ class ComposeError(Exception):
 
 
 def why_not() -> str | None:
-    """Why there is no engine to test with; None when there is one."""
+    """Return the reason why no engine can be tested; None: there is one."""
     if shutil.which("docker") is None:
         return "docker is not on PATH"
     for words in (("docker", "info", "--format", "{{.ServerVersion}}"), ("docker", "compose", "version", "--short")):
@@ -46,7 +46,7 @@ def until(what: str, is_true: Callable[[], Any], *, deadline_s: float, every_s: 
         if found := is_true():
             return found
         if time.monotonic() > end_s:
-            raise ComposeError(f"waited {deadline_s:.0f} s in vain until {what}")
+            raise ComposeError(f"still waiting after {deadline_s:.0f} s until {what}")
         time.sleep(every_s)
 
 
@@ -70,7 +70,7 @@ class Project:
         self._client = BufferClient(self.url, token=token, retry_s=0.1)
 
     def compose(self, *words: str, check: bool = True, timeout_s: float = 900) -> str:
-        """What `docker compose` prints.
+        """Run `docker compose` and return its stdout.
 
         Raises:
             ComposeError: it fails.
@@ -106,14 +106,14 @@ class Project:
         )
 
     def info(self) -> RunInfo | None:
-        """GET /v1/run; None while nobody answers."""
+        """GET /v1/run; None without an answer."""
         try:
             return self._client.run()
         except TbaError:
             return None
 
     def step(self) -> int:
-        """The run's step; -1 while nobody answers."""
+        """The run's step; -1 without an answer."""
         info = self.info()
         return -1 if info is None else info.step
 
@@ -132,12 +132,12 @@ class Project:
         ]
 
     def why(self) -> str:
-        """What people need to see after a failure."""
+        """Return the states and logs that explain a failure."""
         return self.compose("ps", "--all", check=False) + self.compose("logs", "--tail", "25", check=False)
 
 
 def run(*words: str, check: bool = True, timeout_s: float = 300, environ: dict[str, str] | None = None) -> str:
-    """What a command prints on stdout.
+    """Run a command and return its stdout.
 
     Raises:
         ComposeError: it fails, or takes too long.

@@ -25,7 +25,7 @@ MODULES = {
 LEFT_OUT = (
     "tba_cli.local tba.server.app tba_reward.model_server.child tba_searcher.engines.vllm tba_trainer.tracking.trackio"
 )
-"""What needs an extra that the image does not have, and is imported only where that is used."""
+"""Modules that need an extra that the image does not have; they are imported only where they are used."""
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 names, left_out = sys.argv[1].split(), tuple(sys.argv[2].split())
@@ -91,7 +91,7 @@ def locked_down(project: Project, report: Report) -> None:
 
 
 def kill_each(project: Project, report: Report) -> None:
-    """kill -9 of one service after the other while training; steps go on and nothing acknowledged is lost."""
+    """kill -9 of one service after the other while training; steps continue and nothing acknowledged is lost."""
     for service in KILLED:
         before = until("the buffer answers", project.info, deadline_s=RECOVERY_DEADLINE_S)
         if before.state == "done":
@@ -108,7 +108,7 @@ def kill_each(project: Project, report: Report) -> None:
             until(f"{service} runs again", is_back, deadline_s=RECOVERY_DEADLINE_S)
             found["restarted_s"] = round(time.monotonic() - begun_s, 1)
 
-            def goes_on(lineage: int = before.lineage, step: int = before.step, service: str = service) -> bool:
+            def continues(lineage: int = before.lineage, step: int = before.step, service: str = service) -> bool:
                 now = project.info()
                 if now is None:
                     return False
@@ -118,7 +118,7 @@ def kill_each(project: Project, report: Report) -> None:
                 parent = int((now.parents.get(now.lineage) or "0-0").split("-")[1])
                 return now.lineage > lineage and now.step >= parent + STEPS_AFTER_A_KILL
 
-            until("steps go on", goes_on, deadline_s=RECOVERY_DEADLINE_S)
+            until("steps continue", continues, deadline_s=RECOVERY_DEADLINE_S)
             lost = num_rollouts - project.rollouts()
             if lost > 0:
                 raise ComposeError(f"{lost} acknowledged rollouts are gone after {service} was killed")

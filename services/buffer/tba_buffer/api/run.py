@@ -26,11 +26,10 @@ from tba.api import (
     Stats,
 )
 from tba.api.run import SETTINGS_HEADER, Role
-from tba.errors import BusyError, ConflictError, WireError
+from tba.errors import BusyError, ConflictError, ForbiddenError, WireError
 from tba.server import MSGPACK_BODY, Authenticator, problems, raw_body
-from tba.server.auth import ForbiddenError
 from tba.wire import decode_heartbeat
-from tba_buffer.run.events import EventStreamResponse
+from tba_buffer.run.event_streams import EventStreamResponse
 from tba_buffer.service import Buffer
 
 SnapshotName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -39,8 +38,8 @@ STREAM = {EventStreamResponse.media_type: {"schema": {"type": "string", "descrip
 _KINDS = {"searcher": ("searcher",), "trainer": ("trainer", "launcher")}
 """The kinds of heartbeats that a role may send: a trainer's waits decide how many searchers an autoscaler starts."""
 _SENTENCES = {
-    "done": "The trainer with the active token says that the run is done.",
-    "fail": "The trainer with the active token says that the run has failed.",
+    "done": "Mark the run as done: only the trainer with the active token.",
+    "fail": "Mark the run as failed: only the trainer with the active token.",
     "pause": "Pause the run: an operator, or the trainer with the active token.",
 }
 
@@ -88,7 +87,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         responses=problems(),
     )
     async def retry_versions(body: RunCommand) -> RunInfo:
-        """Have searchers try the weight versions that they have refused again, at once."""
+        """Make searchers retry at once the weight versions that they have refused."""
         await buffer.run.control.retry_versions(body, "operator")
         return await buffer.run_info()
 

@@ -30,13 +30,13 @@ from tba_buffer.eviction.policies import (
     PolicyAge,
     PromptCap,
 )
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 ROLLOUTS_PER_CALL = 500
 SHORTEST_BUCKET_TOKENS = 16
@@ -249,7 +249,7 @@ class Evictor:
                 keys.run,
             ],
             [
-                context.ownership.epoch,
+                context.epoch.number,
                 self._last_number,
                 batch.reason,
                 batch.rollout_ids,
@@ -258,8 +258,8 @@ class Evictor:
                 *(part for pair in batch.num_by_length.items() for part in pair),
             ],
         )
-        if reply == ownership.SUPERSEDED:
-            raise await ownership.refusal(context, f"the eviction of {batch.amount.num_rollouts} rollouts")
+        if reply == buffer_epoch.SUPERSEDED:
+            raise await buffer_epoch.refusal(context, f"the eviction of {batch.amount.num_rollouts} rollouts")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from tba.errors import WireError
 from tba.wire import decode_rollout
 from tba_buffer.index.log import SCORED
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 IDS_PER_READ = 512
 NO_POSITIONS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)

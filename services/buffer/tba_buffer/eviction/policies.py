@@ -249,7 +249,7 @@ class PolicyAge(EvictionPolicy):
         index, new, now, limit = plan.index, plan.new_rows, plan.now, self._max_age_steps
         if now is None:
             return NO_ROWS
-        # of another lineage, or at the step when seen rollouts come of age: look at everything again
+        # of another lineage, or at the step when seen rollouts become too old: look at everything again
         if full := self.is_due(now):
             self._lineage, self._due_step = now.lineage, now.step + limit + 1
             versions = list(index.versions())
@@ -294,7 +294,7 @@ class DuplicateTokens(EvictionPolicy):
         new, hashes = new[hashes != 0], hashes[hashes != 0]
         if not len(new):
             return new
-        # 64 bits for both: that two of a million answers share a key by chance has a probability of 3e-8
+        # 64 bits for both: among a million answers, two share a key by chance with a probability of 3e-8
         keys = (index.column("prompt", new).astype(np.uint64) + np.uint64(1)) * _MIX ^ hashes
         order = np.argsort(keys, kind="stable")
         keys, rows = keys[order], new[order]

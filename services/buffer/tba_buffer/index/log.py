@@ -1,6 +1,6 @@
 """The format of the log. The index is a function of the log alone, since nothing else changes what is stored.
 
-    checkpoint  packed records of everything that was live at one position, written now and then (replay.py)
+    checkpoint  packed records of everything that was live at one position, written now and then (log_follower.py)
     tail        one Redis stream of the events since
 
 Every rollout, eviction, rescoring and publication takes the next position (1, 2, 3, ...); the stream id of an entry is
@@ -140,7 +140,7 @@ def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
     try:
         return _parse(entry_id, fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise LogGapError(f"entry {entry_id.decode()} of the stream is none of the log") from error
+        raise LogGapError(f"entry {entry_id.decode()} is not an entry of the log") from error
 
 
 def _parse(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:

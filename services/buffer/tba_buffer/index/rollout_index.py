@@ -57,7 +57,7 @@ class IndexSettings:
 
     @classmethod
     def of(cls, recipe: Recipe) -> IndexSettings:
-        """The settings of a run."""
+        """Return the settings of a run."""
         sampling = recipe.sampling
         return cls(
             # versions may be announced more than once; the newest distinct ones must be among the publications kept

@@ -29,7 +29,7 @@ def component_families(components: Sequence[ComponentInfo], waits: Sequence[Wait
     silent = Counter(item.kind for item in components if not item.alive and item.state not in ENDED)
     yield _by_kind(
         "tba_components_silent",
-        "Components without a recent sign of life that did not say that they end",
+        "Components without a recent sign of life that did not announce their end",
         {kind: silent[kind] for kind in (*KINDS, *(silent.keys() - set(KINDS)))},
     )
     ages_s: dict[str, float] = {}
@@ -42,7 +42,7 @@ def component_families(components: Sequence[ComponentInfo], waits: Sequence[Wait
         kind = wait.kind or "buffer"
         late_s[kind] = max(late_s.get(kind, 0.0), -wait.deadline_in_s)
     yield _by_kind(
-        "tba_component_wait_overdue_seconds", "By how much the wait that is latest is past its own deadline", late_s
+        "tba_component_wait_overdue_seconds", "How long the most overdue wait is past its own deadline", late_s
     )
 
 

@@ -23,8 +23,9 @@ from tba_buffer.monitoring.request_times import RequestMetrics
 from tba_buffer.monitoring.stats import LEASE_EVENTS, PUSH_OUTCOMES, Counters, StatsReader
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.components import Components
-from tba_buffer.run.state import RunFields, RunStateReader
+from tba_buffer.run.state import RunStateReader
 from tba_buffer.sampling.draw import WAIT_SENTENCES
+from tba_buffer.storage.context import RunHash
 
 AGE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WAITS_SHOWN = 30
@@ -44,7 +45,7 @@ class Reading:
     components: Sequence[ComponentInfo]
     waits: Sequence[WaitInfo]
     trainer_waited_s: Mapping[str, float]
-    run: RunFields
+    run: RunHash
     searchers_desired: int | None
 
 
@@ -118,7 +119,7 @@ class Metrics(Collector):
         )
         yield GaugeMetricFamily(
             "tba_redis_lost_data",
-            "1 while Redis lacks what was acknowledged, and no operator has accepted that",
+            "1 while Redis lacks acknowledged changes and no operator has accepted their loss",
             value=self._loss() is not None,
         )
         if self._reading is not None:
@@ -173,12 +174,12 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
     for name, counted, text in (
         ("tba_drawn_rollouts", "drawn", "Rollouts drawn for batches"),
         ("tba_void_rollouts", "void", "Rollouts of drawn batches that became void"),
-        ("tba_trained_rollouts", "trained", "Rollouts of batches that a step was made with"),
+        ("tba_trained_rollouts", "trained", "Rollouts of batches that a step used"),
         ("tba_published_versions", "marks", "Versions announced"),
     ):
         yield CounterMetricFamily(name, text, value=totals.get(counted, 0))
     events = {"drawn": totals.get("batches", 0), "acked": counters.num_acked}
-    yield _by("tba_buffer_batches", "Batches, by what became of them", "event", events)
+    yield _by("tba_buffer_batches", "Batches, by outcome", "event", events)
     yield _by("tba_trainer_refused", "Rollouts that the trainer refused", "reason", counters.group("trainer_refused"))
     yield _by(
         "tba_skipped_batches", "Batches consumed by a step that skipped them", "reason", counters.group("skipped")
@@ -189,7 +190,7 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
     yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)
     leases = counters.group("leases")
     ended = {event: leases.get(event, 0) for event in LEASE_EVENTS}
-    yield _by("tba_buffer_leases", "Leases, by what became of them", "event", ended)
+    yield _by("tba_buffer_leases", "Leases, by outcome", "event", ended)
     # a histogram of Prometheus is cumulative: each bucket holds those before it
     ages = [
         *((str(float(edge)), _up_to(counters.ages, edge)) for edge in AGE_BUCKETS),
@@ -241,7 +242,7 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
     for kind, number in counters.damaged.items():
         damaged.add_metric([kind], number)
     yield damaged
-    waits = GaugeMetricFamily("tba_waits", "Who waits now, by the name of the wait", labels=["name"])
+    waits = GaugeMetricFamily("tba_waits", "Current waits, by the name of the wait", labels=["name"])
     for name, number in shown_waits(Counter(wait.name for wait in reading.waits)).items():
         waits.add_metric([name], number)
     yield waits

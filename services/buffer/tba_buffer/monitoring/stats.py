@@ -21,12 +21,12 @@ from tba.api.stats import NUM_DECILES
 from tba.versions import LineageTree, PolicyVersion
 from tba_buffer.eviction.evictor import length_bucket
 from tba_buffer.index.log import SCORED
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.storage.client import redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.redis_client import redis_errors
 
 WINDOW_S = 60.0
 MIN_WINDOW_S = 1.0
@@ -158,7 +158,6 @@ class Counters:
     checkpoint_position: int
     trainer: PolicyVersion
     """Lineage that owns the run, and its last acked step."""
-    latest_version: str | None
     damaged: Mapping[str, int]
     """Kind of stored item -> how many damaged ones were found."""
     index: Index
@@ -231,8 +230,9 @@ class StatsReader:
                 pipe.hlen(keys.leases)
                 pipe.hlen(keys.ledger_steps)
                 pipe.hget(keys.log_checkpoint, "position")
-                pipe.hmget(keys.run, "lineage", "step", "latest_version")
-                counters, ages, num_leases, num_acked, base, (lineage, step, latest) = await pipe.execute()
+                pipe.hgetall(keys.run)
+                counters, ages, num_leases, num_acked, base, raw = await pipe.execute()
+        run = RunHash(self._context, raw)
         damaged = await self._context.damaged_items.info(self._context.redis, keys)
         return Counters(
             damaged={} if damaged is None else damaged.num,
@@ -240,11 +240,8 @@ class StatsReader:
             ages=dict(sorted(self._ages(ages).items())),
             num_open_leases=num_leases,
             num_acked=num_acked,
-            checkpoint_position=self._context.read_number("base position", base),
-            trainer=PolicyVersion(
-                self._context.read_number("lineage", lineage), self._context.read_number("step", step)
-            ),
-            latest_version=None if latest is None else latest.decode(errors="replace"),
+            checkpoint_position=self._context.read_number("position of the log checkpoint", base),
+            trainer=PolicyVersion(run.lineage, run.step),
             index=index,
         )
 
@@ -286,7 +283,7 @@ class StatsReader:
             log_position=index.position,
             checkpoint_position=counters.checkpoint_position,
             index_bytes=index.memory_bytes(),
-            epoch=self._context.ownership.epoch,
+            epoch=self._context.epoch.number,
             num_publications=totals.get("marks", 0),
             pushed={name: totals.get(f"pushed:{name}", 0) for name in PUSH_OUTCOMES},
             refused=counters.group("refused"),

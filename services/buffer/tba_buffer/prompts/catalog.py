@@ -29,9 +29,9 @@ from tba.config import Recipe
 from tba.errors import ConflictError
 from tba.fields import MAX_NUMBER
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 Ints = NDArray[np.int64]
 DAMAGED_TASK = "unreadable"
@@ -128,10 +128,10 @@ class Catalog:
             if by_id.setdefault(prompt.prompt_id, text) != text:
                 raise ConflictError(f"prompt id {prompt.prompt_id!r} occurs twice with different content")
         keys = self._context.keys
-        args = [self._context.ownership.epoch, *(part for pair in by_id.items() for part in pair)]
+        args = [self._context.epoch.number, *(part for pair in by_id.items() for part in pair)]
         reply = await self._context.scripts.run("upload", [keys.prompts, keys.prompt_order, keys.epoch], args)
-        if reply == ownership.SUPERSEDED:
-            raise await ownership.refusal(self._context, "the upload of prompts")
+        if reply == buffer_epoch.SUPERSEDED:
+            raise await buffer_epoch.refusal(self._context, "the upload of prompts")
         if reply[0] == b"conflict":
             raise ConflictError(
                 f"prompt id {reply[1].decode()!r} is stored with other content; give changed prompts a new id"

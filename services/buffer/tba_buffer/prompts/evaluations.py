@@ -15,9 +15,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from tba.api import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults
-from tba.errors import BadRequestError, ConflictError, NotFoundError
+from tba.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from tba.fields import Integer, Number
-from tba.server.auth import ForbiddenError
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.prompts.evaluation_summary import (
     KINDS,
@@ -28,8 +27,8 @@ from tba_buffer.prompts.evaluation_summary import (
     summarise_first,
 )
 from tba_buffer.run.lineage import fenced
-from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 
 class Evaluations:
@@ -148,7 +147,7 @@ class Evaluations:
             return
         if self._is_expired(document):
             raise ConflictError(
-                f"{eval_id} has expired, so its results are not taken any more; the trainer may ask for it again"
+                f"{eval_id} has expired, so its results are no longer accepted; the trainer may ask for it again"
             )
         keys = self._context.keys
         with redis_errors("read the leases"):
@@ -161,8 +160,8 @@ class Evaluations:
             if searcher_id != results.searcher_id:
                 await self._context.count("foreign:eval_results")
                 raise ForbiddenError(
-                    f"lease {item.lease_id!r} was granted to another searcher than {results.searcher_id!r}; no result "
-                    "was taken"
+                    f"lease {item.lease_id!r} was granted to another searcher, not to {results.searcher_id!r}; no "
+                    "result was stored"
                 )
             # before anything is stored: a report is taken as a whole or not at all
             _check_result(item, unit, document["num_samples"])

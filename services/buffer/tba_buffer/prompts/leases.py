@@ -22,8 +22,8 @@ from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog, VisitCursor, Visit
 from tba_buffer.prompts.evaluation_summary import EvaluationUnit
 from tba_buffer.prompts.evaluations import Evaluations
 from tba_buffer.run.state import FlowSettings, RunSnapshot, RunStateReader, generation_room
-from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 MIN_RETRY_S = 0.25
 MAX_RETRY_S = 10.0
@@ -216,7 +216,7 @@ class Leases:
     ) -> Lease | None:
         found = self._catalog.find(prompt_id)
         if found is None or found[1].task == DAMAGED_TASK:
-            why = f"its prompt {prompt_id!r} is not there, or cannot be read"
+            why = f"its prompt {prompt_id!r} is missing or cannot be read"
             self._context.damaged_items.note("visit", visit_id, why, at_s=self._context.clock())
             return None
         return Lease(

@@ -19,16 +19,15 @@ from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import pack_record
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.run.state import read_state, read_version
-from tba_buffer.storage import ownership
-from tba_buffer.storage.context import Context
+from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.context import Context, RunHash
 
 RETRY_S = 0.5
 NEW = ord("n")
 OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused", "l": "refused"}
 REASONS = {
     "c": "conflict: this rollout id is stored with other bytes; every rollout needs its own id",
-    "l": "not-leased: its visit is leased, and never was to the searcher that it names (searcher_id)",
+    "l": "not-leased: its visit was never leased to the searcher that it names (searcher_id)",
 }
 REFUSALS: dict[type[WireError], str] = {LimitError: "too-large", SchemaVersionError: "schema-version"}
 UNKNOWN = {"unknown-prompt", "unknown-lineage"}
@@ -86,7 +85,7 @@ class RolloutWriter:
     @property
     def refuse_reason(self) -> str | None:
         """Why nothing is stored now: this process is not the owner, or Redis could lose it. None: pushes are stored."""
-        return self._context.durability.problem or self._context.ownership.refused
+        return self._context.durability.problem or self._context.epoch.refused
 
     async def push(self, payloads: Sequence[bytes]) -> PushResult:
         """Store the valid items; one outcome per item, in order.
@@ -123,15 +122,15 @@ class RolloutWriter:
                 len(visits),
                 b"".join(records),
                 struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
-                self._context.ownership.epoch,
+                self._context.epoch.number,
                 *(payloads[at] for at in accepted),
                 *(visit_id for visit_id, _ in visits),
                 *(searcher_id for _, searcher_id in visits),
                 *(part for pair in codes.items() for part in pair),
             ],
         )
-        if reply[0] == ownership.SUPERSEDED:
-            raise await ownership.refusal(self._context, f"the push of {len(payloads)} rollouts")
+        if reply[0] == buffer_epoch.SUPERSEDED:
+            raise await buffer_epoch.refusal(self._context, f"the push of {len(payloads)} rollouts")
         _, latest_version, run_state, results = reply
         # the reply has a letter for each accepted item: refused ones are put back between them
         stored = map(stored_outcome, ids, results.decode())
@@ -139,12 +138,9 @@ class RolloutWriter:
         await self._enforce_limits(
             [len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW]
         )
-        return PushResult(
-            outcomes=outcomes,
-            # a script returns "" where there is no version
-            latest_version=read_version(self._context, "latest_version", latest_version or None),
-            run_state=read_state(self._context, run_state),
-        )
+        # a script returns "" where there is no version
+        run = RunHash(self._context, {b"latest_version": latest_version or None, b"state": run_state})
+        return PushResult(outcomes=outcomes, latest_version=run.latest_version, run_state=run.state)
 
     async def _check(
         self, items: Sequence[RolloutDocument | WireError]

@@ -21,14 +21,14 @@ from tba.errors import BadRequestError, NotFoundError
 from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout
 from tba_buffer.index.log import SCORED, STATUS_CODES
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import placeholders
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 ORDERS: tuple[RolloutOrder, ...] = ("best", "worst", "newest", "oldest")
 _FORMAT = struct.Struct("<BdQ")
@@ -292,9 +292,9 @@ def parse_cursor(text: str, order: RolloutOrder) -> Cursor:
         packed = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         number, reward, position = _FORMAT.unpack(packed)
     except (binascii.Error, ValueError, struct.error):
-        raise _refused(text, "it is not one") from None
+        raise _refused(text, "it is not a cursor") from None
     if number >= len(ORDERS) or not math.isfinite(reward):
-        raise _refused(text, "it is not one")
+        raise _refused(text, "it is not a cursor")
     if ORDERS[number] != order:
         raise _refused(text, f"it is one of order {ORDERS[number]!r}, the request has order {order!r}")
     return Cursor(order, reward, position)

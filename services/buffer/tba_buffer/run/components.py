@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tba.api import ComponentInfo, ComponentWait, RunState, WaitInfo
-from tba.errors import BusyError, ConflictError, TbaError
-from tba.server.auth import ForbiddenError
+from tba.errors import BusyError, ConflictError, ForbiddenError, TbaError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat
-from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 MAX_NAMES = 64
 MAX_TRAINERS = 64
@@ -34,7 +33,7 @@ OVER: tuple[RunState, ...] = ("done", "failed")
 _LOOK = "look at the trainer's log, on Kubernetes at its Job and pods"
 FORGET_AFTER_S = 3600.0
 ENDED = frozenset({"ended", "done", "stopped"})
-"""Last states of components that ended in order. One that is gone in another state has fallen silent."""
+"""Last states of components that ended cleanly. One that disappears in another state counts as silent."""
 MAX_OTHERS = 64
 """Most trainers, and most components of any other kind but searchers, that are remembered."""
 REFUSALS = {"busy": "too-many", "conflict": "wrong-run", "forbidden": "wrong-kind"}
@@ -53,7 +52,7 @@ class HeldWait:
     """Of the owner."""
 
     def info(self) -> WaitInfo:
-        """As GET /v1/run shows it now."""
+        """Return the wait as GET /v1/run shows it now."""
         now_s = time.monotonic()
         return WaitInfo(
             owner=self.owner,
@@ -100,7 +99,7 @@ class Components:
             if not known or known.kind == beat.kind:
                 return
         await self._context.count("foreign:heartbeat")
-        raise ForbiddenError(f"{name!r} is a {known.kind}, and not a {beat.kind}; take another id")
+        raise ForbiddenError(f"{name!r} is a {known.kind}, not a {beat.kind}; use another id")
 
     async def beat(self, beat: Heartbeat) -> None:
         """Store a heartbeat.
@@ -254,13 +253,13 @@ class Components:
 
 def _too_many(kind: str, most: int, silent_s: float) -> BusyError:
     remedy = (
-        "stop searchers that nobody needs, give those that start again the id they had, or raise "
+        "stop searchers that are not needed, give restarted searchers their old id, or raise "
         "buffer.max_searchers_shown and restart the buffer"
         if kind == "searcher"
-        else "stop those that nobody needs"
+        else "stop those that are not needed"
     )
     return BusyError(
-        f"{most} components of kind {kind!r} are alive, which is the most that are remembered; this one may work on, "
+        f"{most} components of kind {kind!r} are alive, which is the limit; this one may continue, "
         f"but GET /v1/run does not show it: {remedy}",
         retry_after_s=silent_s,
         wait="component-slots",
@@ -338,9 +337,8 @@ def absent_trainer(
         last = min(trainers, key=lambda item: item.heartbeat_age_s)
         if last.heartbeat_age_s <= ABSENT_AFTER_S:
             return None
-        return (
-            f"no trainer: {last.component_id} was last heard of {last.heartbeat_age_s:.0f} s ago, step {step}; {_LOOK}"
-        )
+        age_s = last.heartbeat_age_s
+        return f"no trainer: {last.component_id} was last heard from {age_s:.0f} s ago, step {step}; {_LOOK}"
     if had_trainer:
-        return f"no trainer: none was heard of for {FORGET_AFTER_S / 3600:g} h, step {step}; {_LOOK}"
+        return f"no trainer: none was heard from for {FORGET_AFTER_S / 3600:g} h, step {step}; {_LOOK}"
     return f"no trainer: none has come since the buffer started {watched_s:.0f} s ago; {_LOOK}"

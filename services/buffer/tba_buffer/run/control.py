@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from tba.api import MAX_CHANGES_PER_PAGE, RunChanges, RunCommand, RunState
+from tba.api import MAX_CHANGES_PER_PAGE, RunChange, RunChanges, RunCommand, RunState
 from tba.api.run import AuditRole, Role
 from tba.errors import ConflictError
 from tba.logs import get_logger
 from tba.wire import new_id
 from tba_buffer.run.lineage import fenced
-from tba_buffer.run.state import RunStateReader, read_change
-from tba_buffer.storage.client import redis_errors
+from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 log = get_logger("run")
 Command = Literal["pause", "resume", "stop", "done", "fail"]
@@ -61,7 +61,11 @@ class RunControl:
                 pipe.lrange(key, after, last - 1)
                 pipe.llen(key)
                 lines, num_lines = await pipe.execute()
-        found = [read_change(self._context, str(number), line) for number, line in enumerate(lines, after + 1)]
+        read = self._context.read_or_note
+        found = [
+            read("change", f"run {number}", lambda line=line: RunChange.model_validate_json(line))
+            for number, line in enumerate(lines, after + 1)
+        ]
         changes = [change for change in found if change is not None]
         return RunChanges(changes=changes, next=last if lines and last < num_lines else None)
 

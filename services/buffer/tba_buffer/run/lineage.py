@@ -10,12 +10,12 @@ import json
 import secrets
 
 from tba.api import CheckpointRequest, LineageReply, LineageRequest, VersionRequest
-from tba.errors import ConflictError, FencedError
+from tba.errors import ConflictError, FencedError, UnavailableError
 from tba.fields import MAX_LINEAGE
 from tba.versions import START, LineageTree, PolicyVersion
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.redis_client import redis_errors
 
 
 def fenced(what: str) -> FencedError:
@@ -92,7 +92,7 @@ class Lineages:
         if parent.lineage == 0 and parent != START:
             raise ConflictError(f"no trainer made version {parent}: lineage 0 has only the starting model 0-0")
         reply = await self._context.scripts.run(
-            "lineage",
+            "start_lineage",
             [
                 keys.run,
                 keys.lineages,
@@ -115,14 +115,14 @@ class Lineages:
                 parent.step,
                 json.dumps(line),
                 request.request_id,
-                self._context.ownership.epoch,
+                self._context.epoch.number,
                 request.checkpoint_key or "",
                 int(request.rollback),
                 now,
             ],
         )
-        if reply == ownership.SUPERSEDED:
-            raise await ownership.refusal(self._context, "the start of a trainer")
+        if reply == buffer_epoch.SUPERSEDED:
+            raise await buffer_epoch.refusal(self._context, "the start of a trainer")
         if reply[0] == b"unknown-lineage":
             raise ConflictError(f"no trainer made version {parent}: lineage {parent.lineage} is unknown to this run")
         if reply[0] == b"unknown-step":
@@ -173,14 +173,18 @@ class Lineages:
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
         await self._check_history(version, request.token, what)
         args = [request.token, str(version), request.key]
-        if await self._context.scripts.run("checkpoint", [self._context.keys.run], args) == b"fenced":
+        if await self._context.scripts.run("register_checkpoint", [self._context.keys.run], args) == b"fenced":
             raise fenced(what)
 
     async def _check_history(self, version: PolicyVersion, token: str, what: str) -> None:
         # only the history needs this read: the script that follows compares the token once more
-        with redis_errors("read the run"):
-            active, lineage = await self._context.redis.hmget(self._context.keys.run, "token", "lineage")
-        if active is None or active.decode() != token:
+        run = await RunHash.read(self._context, is_decisive=True)
+        if run.token != token:
             raise fenced(what)
-        if version.step > self.history(int(lineage)).get(version.lineage, -1):
-            raise ConflictError(f"{what} was refused: it is not in the history of lineage {int(lineage)}")
+        # whoever takes the token takes a lineage: without one, nothing is decided by a guess
+        if not run.raw.get(b"lineage"):
+            raise UnavailableError(
+                f"the field lineage of {self._context.keys.run} in Redis is missing; restore Redis from a copy"
+            )
+        if version.step > self.history(run.lineage).get(version.lineage, -1):
+            raise ConflictError(f"{what} was refused: it is not in the history of lineage {run.lineage}")

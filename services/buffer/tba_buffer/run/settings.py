@@ -6,7 +6,7 @@
               draws use m, leases the sampling temperature. The trainer hears the revision with every batch and ack,
               and asks for the values when it is another.
     effect    the script that acts on a value (ack.lua, draw.lua, lease.lua) also writes where a change of it took
-              effect, once per lineage (effects.lua)
+              effect, once per lineage (preludes/audit.lua)
 
 Redis has the truth; this process keeps a copy of one revision.
 """
@@ -24,10 +24,10 @@ from tba.api.run import Role, SettingEffect
 from tba.config import LIVE_NAMES, LiveName, LiveSettings, Recipe, Schedule, parse_live, with_live
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba_buffer.run.lineage import Lineages, fenced
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import BytesRedis, redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.keys import Keys
+from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 
 ATTEMPTS = 8
 """How often a change is checked again because others changed the settings meanwhile."""
@@ -64,7 +64,7 @@ async def read_settings(redis: BytesRedis, keys: Keys, recipe: Recipe) -> Settin
         revision = int(fields.get("revision", 0))
     except ValueError:
         raise ConfigError(
-            f"the live settings of run {recipe.run.name!r} in Redis have no revision that is a number; "
+            f"the live settings of run {recipe.run.name!r} in Redis have a revision that is not a number; "
             "restore Redis from a copy"
         ) from None
     try:
@@ -74,14 +74,14 @@ async def read_settings(redis: BytesRedis, keys: Keys, recipe: Recipe) -> Settin
     except (ConfigError, json.JSONDecodeError) as error:
         raise ConfigError(
             f"run {recipe.run.name!r} has live settings (revision {revision}) that this release of tba cannot read: "
-            f"{error}; run the release that wrote them, and give them back there first (`tba set KEY=recipe`)"
+            f"{error}; run the release that wrote them, and reset them there first (`tba set KEY=recipe`)"
         ) from None
     try:
         return SettingsRevision(revision, settings, with_live(recipe, settings))
     except ConfigError as error:
         raise ConfigError(
             f"run {recipe.run.name!r} has live settings (revision {revision}) that do not go with this recipe: "
-            f"{error}; start with the recipe that they were made for, and give them back there first "
+            f"{error}; start with the recipe that they were made for, and reset them there first "
             "(`tba set KEY=recipe`)"
         ) from None
 
@@ -160,7 +160,7 @@ class Settings:
                 [
                     request.request_id,
                     request.token or "",
-                    self._context.ownership.epoch,
+                    self._context.epoch.number,
                     NOT_CHECKED if moved else current.revision,
                     self._context.clock(),
                     json.dumps(role),
@@ -168,8 +168,8 @@ class Settings:
                     *(part for name, value in given.items() for part in (name, _json(value))),
                 ],
             )
-            if reply == ownership.SUPERSEDED:
-                raise await ownership.refusal(self._context, "a change of live settings")
+            if reply == buffer_epoch.SUPERSEDED:
+                raise await buffer_epoch.refusal(self._context, "a change of live settings")
             match reply[0]:
                 case b"fenced":
                     raise fenced("a change of live settings")
@@ -200,9 +200,10 @@ class Settings:
                 pipe.lrange(keys.settings_changes, after, last - 1)
                 pipe.llen(keys.settings_changes)
                 pipe.zrangebyscore(keys.settings_effects, after + 1, last)
-                pipe.hmget(keys.run, "lineage", "step")
-                lines, num_lines, effects, (lineage, step) = await pipe.execute()
-        active = self._lineages.history(self._context.read_number("lineage", lineage))
+                pipe.hgetall(keys.run)
+                lines, num_lines, effects, raw = await pipe.execute()
+        run = RunHash(self._context, raw)
+        active = self._lineages.history(run.lineage)
         of_revision: dict[int, list[SettingEffect]] = {}
         read = self._context.read_or_note
         found = [read("change", f"effect {text!r}", lambda text=text: _effect(text, active)) for text in effects]
@@ -217,7 +218,7 @@ class Settings:
             revision=current.revision,
             settings=current.settings,
             recipe=LiveSettings.of_recipe(self._context.recipe),
-            now=current.now(self._context.read_number("step", step)),
+            now=current.now(run.step),
             changes=changes,
             next=last if lines and last < num_lines else None,
         )

@@ -37,14 +37,13 @@ from tba_buffer.run.state import (
     RunSnapshot,
     RunStateReader,
     draw_limits,
-    read_state,
     sampling_wait,
 )
 from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
 from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
-from tba_buffer.storage.client import redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.redis_client import redis_errors
 
 POLL_S = 0.5
 RETRY_S = 0.25
@@ -205,7 +204,7 @@ class BatchDrawer:
             case b"fenced":
                 raise _fenced(request)
             case b"state":
-                raise _no_batches(read_state(self._context, rest[0]))
+                raise _no_batches(RunHash(self._context, {b"state": rest[0]}).state)
             case b"acked":
                 raise ConflictError(
                     f"no batch for step {request.step}: lineage {request.lineage} has acked its steps up to "

@@ -6,7 +6,7 @@ on the wire as they are, and never encoded again.
 The ledger is an append-only list of two kinds of lines, in the order of events.
 
     batch    step (lineage, step) consumed this batch (written by ack.lua)
-    resume   a trainer started: its new lineage, and the version that it continues from (written by lineage.lua)
+    resume   a trainer started: its new lineage, and the version that it continues from (written by start_lineage.lua)
 
 Lines are never changed. The lineages' parents say what a resume has abandoned: the batch lines outside the history of
 the active lineage.
@@ -27,8 +27,8 @@ from tba.versions import PolicyVersion
 from tba.wire import DrawnGroup, encode_batch
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.run.lineage import Lineages, fenced
-from tba_buffer.storage.client import redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.redis_client import redis_errors
 
 MAX_ENTRIES_PER_PAGE = 10_000
 ID_BYTES = 16
@@ -216,9 +216,9 @@ class BatchLedger:
             async with context.redis.pipeline(transaction=True) as pipe:
                 pipe.lrange(context.keys.ledger, after, after + limit - 1)
                 pipe.llen(context.keys.ledger)
-                pipe.hget(context.keys.run, "lineage")
-                lines, num_lines, lineage = await pipe.execute()
-        history = self._lineages.history(context.read_number("lineage", lineage))
+                pipe.hgetall(context.keys.run)
+                lines, num_lines, run = await pipe.execute()
+        history = self._lineages.history(RunHash(context, run).lineage)
         entries: list[LedgerLine] = []
         for number, line in enumerate(lines, after):
             entry = context.read_or_note("ledger", f"line {number}", lambda line=line: _entry(line, history))
@@ -239,7 +239,7 @@ def _check_counts(record: BatchRecord, request: AckRequest) -> None:
         )
     if num_refused == num_rollouts and not request.skipped:
         raise BadRequestError(
-            f"all {num_rollouts} rollouts of batch {record.batch_id} were refused: its step is one that was skipped"
+            f"all {num_rollouts} rollouts of batch {record.batch_id} were refused, so its step must be a skipped one"
         )
 
 

@@ -21,13 +21,13 @@ from tba.api import RescoreInfo, RescoreRequest
 from tba.errors import BadRequestError, ConflictError, NotFoundError, UnavailableError
 from tba.logs import get_logger
 from tba_buffer.index.log import STATUS_CODES
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.scoring.reward_service import RewardConnection
 from tba_buffer.scoring.rollout_scorer import Positions, RolloutScorer, ScoredRollout
-from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 log = get_logger("rescore")
 
@@ -70,7 +70,7 @@ class RescoreJobs:
         """
         job = await self._read()
         if job is None:
-            raise NotFoundError("nothing was ever scored again in this run; start it with `tba rescore`")
+            raise NotFoundError("no rescoring has been started in this run; start one with `tba rescore`")
         if job.state != "running":
             return job
         problem = self._reward.problem or self._scorer.retry_queue.problem
@@ -216,7 +216,7 @@ class RescoreJobs:
 
     def _task(self, prompt_id: str) -> str:
         found = self._catalog.find(prompt_id)
-        assert found is not None, f"prompt {prompt_id!r} has a number and no content"
+        assert found is not None, f"prompt {prompt_id!r} has a number but no content"
         return found[1].task
 
     def _check_tasks(self, index: Index, positions: Positions, known: set[str] | None) -> None:

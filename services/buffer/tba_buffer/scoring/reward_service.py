@@ -26,7 +26,7 @@ from tba_buffer.storage.context import Context
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 ATTEMPT_S = 30.0
-"""Deadline of one attempt, beside the time that the slowest items may take."""
+"""Deadline of one attempt, in addition to the time that the slowest items may take."""
 SLACK_S = 10.0
 """How long an attempt waits for the answer beyond the deadline that the reward service itself keeps."""
 QUICK_S = 5.0
@@ -240,7 +240,7 @@ class RewardProbe:
                 state, note = await self._ask()
             except Exception as error:  # a defect must show in the log, and must not end the task
                 log.exception("reward_probe_failed")
-                state, note = "unreachable", f"it cannot be asked ({type(error).__name__}); the buffer's log has more"
+                state, note = "unreachable", f"the request failed ({type(error).__name__}); the buffer's log says why"
             if state != self._state:
                 log.info("reward_state", state=state, note=note)
             self._state, self._note = state, note

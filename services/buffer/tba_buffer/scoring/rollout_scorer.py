@@ -23,14 +23,14 @@ from tba.errors import BadRequestError
 from tba.wire import Rollout, decode_rollout, encode_rollout
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import placeholders
 from tba_buffer.scoring.retries import DeadLetters, RetryQueue
 from tba_buffer.scoring.reward_service import RewardConnection, RewardUnavailableError
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 MAX_TRANSIENT_TRIES = 3
 """Requests for an item whose error may have been chance: a timeout, a crashed process, ..."""
@@ -250,18 +250,18 @@ class RolloutScorer:
             "score",
             [keys.payloads, keys.log, keys.counters, keys.originals, keys.epoch, *([keys.rescore] if job else [])],
             [
-                self._context.ownership.epoch,
+                self._context.epoch.number,
                 len(scored),
                 *(part for item in scored for part in _arguments(item)),
                 *([job] if job else []),
             ],
         )
-        if reply == ownership.SUPERSEDED:
-            raise await ownership.refusal(self._context, "storing new rewards")
+        if reply == buffer_epoch.SUPERSEDED:
+            raise await buffer_epoch.refusal(self._context, "storing new rewards")
         self._context.changed.notify()
 
     async def enforce_limits(self, scored: Sequence[ScoredRollout]) -> None:
-        """Evict what the stored payloads, which may be larger, make too much; `context.mutation_lock` must not be held.
+        """Evict what is over the limits because stored payloads grew; `context.mutation_lock` must not be held.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -272,7 +272,7 @@ class RolloutScorer:
     def _item(self, rollout: Rollout) -> ScoreItem:
         found = self._catalog.find(rollout.prompt_id)
         assert found is not None, (
-            f"rollout {rollout.rollout_id.hex()} names prompt {rollout.prompt_id!r}, never uploaded"
+            f"rollout {rollout.rollout_id.hex()} names prompt {rollout.prompt_id!r}, which was never uploaded"
         )
         prompt = found[1]
         # tokens are most of the bytes of an item: they are sent only to scorers that read them

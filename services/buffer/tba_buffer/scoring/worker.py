@@ -16,7 +16,7 @@ import numpy as np
 
 from tba.errors import SupersededError, UnavailableError
 from tba.logs import get_logger
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.scoring.rescore import RescoreJobs
 from tba_buffer.scoring.reward_service import MAX_PAUSE_S, RewardConnection, RewardUnavailableError
 from tba_buffer.scoring.rollout_scorer import RolloutScorer

@@ -20,15 +20,14 @@ from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
 from tba.wire.snapshot_manifest import MANIFEST_NAME, SnapshotSource
 from tba_buffer.eviction.evictor import Evictor
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.components import Components
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.snapshots.format import read_manifest
 from tba_buffer.snapshots.load import OriginDocument, SnapshotLoad
 from tba_buffer.snapshots.save import SnapshotSave
-from tba_buffer.storage.client import redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.snapshots.snapshot_format import read_manifest
+from tba_buffer.storage.context import Context, RunHash
 
 OWNER = "buffer"
 SAVE, LOAD = "snapshot-save", "snapshot-load"
@@ -304,11 +303,13 @@ class SnapshotJobs:
 
     async def _read(self) -> tuple[OriginDocument | None, int, bytes | None]:
         """Return (origin, how far it is loaded, active lineage) as Redis has them."""
-        with redis_errors("read the origin of the run"):
-            fields = await self._context.redis.hmget(self._context.keys.run, "origin", "origin_cursor", "lineage")
-        origin, cursor, lineage = fields
-        context = self._context
-        document = origin and context.read_or_note(
-            "run", "origin", lambda: msgspec.json.decode(origin, type=OriginDocument)
-        )
-        return document or None, context.read_number("origin_cursor", cursor or b"-1", lowest=-1), lineage
+        run = await RunHash.read(self._context, "read the origin of the run")
+        origin = run.raw.get(b"origin")
+        if origin is None:
+            self._context.damaged_items.forget("run", "origin")  # a damaged one was taken away
+            document = None
+        else:
+            document = self._context.read_or_note(
+                "run", "origin", lambda: msgspec.json.decode(origin, type=OriginDocument)
+            )
+        return document, run.origin_cursor, run.raw.get(b"lineage")

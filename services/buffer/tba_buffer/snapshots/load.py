@@ -2,8 +2,8 @@
 
     check      every digest, every rollout and prompt: a damaged snapshot changes nothing
     prompts    uploaded in their order
-    parts      adopt.lua, in the order of the saved log: rollouts, and between them the newest publications, so that the
-               same rollouts are recent as when it was saved
+    parts      load_snapshot.lua, in the order of the saved log: rollouts, and between them the newest publications, so
+               that the same rollouts are recent as when it was saved
 
 The progress is in Redis, changed in the same atomic call as what was loaded: after a kill the next start continues
 there. Loaded rollouts do not count as generated: they fulfil no visit, and flow control does not see them.
@@ -31,10 +31,10 @@ from tba_buffer.index.rollout_index import IndexSettings
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.push import rollout_record
 from tba_buffer.run.lineage import Lineages
-from tba_buffer.snapshots.format import SnapshotReader, read_manifest
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.snapshots.snapshot_format import SnapshotReader, read_manifest
+from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.context import Context, RunHash, parse_cursor
+from tba_buffer.storage.redis_client import redis_errors
 
 PART_ROLLOUTS, PART_BYTES = 256, 4 << 20
 PROMPTS_PER_UPLOAD = 1000
@@ -147,32 +147,32 @@ class SnapshotLoad:
         if publication is None:
             known = ", ".join(each.version for each in manifest.marks[-8:]) or "none"
             raise ConflictError(
-                f"snapshot {self._source} has no publication of version {self._version}, so nobody knows which "
+                f"snapshot {self._source} has no publication of version {self._version}, so it is unknown which "
                 f"rollouts came before it; choose one of its newest publications: {known}"
             )
         # without the publication itself: the fork's trainer announces those weights under its own name
         return publication.position - 1
 
     async def _check_may_begin(self, origin: OriginDocument) -> None:
-        """Refuse early what adopt.lua would refuse after everything was read."""
+        """Refuse early what load_snapshot.lua would refuse after everything was read."""
         context = self._context
         with redis_errors("read the run"):
             async with context.redis.pipeline(transaction=True) as pipe:
-                pipe.hmget(context.keys.run, "origin", "lineage")
+                pipe.hgetall(context.keys.run)
                 pipe.hget(context.keys.counters, "log_position")
-                (found, lineage), position = await pipe.execute()
-        if found is not None:
+                run, position = await pipe.execute()
+        if b"origin" in run:
             # the first part of this very load wrote it: continue
-            begun = found != msgspec.json.encode(origin)
+            begun = run[b"origin"] != msgspec.json.encode(origin)
         else:
             # only a run that stores nothing and has no trainer can begin with a snapshot
-            begun = lineage is not None or int(position or 0) > 0
+            begun = b"lineage" in run or int(position or 0) > 0
         if begun:
             raise self._has_begun()
 
     def _has_begun(self) -> ConflictError:
         return ConflictError(
-            f"run {self._context.run!r} has begun, and not with snapshot {self._source} as it is now; only a run that "
+            f"run {self._context.run!r} has begun, but not with snapshot {self._source} as it is now; only a run that "
             "stores nothing and has no trainer yet can begin with one: choose another run.name"
         )
 
@@ -210,14 +210,15 @@ class SnapshotLoad:
         context, keys = self._context, self._context.keys
         lineages = json.dumps({str(n): lineage.model_dump_json() for n, lineage in manifest.lineages.items()})
         head = [
-            context.ownership.epoch,
+            context.epoch.number,
             msgspec.json.encode(origin),
             lineages,
             origin.lineage,
             origin.version or "",
         ]
-        with redis_errors("read how far the load has come"):
-            cursor = int(await context.redis.hget(keys.run, "origin_cursor") or -1)
+        run = await RunHash.read(context, "read how far the load has come")
+        # a damaged one ends the load with a ValueError: an UnavailableError would be waited for
+        cursor = parse_cursor(run.raw.get(b"origin_cursor"))
         for part in parts:
             # loaded before the service was interrupted
             if part.cursor > cursor:
@@ -225,18 +226,18 @@ class SnapshotLoad:
                 version = None if part.publication is None else part.publication.policy_version
                 publications = [] if version is None else [f"{version.lineage} {version.step}"]
                 reply = await context.scripts.run(
-                    "adopt",
+                    "load_snapshot",
                     [keys.run, keys.lineages, keys.payloads, keys.log, keys.counters, keys.epoch],
                     [*head, part.cursor, len(payloads), b"".join(records), *payloads, *publications],
                 )
-                if reply == ownership.SUPERSEDED:
-                    raise await ownership.refusal(context, f"loading snapshot {self._source}")
+                if reply == buffer_epoch.SUPERSEDED:
+                    raise await buffer_epoch.refusal(context, f"loading snapshot {self._source}")
                 if reply == b"begun":
                     raise self._has_begun()
                 if self._evictor.record_added(len(payloads), sum(map(len, payloads))):
                     await self._evictor.enforce()
             self.progress.num_loaded += len(part.places)
-        # adopt.lua has written those of the snapshot
+        # load_snapshot.lua has written those of the snapshot
         await self._lineages.load()
         context.changed.notify()
 

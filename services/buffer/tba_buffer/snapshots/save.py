@@ -1,4 +1,4 @@
-"""Saving a snapshot: exactly what is live at one position of the log, while pushes, evictions and re-scoring continue.
+"""Save a snapshot: exactly what is live at one position of the log, while pushes, evictions and re-scoring continue.
 
     pass 1        every payload that is live
     pass 2, 3 ..  what was pushed or scored again during the pass before, until little is left
@@ -8,8 +8,8 @@
 
 Damaged items are left out, and named in GET /v1/run: a snapshot that held them could not be loaded.
 
-What was scored again is read from the log, because the new payload may have the old reward and size. So the log must
-not be cut meanwhile: the buffer does not compact it while it saves.
+The log tells which rollouts were scored again, because a new payload may have the old reward and size. So the log must
+not be cut during a save: the buffer does not compact it then.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from tba.wire.snapshot_manifest import (
     encode_snapshot_manifest,
 )
 from tba_buffer.index.log import FAILED, PENDING, SCORED, Rescored, parse_entry
-from tba_buffer.index.replay import IndexView
+from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import DAMAGED_TASK, Catalog
-from tba_buffer.snapshots.format import OBJECT_BYTES, ROWS_PER_TABLE, SnapshotWriter, encode_places
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import redis_errors
-from tba_buffer.storage.context import Context
+from tba_buffer.snapshots.snapshot_format import OBJECT_BYTES, ROWS_PER_TABLE, SnapshotWriter, encode_places
+from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.keys import FORMAT
+from tba_buffer.storage.redis_client import redis_errors
 
 READ_ROLLOUTS, READ_BYTES = 512, 4 << 20
 LITTLE_BYTES = OBJECT_BYTES // 2
@@ -240,10 +240,11 @@ class SnapshotSave:
         context, keys = self._context, self._context.keys
         with redis_errors("read the run"):
             async with context.redis.pipeline(transaction=True) as pipe:
-                pipe.hmget(keys.run, "lineage", "step", "latest_version")
+                pipe.hgetall(keys.run)
                 pipe.hgetall(keys.lineages)
                 pipe.hgetall(keys.announced)
-                (lineage, step, latest), lineages, announced = await pipe.execute()
+                raw, lineages, announced = await pipe.execute()
+        run = RunHash(context, raw, is_decisive=True)
         publications = [
             SavedPublication(position=int(at), version=version.decode()) for version, at in announced.items()
         ]
@@ -254,9 +255,9 @@ class SnapshotSave:
             created_at_s=context.clock(),
             tba_version=tba.__version__,
             storage_format=FORMAT,
-            lineage=int(lineage or 0),
-            step=int(step or 0),
-            latest_version=None if latest is None else latest.decode(),
+            lineage=run.lineage,
+            step=run.step,
+            latest_version=run.latest_version,
             lineages={int(number): SavedLineage.model_validate_json(text) for number, text in lineages.items()},
             marks=publications,
             num_scored=0,
@@ -298,7 +299,7 @@ class SnapshotSave:
 
     async def _finish(self, manifest: SnapshotManifest) -> None:
         # a newer owner may have evicted meanwhile what this snapshot says is live
-        await ownership.check(self._context)
+        await buffer_epoch.check(self._context)
         try:
             await in_thread(
                 lambda: self._store.put(self._source.manifest_key, encode_snapshot_manifest(manifest), create_only=True)

@@ -3,6 +3,8 @@
 Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a script, atomic and safe to repeat: one
 that is run again with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports
 and counts its items as duplicates. Each file begins with its keys, arguments and replies.
+
+RunHash has the one parser of each field of the `run` hash, which is read by itself or in a transaction with other keys.
 """
 
 from __future__ import annotations
@@ -11,19 +13,23 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 from redis.exceptions import NoScriptError, ResponseError
 
+from tba.api import RunChange, RunState
 from tba.config import Recipe
 from tba.config.redis import redis_access
+from tba.errors import UnavailableError
 from tba.fields import MAX_NUMBER
-from tba_buffer.storage.client import BytesRedis, redis_errors
+from tba.versions import PolicyVersion
+from tba_buffer.storage.buffer_epoch import BufferEpoch
 from tba_buffer.storage.damage import LOSS_COUNTERS, DamagedItems, Kind, Losses
 from tba_buffer.storage.durability import DurabilityCheck
 from tba_buffer.storage.keys import Keys
-from tba_buffer.storage.ownership import Ownership
+from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 
 T = TypeVar("T")
 SCRIPT_NAMES = (
@@ -38,14 +44,14 @@ SCRIPT_NAMES = (
     "upload",
     "eval_request",
     "eval_results",
-    "lineage",
-    "checkpoint",
+    "start_lineage",
+    "register_checkpoint",
     "command",
     "retry_versions",
     "read_run",
     "draw",
     "ack",
-    "adopt",
+    "load_snapshot",
     "settings",
     "scale",
     "count_waits",
@@ -58,28 +64,35 @@ ACKNOWLEDGING = {
     "upload",
     "eval_request",
     "eval_results",
-    "lineage",
-    "checkpoint",
+    "start_lineage",
+    "register_checkpoint",
     "command",
     "retry_versions",
     "ack",
-    "adopt",
+    "load_snapshot",
     "settings",
     "scale",
 }
 """Scripts that acknowledge something: each adds one to the counter `acknowledged` (damage.py). Leases, draws and
 evictions are made again when Redis has lost them."""
 PRELUDES = {
-    "push": ("read",),
-    "renew": ("read",),
-    "lease": ("read", "release", "effects"),
-    "return": ("read", "release"),
-    "read_run": ("read",),
+    "push": ("visits",),
+    "renew": ("visits",),
+    "lease": ("visits", "audit"),
+    "return": ("visits",),
+    "read_run": ("visits",),
     "retry_versions": ("audit",),
     "accept_loss": ("audit",),
-    "draw": ("effects",),
-    "ack": ("effects",),
+    "draw": ("audit",),
+    "ack": ("audit",),
 }
+
+
+def script_text(name: str) -> str:
+    """Return a script. Scripts cannot import: the functions that they share are put in front of them."""
+    folder = files("tba_buffer.storage") / "lua"
+    parts = [*(f"preludes/{each}" for each in PRELUDES.get(name, ())), name]
+    return "\n".join((folder / f"{part}.lua").read_text() for part in parts)
 
 
 class Scripts:
@@ -94,14 +107,9 @@ class Scripts:
     def __init__(self, durability: DurabilityCheck, keys: Keys, losses: Losses) -> None:
         self._durability, self._losses = durability, losses
         self._number = ("HINCRBY", keys.counters, "acknowledged", 1)
-        self._owner = ("GET", keys.epoch)
+        self._read_epoch = ("GET", keys.epoch)
         redis = durability.redis
-        folder = files("tba_buffer.storage") / "lua"
-        self._scripts = {}
-        for name in SCRIPT_NAMES:
-            # scripts cannot import: the functions that they share are put in front of them
-            parts = [*PRELUDES.get(name, ()), name]
-            self._scripts[name] = redis.register_script("\n".join((folder / f"{p}.lua").read_text() for p in parts))
+        self._scripts = {name: redis.register_script(script_text(name)) for name in SCRIPT_NAMES}
 
     async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run a script and return its reply; texts are bytes.
@@ -122,7 +130,7 @@ class Scripts:
         script, acknowledged = self._scripts[name], self._losses.acknowledged
         if name in ACKNOWLEDGING:
             # counted behind the script: a file that was cut between the two counts too little, never too much
-            commands = (*commands, self._number, self._owner)
+            commands = (*commands, self._number, self._read_epoch)
         await self._durability.require()
         with redis_errors(f"run {name}"):
             evalsha = ("EVALSHA", script.sha, len(keys), *keys, *args)
@@ -136,8 +144,8 @@ class Scripts:
                 await self._durability.require()
                 raise
         if name in ACKNOWLEDGING:
-            owner, number = self._losses.read_count("replica", replies.pop()) or 0, replies.pop()
-            if await self._losses.acknowledge(number, acknowledged, owner=owner):
+            epoch, number = self._losses.read_count("buffer epoch", replies.pop()) or 0, replies.pop()
+            if await self._losses.acknowledge(number, acknowledged, epoch=epoch):
                 await self._durability.check()
         # the script may have run over a new connection, behind which is a Redis that is not durable
         await self._durability.require()
@@ -192,7 +200,7 @@ class Context:
     keys: Keys
     scripts: Scripts
     losses: Losses
-    ownership: Ownership
+    epoch: BufferEpoch
     clock: Callable[[], float] = time.time
     changed: Signal = field(default_factory=Signal)
     mutation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -212,8 +220,8 @@ class Context:
         """
         # it owns the connections, so that nothing is written over one that was not checked
         durability = DurabilityCheck(redis_access(recipe), recipe.buffer.appendfsync)
-        keys, owner, damaged_items = Keys(recipe.run.name), Ownership(), DamagedItems()
-        losses = Losses(durability.redis, keys, owner, damaged_items, clock=clock)
+        keys, epoch, damaged_items = Keys(recipe.run.name), BufferEpoch(), DamagedItems()
+        losses = Losses(durability.redis, keys, epoch, damaged_items, clock=clock)
         return cls(
             recipe=recipe,
             redis=durability.redis,
@@ -221,7 +229,7 @@ class Context:
             keys=keys,
             scripts=Scripts(durability, keys, losses),
             losses=losses,
-            ownership=owner,
+            epoch=epoch,
             clock=clock,
             damaged_items=damaged_items,
         )
@@ -230,16 +238,9 @@ class Context:
         """Return what `how` reads; None where it cannot, and then the item is noted as damaged."""
         return self.damaged_items.read(kind, name, how, at_s=self.clock())
 
-    def read_number(self, name: str, value: bytes | str | None, *, lowest: int = 0) -> int:
-        """Return a number of the `run` hash; 0 where there is none, or a damaged one, which is noted."""
-
-        def read() -> int:
-            number = int(value or 0)
-            if not lowest <= number <= MAX_NUMBER:
-                raise ValueError(f"it is {number}")
-            return number
-
-        return self.read_or_note("run", name, read) or 0
+    def read_number(self, name: str, text: bytes | None) -> int:
+        """Return a number of how the run stands; 0 where there is none, or a damaged one, which is noted."""
+        return self.read_or_note("run", name, lambda: parse_number(text)) or 0
 
     @property
     def run(self) -> str:
@@ -279,3 +280,120 @@ class Context:
             if number is not None:
                 found[text] = number
         return found
+
+
+def parse_number(text: bytes | None, *, lowest: int = 0, absent: int = 0) -> int:
+    """Return a stored number; `absent` where there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    number = int(text or absent)
+    if not lowest <= number <= MAX_NUMBER:
+        raise ValueError(f"it is {number}")
+    return number
+
+
+parse_cursor = partial(parse_number, lowest=-1, absent=-1)
+"""Parses how far a snapshot is loaded; -1: nothing of it."""
+
+
+def needed(key: str, name: str, text: bytes | None, parse: Callable[[bytes | None], T]) -> T:
+    """Parse a field that a decision needs.
+
+    Raises:
+        UnavailableError: it is damaged.
+    """
+    try:
+        return parse(text)
+    except ValueError:
+        raise UnavailableError(
+            f"the field {name} of {key} in Redis cannot be read: it is {(text or b'')[:100]!r}; "
+            "restore Redis from a copy"
+        ) from None
+
+
+def _text(text: bytes | None) -> str | None:
+    return None if text is None else text.decode(errors="replace")
+
+
+def _version(text: bytes | None) -> str | None:
+    return None if text is None else str(PolicyVersion.parse(text.decode()))
+
+
+def _field(name: str, parse: Callable[[bytes | None], T], damaged: T) -> cached_property[T]:
+    """Define a field of RunHash: its name, its parser, and what a damaged one is shown as."""
+
+    def read(run: RunHash) -> T:
+        text = run.raw.get(name.encode())
+        if run.is_decisive:
+            return needed(run.context.keys.run, name, text, parse)
+        found = run.context.read_or_note("run", name, lambda: parse(text))
+        return damaged if found is None else found
+
+    return cached_property(read)
+
+
+class RunHash:
+    """The `run` hash as Redis had it at one moment. Versions are `lineage-step` texts.
+
+    A field is parsed once, when it is asked for. A damaged one is noted, and shown as absent; where `is_decisive` it is
+    an UnavailableError, since nobody may be given work by a guess. A damaged state counts as failed for both.
+
+    Args:
+        context: Redis and settings.
+        raw: field -> text, the reply of HGETALL: a transaction asks for it beside other keys of the same moment.
+        is_decisive: a decision depends on the fields.
+    """
+
+    lineage = _field("lineage", parse_number, 0)
+    step = _field("step", parse_number, 0)  # the last acked one of the active lineage
+    token = _field("token", _text, None)
+    reason = _field("reason", lambda text: _text(text) or None, None)
+    latest_version = _field("latest_version", _version, None)
+    checkpoint = _field("checkpoint", _version, None)
+    checkpoint_key = _field("checkpoint_key", _text, None)
+    num_rollbacks = _field("rollbacks", parse_number, 0)
+    num_retries = _field("retries", parse_number, 0)
+    num_lost_changes = _field("changes_lost", parse_number, 0)
+    num_losses_accepted = _field("losses_accepted", parse_number, 0)
+    origin_cursor = _field("origin_cursor", parse_cursor, 0)
+
+    def __init__(self, context: Context, raw: Mapping[bytes, bytes | None], *, is_decisive: bool = False) -> None:
+        self.context, self.raw, self.is_decisive = context, raw, is_decisive
+
+    @classmethod
+    async def read(cls, context: Context, what: str = "read the run", *, is_decisive: bool = False) -> RunHash:
+        """Read it by itself.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        with redis_errors(what):
+            return cls(context, await context.redis.hgetall(context.keys.run), is_decisive=is_decisive)
+
+    @cached_property
+    def state(self) -> RunState:
+        """The state; a text that is none counts as failed, where nothing is drawn or leased."""
+        text, context = _text(self.raw.get(b"state")), self.context
+        # a run has no state before its first change: it is running from the beginning
+        state = "running" if text is None else text
+        if state in get_args(RunState):
+            context.damaged_items.forget("run", "state")
+            return cast(RunState, state)
+        context.damaged_items.note("run", "state", f"it is {state[:100]!r}", at_s=context.clock())
+        return "failed"
+
+    @cached_property
+    def change(self) -> RunChange | None:
+        """The last change of the state; a damaged one is noted as a line of the audit."""
+        if (line := _text(self.raw.get(b"change"))) is None:
+            return None
+        return self.context.read_or_note("change", "run last", lambda: RunChange.model_validate_json(line))
+
+    def parse_all(self) -> RunHash:
+        """Parse every field now, so that each damaged one is noted."""
+        for name, item in vars(RunHash).items():
+            if isinstance(item, cached_property):
+                getattr(self, name)
+        return self

@@ -12,8 +12,8 @@ acknowledged  the highest number that this process was told
 claim         the number that an earlier start of the buffer told the trainer. The trainer hears the number with each
               heartbeat and sends it with the next. So a buffer that starts over an older copy of Redis finds out
 lost          Redis counts less than this process was told or a script was answered before; or, when this process
-              started, less than the trainer claims; or it does not know of this start of the buffer. A loss that Redis
-              may outgrow is noted there, so that no later check, and no later start of the buffer, can miss it
+              started, less than the trainer claims; or it does not know of this start of the buffer. A loss that later
+              writes could hide is noted there, so that no later check, and no later start of the buffer, can miss it
 damaged       a compared number cannot be read, or the counters are older than the log: nobody knows how much is lost
 accepted      by an operator, with a line of the audit; or, with `appendfsync everysec`, by the recipe
 
@@ -34,9 +34,9 @@ from tba.api import DamagedInfo, DamagedItem
 from tba.api.run import AuditRole
 from tba.fields import one_line
 from tba.logs import get_logger
-from tba_buffer.storage.client import BytesRedis, redis_errors
+from tba_buffer.storage.buffer_epoch import BufferEpoch
 from tba_buffer.storage.keys import FORMAT_TEXT, Keys
-from tba_buffer.storage.ownership import Ownership
+from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 
 T = TypeVar("T")
 Kind = Literal[
@@ -207,7 +207,7 @@ class Losses:
     Args:
         redis: the client.
         keys: of the run.
-        owner: the epoch of this process.
+        epoch: of this process.
         damaged_items: where damaged numbers are noted.
         clock: Unix seconds.
     """
@@ -216,12 +216,12 @@ class Losses:
         self,
         redis: BytesRedis,
         keys: Keys,
-        owner: Ownership,
+        epoch: BufferEpoch,
         damaged_items: DamagedItems,
         *,
         clock: Callable[[], float],
     ) -> None:
-        self._redis, self._keys, self._owner, self._clock = redis, keys, owner, clock
+        self._redis, self._keys, self._epoch, self._clock = redis, keys, epoch, clock
         self._damaged_items = damaged_items
         self._read_script = redis.register_script(READ)
         self._process = secrets.token_hex(8)
@@ -255,19 +255,19 @@ class Losses:
         self._acknowledged = self._at_start = redis.acknowledged or 0
         self.accepted_by = redis.accepted_by
 
-    async def acknowledge(self, number: int, before: int, *, owner: int) -> bool:
+    async def acknowledge(self, number: int, before: int, *, epoch: int) -> bool:
         """Take the number that a script was answered; return whether it shows a loss.
 
         Args:
             number: of the script.
             before: what was acknowledged before the script ran; Redis must count beyond it.
-            owner: the epoch in Redis after the script.
+            epoch: in Redis after the script.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
         # a newer process counts from what it found: a trainer that heard this number would claim a loss there
-        if owner > self._owner.epoch:
+        if epoch > self._epoch.number:
             return False
         self._acknowledged = max(self._acknowledged, number)
         # Redis counted up to `before` already: it has lost what was counted since
@@ -302,7 +302,7 @@ class Losses:
         Raises:
             UnavailableError: Redis did not answer.
         """
-        own = self._owner.epoch
+        own = self._epoch.number
         # this process has not taken the run yet, so it was told nothing
         if not own:
             return None
@@ -313,11 +313,11 @@ class Losses:
             return None
         self.num_lost, self.problem = max(0, told - (told if number is None else number), redis.noted or 0), None
         if (damage := self._damage(redis)) is not None:
-            self.problem = f"{damage}, so nobody knows whether all is there that was acknowledged; {REMEDIES}"
+            self.problem = f"{damage}, so it is unknown whether acknowledged data is missing; {REMEDIES}"
         elif self.num_lost or found < own:
-            starts = "" if found == own else f"; its epoch of the buffer is {found}, and this process has epoch {own}"
+            starts = "" if found == own else f"; its buffer epoch is {found}, but this process has epoch {own}"
             self.problem = (
-                f"Redis has lost data of this run: {self.num_lost} changes that were acknowledged are not there (it "
+                f"Redis has lost data of this run: {self.num_lost} acknowledged changes are missing (it "
                 f"was emptied, or restored from an older copy{starts}); {REMEDIES}"
             )
         return self.problem
@@ -329,7 +329,7 @@ class Losses:
         keys = [self._keys.epoch, self._keys.counters, self._keys.run, self._keys.run_changes, self._keys.format]
         keys += [self._keys.log, self._keys.log_checkpoint]
         audit = [json.dumps(role), json.dumps(reason), FORMAT_TEXT, request_id]
-        return keys, [self._owner.epoch, self._acknowledged, self.num_lost, self._clock(), *audit]
+        return keys, [self._epoch.number, self._acknowledged, self.num_lost, self._clock(), *audit]
 
     def accept(self, number: int, request_id: str) -> None:
         """Continue from this number, without what is missing."""
@@ -350,7 +350,7 @@ class Losses:
     def _damage(self, redis: _Found) -> str | None:
         counters, run = self._keys.counters, self._keys.run
         places = {
-            self._keys.epoch: redis.epoch,
+            f"the buffer epoch ({self._keys.epoch})": redis.epoch,
             f"the field acknowledged of {counters}": redis.acknowledged,
             f"the field log_position of {counters}": redis.log_position,
             f"the field changes_missing of {run}": redis.noted,
@@ -373,7 +373,7 @@ class Losses:
             reply = await self._read_script(keys=[keys.epoch, keys.counters, keys.run, keys.log])
         epoch, (acknowledged, log_position), (noted, accepted_by), last = reply
         return _Found(
-            epoch=self.read_count("replica", epoch),
+            epoch=self.read_count("buffer epoch", epoch),
             acknowledged=self.read_count("acknowledged", acknowledged),
             noted=self.read_count("changes_missing", noted),
             log_position=self.read_count("log_position", log_position),

@@ -19,7 +19,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, 
 
 from tba.config.redis import RedisAccess
 from tba.errors import ConfigError, UnavailableError
-from tba_buffer.storage.client import (
+from tba_buffer.storage.redis_client import (
     BytesRedis,
     MultiplexedPool,
     connect,
@@ -187,7 +187,7 @@ class DurabilityCheck:
             raise
         except ResponseError as error:
             return (
-                f"Redis does not let CONFIG GET be called ({error}), so nobody knows whether it keeps what it accepts",
+                f"Redis does not allow CONFIG GET ({error}), so it is unknown whether it keeps what it accepts",
                 None,
             )
         info = await redis.info()

@@ -12,37 +12,38 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | gone_before     |        | still a duplicate; the newest 50,000 to 100,000                   |                       |
 | log             | stream | events since the checkpoint of the log (index/log.py); compaction | push, publish, score, |
 |                 |        | trims it                                                          | evict, compact        |
-| base            | hash   | generation, position, num_pieces, marks (JSON of the              | index/replay.py,      |
+| base            | hash   | generation, position, num_pieces, marks (JSON of the              | index/log_follower,   |
 |                 |        | publications) of the log's checkpoint; attempts, the last         | compact               |
 |                 |        | generation that was begun                                         |                       |
-| base:<g>:<i>    | string | piece i of checkpoint generation g (packed CHECKPOINT_DTYPE);     | index/replay.py,      |
+| base:<g>:<i>    | string | piece i of checkpoint generation g (packed CHECKPOINT_DTYPE);     | index/log_follower,   |
 |                 |        | until the next; expires when the checkpoint was never completed   | compact               |
-| replica         | string | epoch of the buffer process that owns the run; every start takes  | ownership.py          |
+| replica         | string | epoch of the buffer process that owns the run; every start takes  | buffer_epoch.py       |
 |                 |        | the next one                                                      |                       |
-| format          | string | FORMAT and the version of tba that began the run with it          | ownership.py          |
+| format          | string | FORMAT and the version of tba that began the run with it          | buffer_epoch.py       |
 | counters        | hash   | name -> whole number (below)                                      | every script          |
 | ages            | hash   | policy age in steps -> rollouts, from acks                        | ack                   |
 | prompts         | hash   | prompt id -> canonical JSON                                       | upload                |
 | prompt_order    | list   | prompt ids in upload order; the index in it is the prompt number  | upload                |
 | cursor          | string | "epoch:offset:size", the next visit                               | lease                 |
-| visits          | hash   | visit id -> JSON {p: prompt id, l: lease id or "", n: missing,    | lease, push, release  |
+| visits          | hash   | visit id -> JSON {p: prompt id, l: lease id or "", n: missing,    | lease, push, return   |
 |                 |        | h: searchers that it was leased to}; until it is fulfilled        |                       |
-| returned        | list   | visit ids that wait to be leased again                            | lease, release        |
+| returned        | list   | visit ids that wait to be leased again                            | lease, return         |
 | leases          | hash   | lease id -> JSON {k: kind, s: searcher, v: visit or u: eval unit} | lease; ended by push, |
-| lease_deadlines | zset   | lease id -> Unix seconds; moved by renew                          | release, eval_results |
+| lease_deadlines | zset   | lease id -> Unix seconds; moved by renew                          | return, eval_results  |
 | evals           | hash   | eval id -> JSON of one evaluation                                 | evaluations.py, eval_*|
 | eval_order      | list   | eval ids, oldest first                                            | eval_request          |
 | eval_todo       | list   | units "eval id|kind|number" that wait for a lease                 | eval_request, lease   |
 | eval_units      | hash   | lease id -> "unit searcher", while the evaluation is open         | lease, evaluations.py |
 | eval_results    | hash   | unit -> JSON of its result, while the evaluation is open          | eval_results          |
 | eval_done       | hash   | eval id -> units with a result, while the evaluation is open      | eval_results          |
-| lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | lineage, adopt        |
-| lineage_        | hash   | request id -> "lineage token" that it took                        | lineage               |
+| lineages        | hash   | lineage -> JSON {parent, trainer_id, created_at_s}                | start_lineage,        |
+|                 |        |                                                                   | load_snapshot         |
+| lineage_        | hash   | request id -> "lineage token" that it took                        | start_lineage         |
 | requests        |        |                                                                   |                       |
-| run             | hash   | state, reason, change (the last line of run_changes), lineage,    | lineage, publish, ack,|
-|                 |        | token, step, latest_version, checkpoint,                          |                       |
-|                 |        | checkpoint_key; lineage_position (log position at the start of    | command, checkpoint,  |
-|                 |        | the lineage); origin (JSON of the snapshot that the run began     | adopt                 |
+| run             | hash   | state, reason, change (the last line of run_changes), lineage,    | start_lineage, ack,   |
+|                 |        | token, step, latest_version, checkpoint,                          | publish, command,     |
+|                 |        | checkpoint_key; lineage_position (log position at the start of    | register_checkpoint,  |
+|                 |        | the lineage); origin (JSON of the snapshot that the run began     | load_snapshot         |
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
 |                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
 |                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
@@ -50,8 +51,8 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | changes_missing: lost, and not accepted, as it was found out      | damage.py,            |
 |                 |        | retries: how often an operator had refused versions tried again;  | accept_loss,          |
 |                 |        | retried_by: request id of the last time                           | retry_versions        |
-| run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, lineage,     |
-|                 |        | or had versions tried again, when and why                         | accept_loss,          |
+| run_changes     | list   | JSON lines, oldest first: who changed the state, accepted a loss  | command, accept_loss, |
+|                 |        | or had versions tried again, when and why                         | start_lineage,        |
 |                 |        |                                                                   | retry_versions        |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | count_waits           |
@@ -59,20 +60,21 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | the 64 trainers that started last                                 |                       |
 | announced       | hash   | every announced version -> log position of its publication        | publish               |
 | open_batches    | zset   | "batch id|rollouts|lineage|step" -> deadline, Unix seconds        | draw, ack, read_run,  |
-|                 |        |                                                                   | lineage               |
+|                 |        |                                                                   | start_lineage         |
 | open_steps      | hash   | "lineage|step" -> member of open_batches                          | draw, ack, read_run,  |
-|                 |        |                                                                   | lineage               |
+|                 |        |                                                                   | start_lineage         |
 | batches_since_  | set    | members of open_batches drawn since the last publication, acked   | draw, publish,        |
-| mark            |        | ones too, void ones not                                           | read_run, lineage     |
+| mark            |        | ones too, void ones not                                           | read_run,             |
+|                 |        |                                                                   | start_lineage         |
 | batch:<id>      | string | msgpack: what was drawn, until some time after its deadline       | draw                  |
-| ledger          | list   | JSON lines in order: acked batches and resumes                    | ack, lineage          |
+| ledger          | list   | JSON lines in order: acked batches and resumes                    | ack, start_lineage    |
 | ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack                   |
-| settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings, effects,    |
-|                 |        | that were changed; seen:<name> -> revision up to which            | lineage               |
-|                 |        | effects.lua has looked for changes of it in this lineage          |                       |
+| settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings, lease, draw,|
+|                 |        | that were changed; seen:<name> -> revision up to which            | ack, start_lineage    |
+|                 |        | `took_effect` (preludes/audit.lua) has looked in this lineage     |                       |
 | settings_       | list   | JSON lines, one per revision, oldest first: who changed what      | settings              |
 | changes         |        |                                                                   |                       |
-| settings_       | zset   | JSON of where a change took effect -> its revision                | effects               |
+| settings_       | zset   | JSON of where a change took effect -> its revision                | lease, draw, ack      |
 | effects         |        |                                                                   |                       |
 | settings_       | hash   | request id -> revision that it made                               | settings              |
 | requests        |        |                                                                   |                       |
@@ -83,7 +85,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | scaling_        | hash   | request id -> revision that it made                               | scale                 |
 | requests        |        |                                                                   |                       |
 | unreadable      | hash   | "kind:name" -> JSON of why this stored item cannot be read; the   | damage.py,            |
-|                 |        | first 1,000 that were found                                       | read.lua              |
+|                 |        | first 1,000 that were found                                       | preludes/visits.lua   |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
 Counters: acknowledged (changes that somebody was told are stored: damage.py); log_position (of the last event);
@@ -163,9 +165,9 @@ class Keys:
         self.ledger_steps = self._prefix + "ledger_steps"
 
     def batch(self, batch_id: str) -> str:
-        """The record of one drawn batch."""
+        """Return the key of the record of one drawn batch."""
         return f"{self._prefix}batch:{batch_id}"
 
     def checkpoint_piece(self, generation: int, number: int) -> str:
-        """One piece of a checkpoint of the log."""
+        """Return the key of one piece of a checkpoint of the log."""
         return f"{self._prefix}base:{generation}:{number}"

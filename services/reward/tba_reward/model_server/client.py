@@ -168,7 +168,7 @@ class ModelProcess:
         except UnicodeEncodeError as error:
             return Failure("malformed", f"the text is not Unicode: {error.reason} at character {error.start}")
         except TimeoutError:
-            return Failure("timeout", f"the model process had no answer within {timeout_s} s")
+            return Failure("timeout", f"the model process did not answer within {timeout_s} s")
         finally:
             if self._pending.pop(number, None) is not None and number in self._in_flight and self._child is not None:
                 self._child.send(frame(CancelRequest(number=number)))
@@ -256,7 +256,7 @@ class ModelProcess:
         while True:
             silent_s = loop.time() - self._last_message_s if self._in_flight else 0.0
             if silent_s >= self._batch_timeout_s:
-                cause = f"a batch took longer than {self._batch_timeout_s} s, so that the process was killed"
+                cause = f"a batch took longer than {self._batch_timeout_s} s, so the process was killed"
                 return child.kill(ProcessDiedError(cause, "timeout"))
             await asyncio.sleep(self._batch_timeout_s - silent_s)
 
@@ -350,7 +350,7 @@ class ChildProcess:
             code = await self._process.wait()
             raise self._cause or ProcessDiedError(_describe(code)) from None
         except msgspec.MsgspecError as error:
-            raise ProcessDiedError(f"it said something that is no message ({error})") from error
+            raise ProcessDiedError(f"it sent an invalid message ({error})") from error
 
     def kill(self, cause: ProcessDiedError) -> None:
         """Kill the process and everything that it has started; `receive` raises the cause."""

@@ -3,7 +3,7 @@
     score() -> queue -> up to PREFETCH_JOBS jobs per worker, done in their order -> replies
                            |  the first one takes more CPU time than it may: it is too slow. Its worker is killed, the
                            |  others go back to the front of the queue, and a new worker is forked. The same happens as
-                           |  a timeout where it takes much longer than that by the clock on the wall
+                           |  a timeout where it takes much longer than that in wall-clock time
                            '  the worker dies: the first one is tried once more in another worker, then it has crashed
 
 A rule may take several items at once (`WorkerRule.batch_items`): a batch is one job. When it runs over its deadline or

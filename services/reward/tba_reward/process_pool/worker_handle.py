@@ -22,7 +22,7 @@ from tba_reward.process_pool.messages import FrameDecoder, Reply
 LATE_REPLY_S = 0.05
 """Grace after a deadline: the reply may lie in the socket already, if the event loop was busy."""
 WALL_SLACK_S = 25.0
-"""By the clock on the wall an item may take this much longer than its deadline. It is less than what a request is given
+"""In wall-clock time an item may take this much longer than its deadline. It is less than what a request is given
 beyond its slowest scorer's deadline (`RewardSection.request_deadline_s`)."""
 CPU_POLL_S = 0.02
 """Pause between two looks at the CPU time of a worker that is nearly due."""

@@ -74,8 +74,8 @@ def _check_folder(kind: str, field: str, path: str | None) -> None:
         return
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ConfigError(
-            f"reward kind {kind!r}: {field} = {path!r} is no folder; tba data prepare RECIPE fetches or makes what a "
-            "recipe needs"
+            f"reward kind {kind!r}: {field} = {path!r} is not a folder; tba data prepare RECIPE fetches or makes what "
+            "a recipe needs"
         )
 
 

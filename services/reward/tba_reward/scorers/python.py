@@ -79,9 +79,7 @@ def load(params: Params) -> None:
     found = _load(params["function"])
     for name in _ONLY_TRL:
         if found.parameters.get(name):
-            raise ValueError(
-                f"it needs {name!r}, which only TRL's trainer has: a score depends on nothing but its item"
-            )
+            raise ValueError(f"it needs {name!r}, which only TRL's trainer has: a score may depend only on its item")
     for name in params["kwargs"]:
         if not found.takes_all and name not in found.parameters:
             raise ValueError(f"it takes no argument {name!r}; remove it from `kwargs`")
@@ -170,7 +168,7 @@ def _call(items: Sequence[Item], params: Params) -> Any:
     passed |= {key: value for key, value in only_named.items() if key in found.parameters}
     missing = [key for key, is_required in found.parameters.items() if is_required and key not in passed]
     if "completion_ids" in missing:
-        raise BadDataError(f"{name} needs `completion_ids`, and the item came without `response_tokens`")
+        raise BadDataError(f"{name} needs `completion_ids`, but the item has no `response_tokens`")
     if missing:
         raise BadDataError(f"{name} needs the column {missing[0]!r}, which the prompt's data lacks")
     return found.function(**passed)

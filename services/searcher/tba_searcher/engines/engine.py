@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.errors import DigestError, TbaError
+from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling, VersionSpan
 
@@ -78,7 +78,7 @@ class Completion:
     finish_reason: str
     """`stop` (an eos id was sampled), `stop_string` (the last token completed one) or `length`."""
     version_spans: tuple[VersionSpan, ...]
-    """Which version sampled which tokens; the spans cover [0, R) without gaps, and none is empty."""
+    """The version that sampled each token; the spans cover [0, R) without gaps, and none is empty."""
     started_at_s: float
     finished_at_s: float
 
@@ -101,13 +101,14 @@ class Engine(Protocol):
 
     `load_weights` is called between two steps. Active requests keep their tokens and continue under the new weights:
     keys and values of the old weights must not be used again, and the next token begins a new version span. After each
-    load the caller calls `verify`; when either fails, it loads the old weights again (`engines.weights.swap_weights`).
+    load the caller calls `verify`; when either fails, it loads the old weights again (`weight_loader.swap_weights`).
 
     Errors: `EngineError` (or any `TbaError`) refuses one request or one version. `EngineDiedError` ends the searcher
     after it has delivered what is finished; only `close` is called after it. An unexpected exception from `step` counts
     as death too. An engine that does not return from a call within `searcher.engine_timeout_s` counts as dead.
 
-    Shared parts: `check_request` for `submit`, and `check_loaded` for `verify` when the engine is a `CheckableModel`.
+    Shared parts: `check_request` for `submit`, and `check_loaded` (weight_check.py) for `verify` when
+    the engine is a `CheckableModel`.
     """
 
     @property
@@ -256,50 +257,3 @@ def check_request(request: Request, limits: RequestLimits, *, is_known: bool) ->
         )
     if is_known:
         raise EngineError(f"{name} is already being worked on")
-
-
-class CheckableModel(Protocol):
-    """A model in memory that `check_loaded` can check."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        ...
-
-    def params_sha256(self) -> str:
-        """Return `tba.wire.weight_manifest.params_digest` over its parameters."""
-        ...
-
-    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probs [R] at temperature 1 of a given response."""
-        ...
-
-
-def check_loaded(model: CheckableModel, manifest: Manifest) -> None:
-    """Check that a model holds what was published: the digest of its parameters, and the log-probs of the canary.
-
-    Raises:
-        DigestError: the parameters or the canary differ; it names what was found and what was published.
-    """
-    # the parameters first: they are exact, and the canary depends on kernels and rounding
-    found = model.params_sha256()
-    if found != manifest.params_sha256:
-        raise DigestError(
-            f"weight version {manifest.version}: the engine holds parameters with sha256 {found}, "
-            f"published were {manifest.params_sha256}; this version is not used"
-        )
-    canary = manifest.canary
-    highest = max(*canary.prompt_tokens, *canary.response_tokens)
-    if highest >= model.vocab_size:
-        # checked before the forward pass: on a GPU an index beyond the embedding kills the engine
-        raise DigestError(
-            f"weight version {manifest.version}: its canary has the token id {highest}, the model's vocabulary "
-            f"{model.vocab_size} tokens; this version is not used"
-        )
-    logprobs = model.canary_logprobs(canary.prompt_tokens, canary.response_tokens)
-    distance = float(np.abs(logprobs - np.array(canary.logprobs)).max())
-    if not distance <= canary.tolerance:  # in this form NaN fails too
-        raise DigestError(
-            f"weight version {manifest.version}: canary log-probs are off by {distance:.3g}, allowed are "
-            f"{canary.tolerance:.3g}; this version is not used"
-        )

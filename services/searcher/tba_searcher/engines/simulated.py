@@ -168,7 +168,7 @@ class SimulatedEngine:
         if self._params_sha256 != manifest.params_sha256:
             raise DigestError(
                 f"weight version {manifest.version}: the files hold parameters with sha256 {self._params_sha256}, "
-                f"published were {manifest.params_sha256}; this version is not used"
+                f"the published ones have {manifest.params_sha256}; this version is not used"
             )
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class Vocabulary:
         eos_ids = known or (num_ids - 1,)
         plain_ids = np.setdiff1d(np.arange(min(num_ids, 1000 + len(eos_ids)), dtype=np.int32), eos_ids)
         if not len(plain_ids):
-            raise ConfigError(f"{path}: all {num_ids} ids end a sequence; the simulated engine has nothing to say")
+            raise ConfigError(f"{path}: all {num_ids} ids end a sequence, so the simulated engine cannot generate text")
         return cls(num_ids, eos_ids, plain_ids)
 
     def draw(self, rng: np.random.Generator, num_tokens: int) -> NDArray[np.int32]:

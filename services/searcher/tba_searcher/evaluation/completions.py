@@ -27,9 +27,9 @@ class Answer:
 
     mode: Mode
     prompt: int
-    """Which held-out prompt, from 0."""
+    """Number of the held-out prompt, from 0."""
     number: int
-    """Which completion of it in this mode, from 0."""
+    """Number of its completion in this mode, from 0."""
     tokens: NDArray[np.int32]
     """[R], R >= 1, the end-of-sequence token included when it was sampled."""
     finish_reason: str

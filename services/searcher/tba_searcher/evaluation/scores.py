@@ -11,7 +11,7 @@ from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.tokens import client_token
 from tba_searcher.evaluation.completions import Answers, OnProgress
-from tba_searcher.generation.status import WaitRegistry, retry_until
+from tba_searcher.waits import WaitRegistry, retry_until
 
 REQUEST_ITEMS = 16
 """Few, so that slow reward models answer a request within its deadline (`reward.request_timeout_s`)."""

@@ -33,8 +33,9 @@ from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id
 from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.evaluation_results import ResultBuilder, failed_result
-from tba_searcher.generation.status import SearcherStatus, retry_until
+from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit
+from tba_searcher.waits import retry_until
 
 if TYPE_CHECKING:  # searchers without a model run without torch
     from tba_searcher.engines.torch.reference_logprobs import StartingModel
@@ -226,7 +227,7 @@ class Delivery:
                 raise
         except WaitTimeoutError as error:
             if not self._reward_is_away:
-                log.warning("reward service is away; rollouts are pushed unscored", detail=str(error))
+                log.warning("reward service does not answer; rollouts are pushed unscored", detail=str(error))
             self._reward_is_away = True
             reason = f"the reward service did not answer for {self._recipe.searcher.score_retry_s:g} s"
         except (BadRequestError, BadReplyError) as error:
@@ -259,7 +260,7 @@ class Delivery:
         if unknown:
             # the rollout is pushed without one, and the trainer refuses it
             self._status.counts["ref_logprobs_unknown"] += len(unknown)
-            log.error("ref log-probs are no bounded numbers", lease_id=visit.lease.lease_id, num_rollouts=len(unknown))
+            log.error("ref log-probs are not bounded numbers", lease_id=visit.lease.lease_id, num_rollouts=len(unknown))
         return [RefLogprob(value=value, version=START) if is_bounded(value) else None for value in sums]
 
     def _rollout(

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from tba.errors import TbaError
 from tba.logs import get_logger
 from tba_searcher.engines.engine import Completion, Engine, EngineDiedError, EngineError, Request
-from tba_searcher.engines.weights import LoadedWeights, swap_weights
-from tba_searcher.generation.status import WaitRegistry
+from tba_searcher.engines.weight_loader import LoadedWeights, swap_weights
+from tba_searcher.waits import WaitRegistry
 
 STEP_S = 0.02
 """Decoding ends after this long, or when nothing is active."""

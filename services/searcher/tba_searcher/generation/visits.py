@@ -224,7 +224,7 @@ class LeaseManager:
         Leases whose return fails expire by themselves.
 
         Returns:
-            Those of `lease_ids` whose return the buffer has not acknowledged.
+            The ids in `lease_ids` whose return the buffer has not acknowledged.
         """
         self.num_returns_in_flight += 1
         try:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
     args, others = parser.parse_known_args(argv)
     if (args.nodes > 1) != (args.rendezvous is not None):
-        parser.error("--nodes and --rendezvous go together: several machines must know where they meet")
+        parser.error("--nodes and --rendezvous go together: several machines need an address where they meet")
     from tba.config import load_recipe
     from tba.errors import ConfigError
     from tba.service_main import EXIT_ERROR

@@ -85,8 +85,8 @@ class Team:
             return cls.alone(device)
         if ":" in device:
             raise ConfigError(
-                f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; give "
-                f"{device.partition(':')[0]!r}: each process then takes one of its own"
+                f"trainer.device is {device!r}, and this trainer has {num_ranks} processes, which would share it; set "
+                f"it to {device.partition(':')[0]!r}: each process then uses a device of its own"
             )
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         if device == "cuda":

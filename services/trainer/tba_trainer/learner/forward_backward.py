@@ -3,7 +3,7 @@
 A_j may need log pi_theta of other rollouts at the current weights (of their group, for some objectives of the whole
 batch). A group inside one micro-batch gets them from the forward pass that the gradient needs anyway; only groups that
 span micro-batches cost a first pass without gradient. Both ways give the same gradient
-(tests/unit/test_trainer_forward_backward.py).
+(tests/unit/trainer/test_trainer_forward_backward.py).
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.

@@ -35,7 +35,7 @@ class GuardState(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     grad_norms: tuple[float, ...] = ()
-    """Norms before clipping of the last batches, oldest first; a spike is capped at the largest norm that is none."""
+    """Norms before clipping of the last batches, oldest first; a spike is capped at the largest that is not one."""
     streaks: dict[Name, int] = Field(default_factory=dict)
     """Steps in a row in which an alarm's condition has held; steps in which it is unknown change nothing."""
     num_since_good: int = 0
@@ -187,7 +187,8 @@ def _conditions(
         yield "ess_collapse", collapse, text if ess < collapse.min_ess else None
     drift = section.log_ratio_drift
     if (log_ratio := _finite(metrics.get("log_ratio_token_mean"))) is not None:
-        text = f"theta is {log_ratio:.3f} nats per token from its data's policies, beyond +-{drift.max_log_ratio:g}"
+        limit = f"the limit is +-{drift.max_log_ratio:g}"
+        text = f"theta is {log_ratio:.3f} nats per token from the policies of its data, {limit}"
         yield "log_ratio_drift", drift, text if abs(log_ratio) > drift.max_log_ratio else None
 
 

@@ -190,7 +190,7 @@ class Prefetcher:
                     continue
                 self._fail(
                     TbaError(
-                        f"{MAX_DAMAGED} answers in a row to the request for the batch of step {step} were no batch "
+                        f"{MAX_DAMAGED} answers in a row to the request for the batch of step {step} were not a batch "
                         f"({error}); run the same tba release on every service, and start the trainer again"
                     )
                 )
@@ -300,7 +300,7 @@ def count_reasons(refused: Iterable[RefusedRollout]) -> dict[str, int]:
 def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Rejection | None:
     """Check a rollout by itself."""
     if rollout.prompt_id != prompt_id:
-        return Rejection("prompt", f"it says that it is of prompt {rollout.prompt_id!r}")
+        return Rejection("prompt", f"it names prompt {rollout.prompt_id!r}")
     if rollout.reward is None or not math.isfinite(rollout.reward):
         return Rejection("no-reward", f"its reward is {rollout.reward} (status {rollout.reward_status!r})")
     # finite, but one such reward would turn the group's mean, and with it every A_j of the group, into rounding errors

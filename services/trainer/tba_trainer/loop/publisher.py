@@ -160,8 +160,8 @@ class Publisher:
                 if time.monotonic() > deadline:
                     raise WaitTimeoutError(
                         f"{len(self._pending)} weight versions could not be published within {wait_s:g} s "
-                        f"({self._retried_error or 'the transfer is still in progress'}); training stopped, its last "
-                        "checkpoint stands: fix that and start the trainer again"
+                        f"({self._retried_error or 'the transfer is still in progress'}); training stopped, and its "
+                        "last checkpoint is kept: fix the cause and start the trainer again"
                     )
 
     def _run(self) -> None:

@@ -17,10 +17,10 @@ from tba.api import RunCommand
 from tba.early_signals import SIGNALS
 from tba.errors import StoreUnavailableError, WaitTimeoutError
 from tba.logs import get_logger
-from tba_trainer.checkpoints.export import upload_export
+from tba_trainer.checkpoints.export_upload import upload_export
 from tba_trainer.learner.guards import holds_checkpoints
-from tba_trainer.loop.checkpointing import CheckpointWriter
-from tba_trainer.loop.context import LineageContext
+from tba_trainer.loop.checkpoint_writer import CheckpointWriter
+from tba_trainer.loop.trainer_context import LineageContext
 
 RunEnd = Literal["done", "stopped"]
 """How a trainer ends without an error: the run is over, or it was told to stop and the run can be resumed."""

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba.api import LineageRequest, OriginInfo, RunCommand, RunInfo
+from tba.api import LineageReply, LineageRequest, OriginInfo, RunCommand, RunInfo
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.config.trainer import LoraSection
@@ -32,8 +32,8 @@ from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, newe
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.learner.guards import GuardState, Rollback
 from tba_trainer.learner.learner import Learner, config_sha256
-from tba_trainer.loop.context import TrainerContext
 from tba_trainer.loop.status import Session
+from tba_trainer.loop.trainer_context import TrainerContext
 
 _POLL_S = 0.5
 log = get_logger("startup")
@@ -99,14 +99,34 @@ def start_lineage(
     if checkpoint is not None:
         learner.restore(checkpoint.state, checkpoint.sections)
         checkpoint.close()
-    announces_start = info.latest_version in (None, str(START)) and checkpoint is None and fork is None
+    session = _session(context, reply, parent, before=info, checkpoint=checkpoint, fork=fork, rollback=rollback)
+    log.info("lineage_started", lineage=session.lineage, parent=str(parent), resumed=checkpoint is not None)
+    return session
+
+
+def _session(
+    context: TrainerContext,
+    reply: LineageReply,
+    parent: PolicyVersion,
+    *,
+    before: RunInfo,
+    checkpoint: Checkpoint | None,
+    fork: Fork | None,
+    rollback: Rollback | None,
+) -> Session:
+    """Return the lineage just taken as the trainer's session.
+
+    Args:
+        before: the run as it was before the lineage was taken.
+    """
+    announces_start = before.latest_version in (None, str(START)) and checkpoint is None and fork is None
     # A lineage that resumes announces its parent's weights under its own name, (lineage, parent step). That supersedes
     # what a dead lineage announced after its checkpoint, and puts the trainer at policy age 0 with its searchers.
     first = START if announces_start else PolicyVersion(reply.lineage, parent.step)
-    info = buffer.run()  # again: the counts of rollbacks and the parents now include this lineage
+    info = context.buffer.run()  # again: the counts of rollbacks and the parents now include this lineage
     state = None if checkpoint is None else checkpoint.state
     guards = GuardState() if state is None else state.guards
-    session = Session(
+    return Session(
         trainer_id=context.status.trainer_id,
         lineage=reply.lineage,
         token=reply.token,
@@ -123,8 +143,6 @@ def start_lineage(
         announces_start=announces_start,
         has_no_checkpoint=checkpoint is None and fork is not None,
     )
-    log.info("lineage_started", lineage=session.lineage, parent=str(parent), resumed=checkpoint is not None)
-    return session
 
 
 def wait_for_origin(buffer: BufferClient, *, wait_s: float, stop: threading.Event) -> OriginInfo | None:
@@ -170,12 +188,12 @@ def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin
     found = params_sha256_of_files(start.paths)
     if manifest is not None and manifest.params_sha256 != found:
         raise ConfigError(
-            "model.path holds another model than the one this run started from (version 0-0 has other parameters); "
+            "model.path does not hold the model that this run started from (version 0-0 has other parameters); "
             "restore that folder, or choose another run.name"
         )
     if origin is not None and origin_sha256 is not None and origin_sha256 != found:
         raise ConfigError(
-            f"model.path, in model.dtype {start.dtype}, is another model than the one that run {origin.run!r} of "
+            f"model.path, in model.dtype {start.dtype}, is not the model that run {origin.run!r} of "
             f"snapshot {origin.source} started from; a run that begins with its rollouts needs the same one"
         )
 
@@ -310,8 +328,9 @@ def _roll_back(
         return checkpoint
     sentence = (
         f"rolling back from checkpoint {suspect}, which no good step followed: the checkpoints before it (the last one "
-        f"was {rollback.previous}) are gone or damaged, and what was trained is not given up for the starting model; "
-        f"put one back, or start another run; the next start of the trainer continues from {suspect}"
+        f"was {rollback.previous}) are gone or damaged, and tba does not discard the training to begin again with "
+        f"the starting model; restore one of them, or start another run; the next start of the trainer continues "
+        f"from {suspect}"
     )
     try:
         buffer.command("fail", RunCommand(reason=sentence, token=rollback.token))

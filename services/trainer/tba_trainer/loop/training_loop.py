@@ -20,7 +20,7 @@ How training ends:
     num_steps or max_train_s reached, or the run is over    publish, checkpoint, evaluate, export, `done`
     SIGTERM before `done`                                   finish the step, checkpoint, exit 143; a resume continues
     a newer lineage (FencedError)                           exit 3; nothing more is written
-    an alarm that rolls back                                `tba_trainer.run` starts the next lineage from a checkpoint
+    an alarm that rolls back                                `tba_trainer.trainer` starts a lineage from a checkpoint
     an alarm that fails, too many skipped batches           the run is marked failed; a resume continues
 """
 
@@ -46,9 +46,9 @@ from tba.logs import get_logger
 from tba.wire import Batch
 from tba_trainer.learner.guards import Rollback, StepAction, check_step, holds_checkpoints, suspects_weights
 from tba_trainer.loop.batches import count_reasons, filter_batch
-from tba_trainer.loop.checkpointing import CheckpointWriter
-from tba_trainer.loop.context import LineageContext
+from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
+from tba_trainer.loop.trainer_context import LineageContext
 
 MAX_ON_POLICY_GAP = 0.05
 """Nats per token between trainer and sampler log-probs at policy age 0. More is logged: the two use unequal models."""
@@ -247,7 +247,7 @@ class TrainingLoop:
         return None
 
     def _safe_resume_point(self) -> str:
-        """Where the next start continues, as a sentence without its full stop; not from suspect weights if possible."""
+        """Return where the next start continues, without a full stop; if possible not from suspect weights."""
         # Then the last checkpoint may hold the weights that make every batch fail, and the next start would fail too.
         if suspects_weights(self._guards, self._progress.guards):
             try:

@@ -199,12 +199,13 @@ def use_packed_attention(model: Any) -> bool:
     # code that came with a model may name a known family and still not look its attention up in the table
     if model.config.model_type not in PACKED_FAMILIES or not type(model).__module__.startswith("transformers."):
         return False
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    # compile_layers registers a function that is not compiled, which has to stay for copies of the model too
+    if PACKED_ATTENTION not in AttentionInterface():
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     model.set_attn_implementation(PACKED_ATTENTION)
     return True
 
 
-@torch.compiler.disable
 def packed_attention(
     module: Any,
     query: Float[Tensor, "1 N P D"],

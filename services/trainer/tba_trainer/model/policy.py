@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tba.config.sections import ModelSection, check_tokenizer
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
+from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
 from tba_trainer.model.parameters import ADAPTER, assign, is_adapted, is_sharded, sharded_copy
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -136,8 +137,8 @@ def _check_train_mode(model: Any, path: str) -> None:
     gap = max(float((other - logits[0]).abs().max()) for other in logits[1:])
     if gap > TRAIN_MODE_MAX_GAP * float(logits[0].abs().max()):
         raise ConfigError(
-            f"trainer.gradient_checkpointing = true puts the model into train mode, and there {path!r} gives other "
-            f"logits (by up to {gap:.2g}), so it has a dropout, or the like, that cannot be switched off; set "
+            f"trainer.gradient_checkpointing = true puts the model into train mode, and there {path!r} gives different "
+            f"logits (by up to {gap:.2g}), so it has a dropout, or something similar, that cannot be switched off; set "
             "trainer.gradient_checkpointing = false"
         )
 
@@ -233,8 +234,8 @@ def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...])
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"model.lora.target_modules names {name!r}, which is no linear layer of this model before its output "
-                f"head; it has {', '.join(known)}"
+                f"model.lora.target_modules names {name!r}, which is not a linear layer of this model before its "
+                f"output head; it has {', '.join(known)}"
             )
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in names}
 
@@ -256,6 +257,7 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
     Raises:
         ConfigError: the model is sharded, or transformers does not say which of its modules are decoder layers.
     """
+    from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if is_sharded(model):
@@ -269,6 +271,8 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
             f"trainer.compile = true: {type(model).__name__} has no decoder layers that transformers marks as such; "
             "set it to false"
         )
+    # not a decorator of the function: that would import the compiler, a second of CPU, in every trainer
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     # one program for all layers and any number of tokens: another micro-batch size compiles nothing again
     for layer in layers:
         layer.compile(backend=backend, dynamic=True)

@@ -11,12 +11,11 @@ micro-batches and ranks.
     resolve(recipe.objective)             -> Objective      objective.py: preset, overrides and settings
     Sequences, advantages                 -> A_j            advantages.py: one function per formula
     Tokens, Totals, objective_loss        -> loss           loss.py: one token weight per kind of clip
-    ObjectiveFunction, custom_loss        -> loss           custom.py: a function from outside instead of both
+    ObjectiveFunction, custom_loss        -> loss           loss.py: a function from outside instead of both
 """
 
 from tba_trainer.objectives.advantages import Sequences, advantages, tied_group_share
-from tba_trainer.objectives.custom import ObjectiveFunction, custom_loss
-from tba_trainer.objectives.loss import Tokens, Totals, objective_loss
+from tba_trainer.objectives.loss import ObjectiveFunction, Tokens, Totals, custom_loss, objective_loss
 from tba_trainer.objectives.objective import Objective, resolve
 
 __all__ = [

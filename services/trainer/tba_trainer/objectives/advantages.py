@@ -79,7 +79,7 @@ def grpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]
     reward, kl = _centred(s.reward, s), _centred(_kl(s, objective, beta), s)
     size = group_size(s.reward, s.group)
     variance = group_mean(reward.square(), s.group) * size / (size - 1).clamp(min=1)  # Bessel's correction
-    # the KL is not divided: else beta would cancel in a group of equal rewards, whose KL its own noise would divide
+    # the KL is not divided: otherwise beta would cancel in a group of equal rewards, and the KL be divided by its noise
     return reward / (variance.sqrt() + STD_EPSILON) - kl
 
 

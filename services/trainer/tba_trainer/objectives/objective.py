@@ -16,7 +16,7 @@ from tba.config.objective import DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS, DEF
 Kind = Literal[
     "trajectory_balance", "group", "group_std", "leave_one_out", "batch_std", "batch", "best_worst", "custom"
 ]
-"""The formula of A_j: see advantages.py. An objective from outside has none: see custom.py."""
+"""The formula of A_j: see advantages.py. An objective from outside has none: see `ObjectiveFunction` in loss.py."""
 Weight = Literal["none", "clamp", "token_clip", "sequence_clip"]
 """How pi_theta / pi_behaviour weighs the tokens: see loss.py."""
 Denominator = Literal["rollouts", "groups", "tokens"]
@@ -77,7 +77,7 @@ class Objective:
     """reference = decay * reference + (1 - decay) * theta, every `ema_every_steps`; None: it stays."""
     ema_every_steps: int | None
     function: Callable[..., Tensor] | None = None
-    """An `ObjectiveFunction` (custom.py), which takes the place of formula, weight and denominator."""
+    """An `ObjectiveFunction` (loss.py), which takes the place of formula, weight and denominator."""
 
     @property
     def needs_reference(self) -> bool:

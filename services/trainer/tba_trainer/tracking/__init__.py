@@ -7,6 +7,6 @@ Nothing here can stop or slow training: every tracker has a queue of bounded len
 not fit is dropped and counted; a failure is logged once and counted.
 """
 
-from tba_trainer.tracking.group import TrackerGroup, open_trackers
+from tba_trainer.tracking.tracker_group import TrackerGroup, open_trackers
 
 __all__ = ["TrackerGroup", "open_trackers"]

@@ -26,7 +26,7 @@ class JsonlTracker:
             self._is_cut = not _ends_with_newline(self._file)
         except OSError as error:
             raise ConfigError(
-                f"tracking.metrics_path {path} cannot be written ({error.strerror}); name a file in a folder that can"
+                f"tracking.metrics_path {path} cannot be written ({error.strerror}); name a file in a writable folder"
             ) from None
 
     def start(self, record: Record) -> None:

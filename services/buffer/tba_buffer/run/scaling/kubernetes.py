@@ -62,7 +62,7 @@ class Deployment:
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
             raise ConfigError(
-                'scaling.backend is "kubernetes", and this process does not run in a pod of a cluster (the environment '
+                'scaling.backend is "kubernetes", but this process does not run in a pod of a cluster (the environment '
                 "has no KUBERNETES_SERVICE_HOST); run the buffer there, or choose another scaling.backend"
             )
         try:
@@ -71,7 +71,7 @@ class Deployment:
             (self._account / "ca.crt").read_bytes()
         except (OSError, ScalingFailure) as error:
             raise ConfigError(
-                f'scaling.backend is "kubernetes", and the service account of this pod cannot be used ({error}); set '
+                f'scaling.backend is "kubernetes", but the service account of this pod cannot be used ({error}); set '
                 "automountServiceAccountToken of the buffer's pod to true"
             ) from None
         self._api = _api(f"https://{f'[{host}]' if ':' in host else host}:{port}", self._account / "ca.crt")
@@ -129,7 +129,7 @@ class Deployment:
         except SSLError as error:
             raise ScalingFailure(
                 "tls",
-                f"the Kubernetes API shows a certificate that {self._account / 'ca.crt'} does not vouch for "
+                f"the certificate of the Kubernetes API is not signed by the authority in {self._account / 'ca.crt'} "
                 f"({_short(error)})",
             ) from None
         except NewConnectionError as error:  # before TimeoutError, which is its base class in urllib3
@@ -151,7 +151,7 @@ class Deployment:
         if not error.status:  # so the client reports a TLS error
             return ScalingFailure(
                 "tls",
-                f"the Kubernetes API shows a certificate that {self._account / 'ca.crt'} does not vouch for "
+                f"the certificate of the Kubernetes API is not signed by the authority in {self._account / 'ca.crt'} "
                 f"({_short(error.reason)})",
             )
         message = _message(error)
@@ -159,13 +159,14 @@ class Deployment:
             case 401:
                 return ScalingFailure(
                     "unauthorized",
-                    f"the Kubernetes API does not know the token of the buffer's service account (401: {message})",
+                    f"the Kubernetes API does not accept the token of the buffer's service account (401: {message})",
                 )
             case 403:
                 return ScalingFailure(
                     "forbidden",
-                    f"the Kubernetes API forbids to {verb} the replicas of {self.where} (403: {message}); give the "
-                    "buffer's service account a Role with get and patch on deployments/scale of that name",
+                    f"the Kubernetes API does not allow the buffer to {verb} the replicas of {self.where} (403: "
+                    f"{message}); give the buffer's service account a Role "
+                    "with get and patch on deployments/scale of that name",
                 )
             case 404:
                 return ScalingFailure(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tba.concurrency import in_thread
 from tba.logs import get_logger
 from tba_buffer.run.scaling.kubernetes import Deployment
-from tba_buffer.storage.client import redis_errors
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 MANY_REASSERTIONS = 3
 """After so many corrections in a row, a note says that something works against the operator."""

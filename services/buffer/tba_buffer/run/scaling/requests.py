@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 
 from tba.api import MAX_CHANGES_PER_PAGE, ScaleAudit, ScaleReached, ScaleRequest
-from tba_buffer.storage import ownership
-from tba_buffer.storage.client import redis_errors
+from tba_buffer.storage import buffer_epoch
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.redis_client import redis_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class ScaleRequests:
             [keys.run, keys.scaling, keys.scaling_changes, keys.scaling_requests, keys.epoch],
             [
                 request.request_id,
-                self._context.ownership.epoch,
+                self._context.epoch.number,
                 self._context.clock(),
                 json.dumps(request.num_searchers),
                 json.dumps(request.reason),
             ],
         )
-        if reply == ownership.SUPERSEDED:
-            raise await ownership.refusal(self._context, "a change of the number of searchers")
+        if reply == buffer_epoch.SUPERSEDED:
+            raise await buffer_epoch.refusal(self._context, "a change of the number of searchers")
         return int(reply[1])
 
     async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> tuple[list[ScaleAudit], int | None]:

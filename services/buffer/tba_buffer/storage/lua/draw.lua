@@ -1,5 +1,5 @@
 -- Record a drawn batch, if the run still allows it. Draws of different steps run at the same time.
--- KEYS: 1 run, 2 counters, 3 open_batches, 4 batch:<id>, 5 batches_since_mark, 6 open_steps, 7 settings,
+-- KEYS: 1 run, 2 counters, 3 open_batches, 4 batch:<id>, 5 batches_since_publication, 6 open_steps, 7 settings,
 --       8 settings_changes, 9 settings_effects
 -- ARGV: 1 token, 2 lineage, 3 step, 4 member of open_batches, 5 deadline_s, 6 earliest deadline_s of an open batch that
 --       is worth answering, 7 record, 8 its lifetime in milliseconds, 9 rollouts,

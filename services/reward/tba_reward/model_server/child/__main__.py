@@ -34,7 +34,7 @@ def main() -> int:
     from transformers.utils import logging
 
     from tba_reward.model_server.child.judges import load_judge
-    from tba_reward.model_server.child.loading import LoadError
+    from tba_reward.model_server.child.model_loader import LoadError
     from tba_reward.model_server.child.server import Batcher
 
     logging.set_verbosity_error()

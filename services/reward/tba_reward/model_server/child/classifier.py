@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tba_reward.model_server.child import loading
-from tba_reward.model_server.child.loading import LoadError, digest_folder, find_folder, load, longest_input
+from tba_reward.model_server.child import model_loader
+from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
 from tba_reward.model_server.child.server import NoScore
 from tba_reward.model_server.messages import ClassifierSettings, GuardSettings
 
@@ -38,11 +38,11 @@ class Classifier:
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
         """Return the tokens of one input."""
         settings = self._settings
-        row = loading.encode(self._tokenizer, settings.form, settings.template, prompt, response)
+        row = model_loader.encode(self._tokenizer, settings.form, settings.template, prompt, response)
         eos = self._tokenizer.eos_token_id
         if settings.append_eos and finished and row["input_ids"][-1:] != [eos]:
             row = {name: [*ids, eos if name == "input_ids" else ids[-1]] for name, ids in row.items()}
-        return loading.check_length(len(row["input_ids"]), self._max_tokens, "the input") or row
+        return model_loader.check_length(len(row["input_ids"]), self._max_tokens, "the input") or row
 
     @torch.inference_mode()
     def values(self, rows: Sequence[Row]) -> list[float]:
@@ -52,11 +52,11 @@ class Classifier:
         """
         ids = [row["input_ids"] for row in rows]
         # a row that ends in the model's own padding token would be read one token too early (see `unused_id`)
-        pad_id = loading.unused_id(ids, self._pad_id)
-        input_ids, mask = loading.pad(ids, pad_id, side="right")  # [B, T]
+        pad_id = model_loader.unused_id(ids, self._pad_id)
+        input_ids, mask = model_loader.pad(ids, pad_id, side="right")  # [B, T]
         batch = {"input_ids": input_ids, "attention_mask": mask}
         if "token_type_ids" in rows[0]:
-            batch["token_type_ids"] = loading.pad([row["token_type_ids"] for row in rows], 0, side="right")[0]
+            batch["token_type_ids"] = model_loader.pad([row["token_type_ids"] for row in rows], 0, side="right")[0]
         config = self._model.config.get_text_config()
         config.pad_token_id = pad_id
         try:
@@ -99,14 +99,14 @@ class GuardClassifier:
 
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> Row | NoScore:
         """Return the tokens up to the first one in which the verdicts differ."""
-        row = loading.encode(self._tokenizer, self._settings.form, self._settings.template, prompt, response)
+        row = model_loader.encode(self._tokenizer, self._settings.form, self._settings.template, prompt, response)
         ids = row["input_ids"] + self._common
-        return loading.check_length(len(ids), self._max_tokens, "the input") or {"input_ids": ids}
+        return model_loader.check_length(len(ids), self._max_tokens, "the input") or {"input_ids": ids}
 
     @torch.inference_mode()
     def values(self, rows: Sequence[Row]) -> list[float]:
         """Return the probability of `unsafe` among the two verdicts per row, computed as one batch."""
-        ids, mask = loading.pad([row["input_ids"] for row in rows], 0, side="left")  # [B, T]
+        ids, mask = model_loader.pad([row["input_ids"] for row in rows], 0, side="left")  # [B, T]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         device = self._model.device
         logits = self._model(

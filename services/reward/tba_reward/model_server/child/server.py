@@ -105,7 +105,7 @@ class Batcher:
             cancelled = self._waiting.pop(message.number, None)
             if cancelled is not None:  # else it was answered already
                 self._num_tokens -= cancelled.num_tokens * cancelled.num_rows
-                self._answer(message.number, NoScore("exception", "nobody waits for it any more"))
+                self._answer(message.number, NoScore("exception", "its request has ended"))
             return
         try:
             tokenized = self._judge.prepare(message)

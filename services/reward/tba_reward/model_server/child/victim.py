@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tba_reward.model_server.child import loading
-from tba_reward.model_server.child.loading import LoadError, digest_folder, find_folder, load, longest_input
+from tba_reward.model_server.child import model_loader
+from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
 from tba_reward.model_server.child.server import NoScore
 from tba_reward.model_server.messages import VictimSettings
 
@@ -71,10 +71,10 @@ class Victim:
         """Return the tokens of an attack without the white space at its end."""
         attack = attack.rstrip()
         if self._chat:
-            ids = loading.encode_chat(self._tokenizer, [{"role": "user", "content": attack}], to_be_continued=True)
+            ids = model_loader.encode_chat(self._tokenizer, [{"role": "user", "content": attack}], to_be_continued=True)
         else:
-            ids = list(self._tokenizer(loading.fill(self._settings.template, attack))["input_ids"])
-        return loading.check_length(len(ids), self._max_tokens, "the attack") or ids
+            ids = list(self._tokenizer(model_loader.fill(self._settings.template, attack))["input_ids"])
+        return model_loader.check_length(len(ids), self._max_tokens, "the attack") or ids
 
     @torch.inference_mode()
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str]]:
@@ -86,7 +86,7 @@ class Victim:
         """
         number = self._settings.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
-        ids, mask = loading.pad(rows, 0, side="left")  # [B, T]
+        ids, mask = model_loader.pad(rows, 0, side="left")  # [B, T]
         device = self._model.device
         processors = LogitsProcessorList()
         if self._settings.temperature > 0:

@@ -32,12 +32,12 @@ from tba_searcher.engines.engine import (
     EngineDiedError,
     EngineSettings,
     Request,
-    check_loaded,
     check_request,
 )
 from tba_searcher.engines.tokenizer import Decode, StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
-from tba_searcher.engines.weights import load_model, params_sha256, replace_params
+from tba_searcher.engines.weight_check import check_loaded, params_sha256
+from tba_searcher.engines.weight_loader import load_model, replace_params
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""

@@ -23,8 +23,9 @@ from torch import Tensor
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, TbaError
 from tba.versions import START
 from tba.weights import WeightVersions
-from tba_searcher.engines.engine import ReferenceRefusedError, check_loaded
-from tba_searcher.engines.weights import load_model, params_sha256
+from tba_searcher.engines.engine import ReferenceRefusedError
+from tba_searcher.engines.weight_check import check_loaded, params_sha256
+from tba_searcher.engines.weight_loader import load_model
 
 PASS_TOKENS = 4096
 """Most padded tokens of one forward pass; a longer sequence gets a pass of its own."""

@@ -37,12 +37,11 @@ from tba_searcher.engines.engine import (
     EngineError,
     EngineSettings,
     Request,
-    check_loaded,
     check_request,
 )
 from tba_searcher.engines.vllm.environment import keep_transformers_unchanged, prepare_vllm
-from tba_searcher.engines.vllm.weights import WORKER_EXTENSION
-from tba_searcher.engines.weights import check_tensors, read_headers
+from tba_searcher.engines.vllm.worker_extension import WORKER_EXTENSION
+from tba_searcher.engines.weight_check import check_loaded, check_tensors, read_headers
 
 _CANARY_ID = "canary"
 _MIN_LEN = 64
@@ -226,7 +225,7 @@ class VllmEngine:
         """Let steps inside work only on requests that are added inside; all others wait, their cache dropped."""
         self._drop_cache()
         # vLLM has no public way to hold requests back, so they leave the scheduler's queue for a while.
-        # tests/integration/test_searcher_engines.py runs this against the pinned vLLM.
+        # tests/integration/searcher/test_searcher_engines.py runs this against the pinned vLLM.
         waiting = self._llm.engine_core.engine_core.scheduler.waiting
         held_back = [waiting.pop_request() for _ in range(len(waiting))]
         try:
@@ -313,8 +312,8 @@ def _check_head_size(head_size: int) -> None:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_size not in sizes:
         raise ConfigError(
-            f"attention heads of size {head_size}: vLLM on the CPU knows {', '.join(map(str, sizes))} only; "
-            "take searcher.engine = embedded"
+            f"attention heads of size {head_size}: vLLM on the CPU supports {', '.join(map(str, sizes))} only; "
+            "set searcher.engine to embedded"
         )
 
 

@@ -1,0 +1,391 @@
+"""Keep the index equal to the log in Redis, and the log short.
+
+replay      IndexView reads the events since its index ends. It rebuilds the index from checkpoint and events when
+            the log is not what was read before.
+compaction  Compactor writes what is live as a checkpoint, so that the log need not be kept from its start:
+            1. pieces of PIECE_RECORDS records, under names that nobody has used before, which expire by themselves
+            2. compact.lua, one atomic step: the pieces stay, `base` names them, the log is cut, and the pieces of
+               the checkpoint before go
+            A crash between the two leaves pieces that nothing names. They expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.concurrency import SingleFlight
+from tba.errors import SupersededError, UnavailableError
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba_buffer.index.log import (
+    CHECKPOINT_DTYPE,
+    LogCheckpoint,
+    LogGapError,
+    Publication,
+    first_position,
+    parse_entries,
+)
+from tba_buffer.index.rollout_index import Index, IndexSettings
+from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.context import Context
+from tba_buffer.storage.damage import DAMAGE_ERRORS
+from tba_buffer.storage.redis_client import redis_errors
+
+ENTRIES_PER_READ = 1000
+NUM_BUILDS = 5
+PIECE_RECORDS = 65_536
+MIN_EVENTS = 200_000
+PIECE_LIFETIME_MS = 600_000
+RETRY_S = 120.0
+Entry = tuple[bytes, dict[bytes, bytes]]
+log = get_logger("index")
+
+
+class IncompleteLogError(UnavailableError):
+    """Redis does not have a whole log. Trying again does not help."""
+
+
+@dataclass(slots=True)
+class _Replayed:
+    """An index and the last log entry in it. The log still has that entry, unless Redis lost data.
+
+    `last` is None when the index is fresh or empty, or when it ends before the first entry of the log, as one that was
+    restored from a checkpoint can. The two fields change together, also when a later entry cannot be read.
+    """
+
+    index: Index
+    last: Entry | None = None
+
+
+class IndexView:
+    """The index of this run; `catch_up` reads what the log has gained since.
+
+    Args:
+        context: Redis and settings.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._settings = IndexSettings.of(context.recipe)
+        self._lock = asyncio.Lock()
+        self._reading = SingleFlight(self._read, self._lock)
+        self._replayed = _Replayed(Index(self._settings))
+        self.on_rebuilt: Callable[[], Awaitable[None]] | None = None
+        """Run before a rebuilt index is used: Redis has lost more than the log then."""
+        self.problem: str | None = None
+        """Why there is no index of what Redis has now."""
+
+    @property
+    def index(self) -> Index:
+        """The index as of the last `catch_up`."""
+        return self._replayed.index
+
+    async def catch_up(self) -> Index:
+        """Return the index with every push in it that was acknowledged before the call.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer.
+            IncompleteLogError: Redis does not have a whole log.
+        """
+        # no read can tell it: the log of the newer process continues this one
+        if self._context.epoch.refused is not None:
+            raise SupersededError(self._context.epoch.refused)
+        await self._reading.run()
+        index, now_s = self.index, self._context.clock()
+        while index.unusable:
+            why = "its reward in the log is not an allowed number, so the rollout counts as failed"
+            self._context.damaged_items.note("rollout", index.unusable.pop().hex(), why, at_s=now_s)
+        return index
+
+    async def verify(self) -> str | None:
+        """Read everything again after a restart of Redis and compare it with what was read before.
+
+        The file of Redis may be damaged far from its end. The caller lets nothing be acknowledged meanwhile.
+
+        Returns:
+            The problem; None when all is as it was.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        async with self._lock:
+            # nothing was read before the restart, so there is nothing to compare
+            if not self.index.position:
+                return None
+            try:
+                if await self._is_as_read():
+                    return None
+                self._refuse_other_log("")
+            except LogGapError as error:
+                self._refuse_other_log(f" ({error})")
+            except IncompleteLogError:
+                pass  # `_refusal` has set `problem`
+            return self.problem
+
+    async def reread(self) -> None:
+        """Take what Redis has now, whatever was read before.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+            IncompleteLogError: Redis does not have a whole log.
+        """
+        async with self._lock:
+            await self._rebuild(is_first=False)
+
+    async def _read(self) -> None:
+        if self.index.position:
+            try:
+                await self._read_newer(self._replayed)
+                self.problem = None
+                return
+            except LogGapError as error:
+                # Redis came back without entries that were read here, or with others in their place
+                log.warning("index_rebuilt", reason=str(error))
+        await self._rebuild(is_first=not self.index.position)
+
+    async def _rebuild(self, *, is_first: bool) -> None:
+        replayed = await self._build()
+        if not is_first and self.on_rebuilt is not None:
+            await self.on_rebuilt()
+        await self._check_prompts(replayed.index)
+        self._replayed, self.problem = replayed, None
+
+    async def _build(self) -> _Replayed:
+        """Build a new index from checkpoint and events."""
+        problem = ""
+        # another checkpoint may replace this one while it is read: then all begins again
+        for _ in range(NUM_BUILDS):
+            index, head, end = Index(self._settings), await read_head(self._context), await self._log_end()
+            if head.generation:
+                checkpoint = await read_checkpoint(self._context, head)
+                if checkpoint is None:
+                    problem = f"pieces of checkpoint {head.generation} are missing"
+                    continue
+                index.restore(checkpoint)
+            replayed = _Replayed(index)
+            try:
+                await self._read_newer(replayed)
+            except LogGapError as error:
+                problem = str(error)
+                continue
+            # entries at the end may be missing too, which only the counter of positions shows
+            if index.position >= end:
+                return replayed
+            problem = f"the entries end at {index.position}, but position {end} was assigned"
+        raise self._refusal(f"the log of run {self._context.run!r} in Redis is not whole ({problem})")
+
+    async def _read_newer(self, replayed: _Replayed) -> None:
+        """Apply the entries behind the index, page by page.
+
+        Raises:
+            LogGapError: the log does not continue where the index ends.
+            UnavailableError: Redis did not answer; the pages before are applied, and the next call continues there.
+        """
+        index = replayed.index
+        while True:
+            position = index.position
+            with redis_errors("read the log"):
+                entries: list[Entry] = await self._context.redis.xrange(
+                    self._context.keys.log, f"{position}-0", "+", ENTRIES_PER_READ
+                )
+            num_read = len(entries)
+            # the page begins with the entry that was read last: only so a log that was exchanged is noticed
+            if replayed.last is not None and entries[:1] != [replayed.last]:
+                raise LogGapError(f"the log has no entry at {position}, or another entry than the one that was read")
+            if entries and entries[0][0] == b"%d-0" % position:
+                replayed.last = entries.pop(0)
+            events = parse_entries(entries)
+            if events:
+                if not position and first_position(events[0]) != 1:
+                    raise LogGapError(f"the log begins at {first_position(events[0])} and there is no checkpoint")
+                index.apply_many(events)
+                replayed.last = entries[-1]
+            if num_read < ENTRIES_PER_READ:
+                return
+
+    async def _is_as_read(self) -> bool:
+        """Return whether checkpoint and events still make the index that there is."""
+        again = await self._build()
+        # a write that was on its way to Redis before may still arrive, in the middle of the comparison
+        for _ in range(NUM_BUILDS):
+            await self._read_newer(self._replayed)
+            await self._read_newer(again)
+            if again.index.position == self.index.position:
+                return _same(again.index.checkpoint(), self.index.checkpoint())
+        raise UnavailableError("the log grows while it is compared; try again")
+
+    async def _check_prompts(self, index: Index) -> None:
+        # prompts are uploaded before their rollouts, so a log that names more of them belongs to other prompts
+        with redis_errors("count the prompts"):
+            num_prompts = await self._context.redis.llen(self._context.keys.prompt_order)
+        if len(index.counts) > num_prompts:
+            raise self._refusal(
+                f"Redis has lost prompts of run {self._context.run!r}: its log has rollouts of prompt number "
+                f"{len(index.counts) - 1}, but it has {num_prompts} prompts, numbered from 0"
+            )
+
+    async def _log_end(self) -> int:
+        with redis_errors("read the log position"):
+            raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
+        # a damaged number counts as none here: the durability check refuses the run for it (damage.py)
+        return self._context.read_or_note("counter", "log_position", lambda: int(raw or 0)) or 0
+
+    def _refuse_other_log(self, detail: str) -> None:
+        self._refusal(
+            f"the log of run {self._context.run!r} in Redis is not the one that was acknowledged{detail}",
+            ", or continue with it as it is (`tba buffer accept-loss`)",
+        )
+
+    def _refusal(self, problem: str, more: str = "") -> IncompleteLogError:
+        self.problem = (
+            f"{problem}; restore Redis from a copy, or load a saved buffer into a new run (`tba buffer load`){more}"
+        )
+        return IncompleteLogError(self.problem)
+
+
+class Compactor:
+    """Replace the log by a checkpoint when it has become long.
+
+    Args:
+        context: Redis and settings.
+        min_events: a log of at most this many positions and a quarter as many entries is never replaced. A longer one
+            is replaced when it has more positions than half, or more entries than an eighth, of what is live.
+        piece_records: records per piece.
+    """
+
+    def __init__(self, context: Context, *, min_events: int = MIN_EVENTS, piece_records: int = PIECE_RECORDS) -> None:
+        self._context = context
+        self._min_tail = min_events
+        self._piece_records = piece_records
+        self._retry_at_s = 0.0
+
+    async def keep_up(self, index: Index) -> None:
+        """Write a checkpoint if one is due; after a failure the next attempt waits RETRY_S.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer, or did not take it all.
+        """
+        now, head = asyncio.get_running_loop().time(), await read_head(self._context)
+        with redis_errors("measure the log"):
+            num_entries = await self._context.redis.xlen(self._context.keys.log)
+        positions_due = index.position - head.position > max(self._min_tail, index.num_live // 2)
+        entries_due = num_entries > max(self._min_tail // 4, index.num_live // 8)
+        # after a failure not at once: a checkpoint writes everything that is live
+        if (positions_due or entries_due) and now >= self._retry_at_s:
+            self._retry_at_s = now + RETRY_S
+            if await self._write(index, head):
+                self._retry_at_s = 0.0
+
+    async def _write(self, index: Index, before: CheckpointHead) -> bool:
+        context, keys = self._context, self._context.keys
+        position = index.position
+        publications = [[each.position, each.version.lineage, each.version.step] for each in index.publications]
+        with redis_errors("number a checkpoint of the log"):
+            generation = int(await context.redis.hincrby(keys.log_checkpoint, "attempts", 1))
+        names: list[str] = []
+        num_bytes, after = 0, 0
+        # The index changes between two pieces: rollouts that are gone are missing in later pieces, and scored ones have
+        # their new reward. Replaying the log from `position` on ends in the same index all the same.
+        while len(piece := _records(index, after, position, self._piece_records)):
+            names.append(keys.checkpoint_piece(generation, len(names)))
+            num_bytes, after = num_bytes + piece.nbytes, int(piece["position"][-1])
+            with redis_errors("write a piece of the checkpoint"):
+                await context.redis.set(names[-1], piece.tobytes(), px=PIECE_LIFETIME_MS)
+        old_names = [keys.checkpoint_piece(before.generation, number) for number in range(before.num_pieces)]
+        reply = await context.scripts.run(
+            "compact",
+            [keys.log_checkpoint, keys.log, keys.epoch, *names, *old_names],
+            [
+                context.epoch.number,
+                generation,
+                position,
+                len(names),
+                num_bytes,
+                json.dumps(publications),
+                before.generation or "",
+            ],
+        )
+        if reply == buffer_epoch.SUPERSEDED:
+            raise await buffer_epoch.refusal(context, "the new checkpoint of the log")
+        if reply != b"ok":
+            log.warning("log_checkpoint_not_used", generation=generation, reply=reply.decode())
+            return False
+        log.info("log_compacted", generation=generation, position=position, num_bytes=num_bytes)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointHead:
+    """Which checkpoint of the log Redis has. Generation 0: none."""
+
+    generation: int
+    position: int
+    num_pieces: int
+    publications: tuple[Publication, ...]
+
+
+async def read_head(context: Context) -> CheckpointHead:
+    """Return the head of the log's checkpoint.
+
+    Raises:
+        UnavailableError: Redis did not answer, or the head is damaged.
+    """
+    with redis_errors("read the checkpoint of the log"):
+        raw = await context.redis.hgetall(context.keys.log_checkpoint)
+    if b"generation" not in raw:
+        return CheckpointHead(generation=0, position=0, num_pieces=0, publications=())
+    try:
+        marks = json.loads(raw[b"marks"])
+        return CheckpointHead(
+            generation=int(raw[b"generation"]),
+            position=int(raw[b"position"]),
+            num_pieces=int(raw[b"num_pieces"]),
+            publications=tuple(Publication(at, PolicyVersion(lineage, step)) for at, lineage, step in marks),
+        )
+    except DAMAGE_ERRORS as error:
+        raise _damaged(context.keys.log_checkpoint, error) from None
+
+
+async def read_checkpoint(context: Context, head: CheckpointHead) -> LogCheckpoint | None:
+    """Return the checkpoint that `head` names; None when its pieces are gone, because another one has replaced it.
+
+    Raises:
+        UnavailableError: Redis did not answer, or a piece is damaged.
+    """
+    pieces = []
+    for number in range(head.num_pieces):
+        with redis_errors("read a piece of the checkpoint"):
+            piece = await context.redis.get(context.keys.checkpoint_piece(head.generation, number))
+        if piece is None:
+            return None
+        try:
+            pieces.append(np.frombuffer(piece, dtype=CHECKPOINT_DTYPE))
+        except ValueError as error:
+            raise _damaged(context.keys.checkpoint_piece(head.generation, number), error) from None
+    records = np.concatenate(pieces) if pieces else np.zeros(0, dtype=CHECKPOINT_DTYPE)
+    return LogCheckpoint(position=head.position, publications=head.publications, records=records)
+
+
+def _records(index: Index, after: int, until: int, num: int) -> NDArray[np.void]:
+    """Return at most `num` records (CHECKPOINT_DTYPE) of live rollouts with positions after `after`, up to `until`."""
+    rows = index.columns.live(index.columns.row_after(after), num=num)
+    return index.records(rows[index.column("position", rows) <= until])
+
+
+def _same(one: LogCheckpoint, other: LogCheckpoint) -> bool:
+    return one.publications == other.publications and one.records.tobytes() == other.records.tobytes()
+
+
+def _damaged(key: str, error: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"{key}, the checkpoint of the log, cannot be read ({type(error).__name__}: {error}); restore Redis from a "
+        "copy, or load a saved buffer into a new run (`tba buffer load`)"
+    )

@@ -1,0 +1,107 @@
+"""Refuse writes while Redis lacks what this run acknowledged, and recover.
+
+The durability check finds a loss, and nothing is written until an operator accepts it (`tba buffer accept-loss`) or
+Redis is restored. With `appendfsync everysec` the recipe has accepted it beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tba.api.run import AuditRole
+from tba.errors import SupersededError
+from tba.logs import get_logger
+from tba.wire.codec import new_id
+from tba_buffer.index.log_follower import IncompleteLogError, IndexView
+from tba_buffer.storage import buffer_epoch
+from tba_buffer.storage.context import Context
+from tba_buffer.storage.damage import ACCEPTED_BY_RECIPE
+
+log = get_logger("buffer")
+
+
+class LossRecovery:
+    """Refuses and accepts losses; hooks itself into the durability check of the context.
+
+    Args:
+        context: Redis and settings.
+        view: read again once a loss is accepted or repaired.
+    """
+
+    def __init__(self, context: Context, view: IndexView) -> None:
+        self._context = context
+        self._view = view
+        self._is_stale = False
+        """The index is of a Redis that had lost data, and has not been read again."""
+        self._accepting = asyncio.Lock()
+        context.durability.on_checked = self._compare
+        context.durability.on_restarted = self._verify
+
+    @property
+    def loss(self) -> str | None:
+        """The acknowledged changes that Redis has lost, while nobody has accepted the loss."""
+        return self._context.losses.problem or self._context.durability.damaged
+
+    async def accept(self, role: AuditRole, reason: str | None) -> None:
+        """Continue with what Redis has, without what it has lost; nothing changes when nothing is lost.
+
+        Raises:
+            SupersededError: a newer buffer process owns the run.
+            UnavailableError: Redis did not answer, or does not have a whole log.
+        """
+        async with self._accepting:  # of two at once, the second finds nothing to accept
+            await self._context.durability.check()
+            if self.loss is not None:
+                await self._accept(role, reason)
+                await self._context.durability.check()
+                self._context.changed.notify()
+
+    async def check_claim(self, claim: str) -> None:
+        """Compare what a trainer heard last, perhaps from an earlier start of the buffer, with what Redis had.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        if await self._context.losses.check_claim(claim):
+            await self._context.durability.check()
+
+    async def _compare(self) -> str | None:
+        """Return what Redis has lost; part of each durability check."""
+        losses = self._context.losses
+        before, problem = losses.problem, await losses.check()
+        if problem is not None:
+            if before is None:
+                log.error("redis_has_lost_data", num_lost=losses.num_lost, problem=problem)
+            return await self._accept_as_agreed(problem)
+        self._is_stale |= before is not None
+        # Redis was restored and has everything again: forget what was read of the copy without it
+        if self._is_stale:
+            await self._view.reread()
+            self._is_stale = False
+        return None
+
+    async def _verify(self) -> str | None:
+        """Return what is wrong with the log of a Redis that was started again."""
+        problem = await self._view.verify()
+        return None if problem is None else await self._accept_as_agreed(problem)
+
+    async def _accept_as_agreed(self, problem: str) -> str | None:
+        if self._context.recipe.buffer.appendfsync == "always":
+            return problem
+        try:
+            await self._accept("recipe", f"{ACCEPTED_BY_RECIPE}; {problem}")
+        except IncompleteLogError as error:
+            return str(error)
+        return None
+
+    async def _accept(self, role: AuditRole, reason: str | None) -> None:
+        context, loss, num_lost = self._context, self.loss, self._context.losses.num_lost
+        # first: a log that is not whole must not be accepted, and raises here
+        await self._view.reread()
+        request_id = new_id("request")
+        reply = await context.scripts.accept_loss(*context.losses.accept_args(role, reason, request_id))
+        if reply == buffer_epoch.SUPERSEDED:
+            raise SupersededError("accepting a loss was refused: a newer buffer process owns the run")
+        context.losses.accept(int(reply), request_id)
+        context.durability.accept_damage()
+        log.warning("loss_accepted", num_lost=num_lost, loss=loss, role=role, reason=reason)

@@ -1,0 +1,233 @@
+"""Change and show the number of searchers; on Kubernetes, reconcile it every `scaling.reconcile_s`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from tba.api import ComponentInfo, RunState, ScaleRequest, ScalingInfo, SearchersInfo
+from tba.api.run import SearcherSource
+from tba.errors import ConfigError, ConflictError, UnavailableError
+from tba.logs import get_logger
+from tba_buffer.run.components import Components
+from tba_buffer.run.scaling.kubernetes import Deployment, ScalingFailure
+from tba_buffer.run.scaling.reconciler import Reconciler
+from tba_buffer.run.scaling.requests import DesiredSearchers, ScaleRequests
+from tba_buffer.run.state import RunStateReader
+from tba_buffer.storage.context import Context, RunHash
+
+SETTLE_S = 3.0
+"""How long the answer to a change waits for the Kubernetes API."""
+STOP_TIMEOUT_S = 5.0
+OVER: tuple[RunState, ...] = ("done", "failed")
+RELEASED: tuple[int, SearcherSource] = (0, "run-over")
+ENDED = ("ended", "failed")
+"""States of searchers that send no more heartbeats."""
+NO_BACKEND = (
+    'nothing of tba starts searchers here (scaling.backend = "none"): start or stop searcher processes by other means, '
+    "any number may come and go (Compose: docker compose up --scale; Kubernetes: kubectl scale, or an autoscaler); or "
+    'set scaling.backend = "kubernetes" and restart the buffer'
+)
+log = get_logger("scaling")
+
+
+class Scaling:
+    """The desired number of searchers and, on Kubernetes, the task that reaches it.
+
+    Args:
+        context: Redis and settings.
+        run_state: the state of the run.
+        components: which searchers are alive.
+
+    Raises:
+        ConfigError: the Kubernetes API cannot be used from here.
+    """
+
+    def __init__(self, context: Context, *, run_state: RunStateReader, components: Components) -> None:
+        self._context, self._run_state, self._components = context, run_state, components
+        self._section = context.recipe.scaling
+        self._requests = ScaleRequests(context)
+        self._reconciler: Reconciler | None = None
+        if self._section.backend == "kubernetes":
+            self._reconciler = Reconciler(context, Deployment(context.recipe))
+        self._problem: ScalingFailure | None = None
+        self._reached = 0
+        """The newest revision that was reached, as far as is known."""
+        self._lock = asyncio.Lock()
+        self._ending = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to reconcile."""
+        if self._section.backend != "none":
+            self._task = asyncio.create_task(self._reconcile_periodically(), name="scaling")
+
+    async def stop(self) -> None:
+        """End, without waiting for a call to the Kubernetes API."""
+        self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
+        if self._reconciler is not None:
+            self._reconciler.deployment.close()
+
+    async def change(self, request: ScaleRequest) -> ScalingInfo:
+        """Ask for another number of searchers.
+
+        Returns:
+            The searchers as they are now; of the changes, the one that this request made.
+
+        Raises:
+            ConfigError: more than `scaling.max_searchers`.
+            ConflictError: nothing of tba starts searchers here, or the run is offline.
+            SupersededError: this buffer process does not own the run.
+            UnavailableError: Redis did not answer.
+        """
+        self._check(request.num_searchers)
+        revision = await self._requests.change(request)
+        if self._reconciler is not None:  # the reply tells the answer of the API, if it comes soon
+            await asyncio.wait({asyncio.create_task(self._round(), name="scale now")}, timeout=SETTLE_S)
+        return await self.info(after=revision - 1, limit=1)
+
+    async def info(self, *, after: int = 0, limit: int | None = None) -> ScalingInfo:
+        """Return the searchers, and the changes after a revision, oldest first.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        desired, fields = await self._requests.read(), await self._run_state.read_fields()
+        components, _ = await self._components.read()
+        await self._note_reached(desired, fields, components)  # else the reader sees them alive before the audit does
+        changes, more = await (
+            self._requests.changes(after=after) if limit is None else self._requests.changes(after=after, limit=limit)
+        )
+        return ScalingInfo(searchers=self._shown(desired, fields.state, components), changes=changes, next=more)
+
+    async def searchers(self, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
+        """Return the searchers, as GET /v1/run shows them.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        return self._shown(await self._requests.read(), state, components)
+
+    async def desired(self, state: RunState) -> int | None:
+        """Return the desired number of searchers; None: not known here.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        return self._target(await self._requests.read(), state)[0]
+
+    def _check(self, num: int | None) -> None:
+        if self._section.backend == "none":
+            raise ConflictError(NO_BACKEND)
+        if self._context.recipe.is_offline:
+            raise ConflictError(
+                "the run is offline (searcher.num_searchers = 0): it only trains on what it began with; begin another "
+                "run with searchers, from a snapshot of this one (`tba buffer save`, then `tba run --buffer`)"
+            )
+        if num is not None and num > self._section.max_searchers:
+            raise ConfigError(
+                f"num_searchers is {num}, above scaling.max_searchers {self._section.max_searchers}; ask for fewer, or "
+                "raise that setting and restart the buffer"
+            )
+
+    def _target(self, desired: DesiredSearchers, state: RunState) -> tuple[int | None, SearcherSource | None]:
+        """Return the desired number, and its source."""
+        if self._section.backend == "none":
+            return None, None
+        if self._reconciler is not None and self._section.scale_down_on_run_end and state in OVER:
+            return RELEASED
+        if desired.num is not None:
+            # the limit may have been lowered since the request
+            return min(desired.num, self._section.max_searchers), "operator"
+        if self._reconciler is not None:
+            own = self._section.num_searchers
+            return (self._reconciler.own, "deployment") if own is None else (own, "recipe")
+        return self._context.recipe.searcher.num_searchers, "recipe"
+
+    def _shown(self, desired: DesiredSearchers, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
+        num, source = self._target(desired, state)
+        return SearchersInfo(
+            revision=desired.revision,
+            desired=num,
+            source=source,
+            alive=num_alive(components),
+            backend=self._section.backend,
+            note=self._note(desired, state),
+        )
+
+    def _note(self, desired: DesiredSearchers, state: RunState) -> str | None:
+        if self._problem is not None:
+            return str(self._problem)
+        most = self._section.max_searchers
+        if self._section.backend != "none" and desired.num is not None and desired.num > most and state not in OVER:
+            return f"{desired.num} were asked for when scaling.max_searchers was higher; it is {most} now"
+        if self._reconciler is None:
+            return None
+        if self._section.scale_down_on_run_end and state in OVER:
+            ending, where = "is done" if state == "done" else "has failed", self._reconciler.deployment.where
+            return (
+                f"the run {ending}: {where} is held at 0 replicas "
+                "(scaling.scale_down_on_run_end); a trainer that continues the run brings its searchers back"
+            )
+        return self._reconciler.note
+
+    async def _reconcile_periodically(self) -> None:
+        while not self._ending.is_set():
+            await self._round()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), self._section.reconcile_s)
+
+    async def _round(self) -> None:
+        """Reconcile once. Never raises, since that would end the task."""
+        async with self._lock:
+            if self._context.epoch.refused is not None or self._ending.is_set():
+                return  # a newer buffer process reconciles
+            try:
+                await self._advance()
+            except UnavailableError as error:
+                log.warning("redis_unavailable", detail=str(error))
+            except Exception:  # a defect must show in the log, and must not end the task
+                log.exception("scaling_failed")
+
+    async def _advance(self) -> None:
+        desired, fields = await self._requests.read(), await self._run_state.read_fields()
+        num, source = self._target(desired, fields.state)
+        if self._reconciler is not None:
+            try:
+                target = None if source == "deployment" else num
+                await self._reconciler.reconcile(
+                    target, why=f"revision {desired.revision}" if source == "operator" else str(source)
+                )
+            except ScalingFailure as failure:
+                await self._failed(failure)
+                return
+            # logged once, not with every round
+            if self._problem is not None:
+                log.info("scaling_works_again")
+                self._problem = None
+        components, _ = await self._components.read()
+        await self._note_reached(desired, fields, components)
+
+    async def _failed(self, failure: ScalingFailure) -> None:
+        if self._problem is None or str(self._problem) != str(failure):
+            log.warning("scaling_fails", reason=failure.reason, detail=str(failure))
+        self._problem = failure
+        await self._context.count(f"scaling_failures:{failure.reason}")
+
+    async def _note_reached(
+        self, desired: DesiredSearchers, fields: RunHash, components: Sequence[ComponentInfo]
+    ) -> None:
+        """Note in the audit at which step the requested searchers were alive."""
+        if desired.revision == self._reached or fields.state in OVER:
+            return
+        if num_alive(components) == self._target(desired, fields.state)[0]:
+            await self._requests.reach(desired.revision, lineage=fields.lineage, step=fields.step)
+            self._reached = desired.revision
+
+
+def num_alive(components: Sequence[ComponentInfo]) -> int:
+    """Return how many searchers send heartbeats and have not reported that they end."""
+    return sum(item.kind == "searcher" and item.alive and item.state not in ENDED for item in components)

@@ -1,0 +1,166 @@
+"""Load a model and its tokenizer from its files; make token ids of texts, and padded batches of ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from jaxtyping import Int
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tba_reward.model_server.child.server import NoScore
+from tba_reward.model_server.messages import InputForm, ModelFiles
+
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+class LoadError(Exception):
+    """The files do not match the settings; the message is for the person who wrote them."""
+
+
+def find_folder(files: ModelFiles) -> Path:
+    """Return the folder with the files of a model; a model on the hub is fetched, or found in the cache.
+
+    Raises:
+        LoadError: there is no such model, or it has no weights.
+    """
+    folder = Path(files.path).expanduser()
+    if not folder.is_dir():
+        if files.path.startswith((".", "/", "~")) or files.path.count("/") > 1:
+            raise LoadError(f"there is no folder {files.path!r}; tba data prepare RECIPE fetches what a recipe needs")
+        folder = _fetch(files, [*SMALL_FILES, WEIGHTS[0]])
+        if not any(folder.glob(WEIGHTS[0])):
+            folder = _fetch(files, [*SMALL_FILES, WEIGHTS[1]])
+    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        raise LoadError(f"{folder} has no weights ({' or '.join(WEIGHTS)})")
+    return folder
+
+
+def digest_folder(folder: Path) -> str:
+    """Return the SHA-256 over names and contents of the files of a model."""
+    digest = hashlib.sha256()
+    paths = {path for pattern in (*SMALL_FILES, *WEIGHTS) for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(paths):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def load(files: ModelFiles, folder: Path, kind: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model, in evaluation mode on its device, and its tokenizer.
+
+    Args:
+        kind: one of the Auto classes of transformers.
+
+    Raises:
+        LoadError: torch does not know the dtype, or the files lack weights of the model.
+        Exception: transformers raises anything on files that it cannot read.
+    """
+    device = files.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = "auto" if files.dtype == "auto" else getattr(torch, files.dtype, None)
+    if dtype != "auto" and not isinstance(dtype, torch.dtype):
+        raise LoadError(f"dtype {files.dtype!r} is not a torch dtype; use float32, bfloat16, float16 or auto")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=files.trust_remote_code)
+    model, report = kind.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=files.trust_remote_code, output_loading_info=True
+    )
+    if report["missing_keys"]:  # transformers would fill them with noise
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise LoadError(f"{files.path} lacks weights of a {type(model).__name__}: {some}; is it another kind of model?")
+    return model.to(device).eval(), tokenizer
+
+
+def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wanted: int | None) -> int:
+    """Return the number of tokens that a model can take, or `wanted` if that is less."""
+    config = model.config.get_text_config()
+    limits = [tokenizer.model_max_length]
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None:
+        # the Roberta family counts positions from behind its padding index
+        offset = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
+        limits.append(positions if offset is None else positions - offset - 1)
+    if wanted is not None:
+        limits.append(wanted)
+    return min(limits)
+
+
+def _fetch(files: ModelFiles, patterns: list[str]) -> Path:
+    try:
+        return Path(snapshot_download(files.path, revision=files.revision, allow_patterns=patterns))
+    except Exception as error:  # many kinds: no such repository, gated, no network, a full disk
+        raise LoadError(
+            f"{files.path!r} is not a folder, and it cannot be fetched from the hub ({type(error).__name__}: {error})"
+        ) from error
+
+
+def fill(template: str, prompt: str, response: str = "") -> str:
+    """Return the template with its fields filled in; braces in the texts stay as they are."""
+    before, field, after = template.partition("{response}")
+    return before.replace("{prompt}", prompt) + (response if field else "") + after.replace("{prompt}", prompt)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, form: InputForm, template: str, prompt: str, response: str
+) -> dict[str, list[int]]:
+    """Return `input_ids`, and `token_type_ids` where the model wants them."""
+    if form == "chat":
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        return {"input_ids": encode_chat(tokenizer, turns, to_be_continued=False)}
+    if form == "pair":
+        encoded = tokenizer(prompt, response)
+    else:
+        encoded = tokenizer(fill(template, prompt, response))
+    return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, to_be_continued: bool) -> list[int]:
+    """Return the tokens of a chat in the tokenizer's template.
+
+    Args:
+        to_be_continued: whether the text ends where the assistant speaks next.
+    """
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=to_be_continued)
+    assert isinstance(text, str)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written the special tokens
+
+
+def check_length(num_tokens: int, limit: int, what: str) -> NoScore | None:
+    """Return why a model cannot read an input, or None if it can."""
+    # it is not cut: a text that is cut would get the score of another text
+    if num_tokens == 0:
+        return NoScore("bad_data", f"{what} has no tokens")
+    if num_tokens > limit:
+        return NoScore("too_long", f"{what} has {num_tokens} tokens, the model takes {limit}")
+    return None
+
+
+def pad(rows: Sequence[Sequence[int]], value: int, *, side: str) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """Return the rows as one padded tensor, and the mask of its tokens that are no padding."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), value)  # [B, T]
+    mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for n, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(longest - len(row), longest)
+        ids[n, place] = torch.tensor(row)
+        mask[n, place] = 1
+    return ids, mask
+
+
+def unused_id(rows: Sequence[Sequence[int]], wanted: int | None) -> int:
+    """Return `wanted`; where that is None or in a row, the lowest id that is in no row.
+
+    Models for sequence classification read their score at the last token that is not this id: a text that itself ends
+    in the model's padding token (often the same as end-of-sequence) would be read one token too early.
+    """
+    used = set().union(*rows)
+    if wanted is not None and wanted not in used:
+        return wanted
+    return next(number for number in range(len(used) + 1) if number not in used)

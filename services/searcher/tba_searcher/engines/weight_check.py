@@ -1,0 +1,150 @@
+"""The checks that weights pass before an engine generates with them.
+
+check_tensors    the files: names, shapes and dtypes of the tensors are the model's
+check_loaded     the model in memory: the digest of its parameters, and the log-probs of the canary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.errors import DigestError, MalformedError, StoreError
+from tba.weights import tensor_header
+from tba.wire import Manifest
+from tba.wire.weight_manifest import params_digest
+from tba_searcher.engines.engine import Engine, EngineCheckError, EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DtypeAndShape = tuple[str, list[int]]
+"""Of a tensor, as safetensors writes them."""
+_DTYPE_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
+
+
+class CheckableModel(Protocol):
+    """A model in memory that `check_loaded` can check."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    def params_sha256(self) -> str:
+        """Return `tba.wire.weight_manifest.params_digest` over its parameters."""
+        ...
+
+    def canary_logprobs(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the log-probs [R] at temperature 1 of a given response."""
+        ...
+
+
+def check_loaded(model: CheckableModel, manifest: Manifest) -> None:
+    """Check that a model holds what was published: the digest of its parameters, and the log-probs of the canary.
+
+    Raises:
+        DigestError: the parameters or the canary differ; it names what was found and what was published.
+    """
+    # the parameters first: they are exact, and the canary depends on kernels and rounding
+    found = model.params_sha256()
+    if found != manifest.params_sha256:
+        raise DigestError(
+            f"weight version {manifest.version}: the engine holds parameters with sha256 {found}, "
+            f"the published ones have {manifest.params_sha256}; this version is not used"
+        )
+    canary = manifest.canary
+    highest = max(*canary.prompt_tokens, *canary.response_tokens)
+    if highest >= model.vocab_size:
+        # checked before the forward pass: on a GPU an index beyond the embedding kills the engine
+        raise DigestError(
+            f"weight version {manifest.version}: its canary has the token id {highest}, the model's vocabulary "
+            f"{model.vocab_size} tokens; this version is not used"
+        )
+    logprobs = model.canary_logprobs(canary.prompt_tokens, canary.response_tokens)
+    distance = float(np.abs(logprobs - np.array(canary.logprobs)).max())
+    if not distance <= canary.tolerance:  # in this form NaN fails too
+        raise DigestError(
+            f"weight version {manifest.version}: canary log-probs are off by {distance:.3g}, the limit is "
+            f"{canary.tolerance:.3g}; this version is not used"
+        )
+
+
+def verification_error(engine: Engine, manifest: Manifest) -> DigestError | EngineCheckError | None:
+    """Return why the weights in the engine may not be used; None when they pass their checks."""
+    try:
+        engine.verify(manifest)
+    except DigestError as error:
+        return error
+    except Exception as error:
+        # any exception refuses only the version: going back to the old one shows whether the engine still works
+        return check_error(manifest, "checked", error)
+    return None
+
+
+def check_error(manifest: Manifest, doing: str, error: Exception) -> EngineCheckError:
+    """Return the error of an engine that failed in an unknown way while the version was loaded or checked."""
+    cause = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    return EngineCheckError(
+        f"weight version {manifest.version}: the engine failed while it was {doing} ({cause}); this version is not used"
+    )
+
+
+def params_sha256(model: nn.Module) -> str:
+    """Return the manifest's `params_sha256` over `model.named_parameters()` (a tied output embedding counts once)."""
+    return params_digest({name: digest_entry(tensor) for name, tensor in model.named_parameters()})
+
+
+def read_headers(tensors_paths: Sequence[Path]) -> dict[str, tuple[Path, DtypeAndShape]]:
+    """Read the headers of safetensors files: tensor name -> its file, and its dtype and shape.
+
+    Raises:
+        EngineError: a file is not readable.
+    """
+    found = {}
+    for path in tensors_paths:
+        try:
+            header = tensor_header(path)
+        except (MalformedError, StoreError) as error:
+            raise EngineError(f"weights: {error}") from None
+        found |= {name: (path, (entry["dtype"], list(entry["shape"]))) for name, entry in header.items()}
+    return found
+
+
+def check_tensors(tensors_paths: Sequence[Path], expected: Mapping[str, DtypeAndShape]) -> dict[str, Path]:
+    """Check that the files hold exactly the expected tensors; return the file of each tensor.
+
+    Raises:
+        EngineError: a file is not readable, or names, shapes or dtypes are not exactly those expected.
+    """
+    files = {}
+    for name, (path, found) in read_headers(tensors_paths).items():
+        required = expected.get(name)
+        if required is not None and found != required:
+            raise EngineError(
+                f"weights {path}: tensor {name!r} is {found[0]} {found[1]}, the model has {required[0]} {required[1]}"
+            )
+        files[name] = path
+    differing = sorted(set(expected) ^ set(files))
+    if differing:
+        where = "missing in the files" if differing[0] in expected else "not a parameter of the model"
+        names = ", ".join(str(path) for path in tensors_paths)
+        raise EngineError(f"weights {names}: tensor {differing[0]!r} is {where} ({len(differing)} names differ)")
+    return files
+
+
+def digest_entry(tensor: Tensor) -> tuple[str, tuple[int, ...], memoryview]:
+    """Return a tensor as `params_digest` takes it: dtype, shape, raw bytes."""
+    import torch
+
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)  # numpy has no bfloat16, so as bytes
+    return dtype_name(tensor), tuple(tensor.shape), raw.numpy().data
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the dtype of a tensor as safetensors writes it."""
+    return _DTYPE_NAMES.get(str(tensor.dtype), str(tensor.dtype))

@@ -1,0 +1,213 @@
+"""Weight versions on this machine: downloaded in the background, checked before use, kept while needed; and the
+parameters of torch models: load a model, replace its parameters in place from safetensors files.
+
+torch is imported by the functions that need it: a searcher with the simulated engine runs without torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from tba.errors import ConfigError, TbaError
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire import Manifest
+from tba_searcher.engines.engine import Engine, EngineCheckError, EngineDiedError
+from tba_searcher.engines.weight_check import check_error, check_tensors, dtype_name, verification_error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FIRST_RETRY_S = 30.0
+"""Pause before a refused version is retried; it doubles with every refusal, up to MAX_RETRY_S."""
+MAX_RETRY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How often a version was refused, and until when (of `time.monotonic`)."""
+
+    count: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """One version whose tensors are in local files, digests verified."""
+
+    version: PolicyVersion
+    paths: tuple[Path, ...]
+    manifest: Manifest
+
+
+class WeightLoader:
+    """Downloads versions into a local folder, and remembers which were refused.
+
+    `download` and `download_model` block and run in a thread. The event loop's thread calls everything else.
+    """
+
+    def __init__(self, versions: WeightVersions, folder: Path) -> None:
+        self._versions, self._folder = versions, folder
+        self._weights: dict[PolicyVersion, LoadedWeights] = {}
+        self._refusals: dict[PolicyVersion, Refusal] = {}
+
+    @property
+    def refused(self) -> set[PolicyVersion]:
+        """Versions that failed a check, until they may be retried."""
+        # computed at each call, so that a refusal ends without a timer
+        now_s = time.monotonic()
+        return {version for version, refusal in self._refusals.items() if now_s < refusal.until_s}
+
+    def refuse(self, version: PolicyVersion) -> float:
+        """Refuse a version that failed a check, delete its files, and retry it after a pause that doubles each time.
+
+        Returns:
+            Seconds until it is retried.
+        """
+        # a refusal may be false (memory was short, a disk flipped a bit), and must not stop all searchers for ever
+        count = self._refusals[version].count + 1 if version in self._refusals else 1
+        pause_s = min(FIRST_RETRY_S * 2 ** min(count - 1, 10), MAX_RETRY_S)
+        self._refusals[version] = Refusal(count, time.monotonic() + pause_s)
+        self._delete(version)
+        return pause_s
+
+    def retry_refused(self) -> list[PolicyVersion]:
+        """Retry every refused version now, as an operator asked; return them."""
+        found = sorted(self.refused)
+        self._refusals = {version: replace(refusal, until_s=0.0) for version, refusal in self._refusals.items()}
+        return found
+
+    def accept(self, version: PolicyVersion) -> None:
+        """Forget the refusals of a version that has passed its checks."""
+        self._refusals.pop(version, None)
+
+    def copy_refusals(self, other: WeightLoader) -> None:
+        """Refuse the versions that another loader refuses."""
+        self._refusals = dict(other._refusals)
+
+    def download_model(self, version: PolicyVersion) -> tuple[LoadedWeights, Path]:
+        """Download tensors, config and tokenizer; return the version and the folder of its files.
+
+        Raises:
+            StoreError, MalformedError
+        """
+        # a folder of its own: an engine may still read the files of the version before
+        folder = self._folder / f"model-{version}"
+        manifest = self._versions.download(version, folder)
+        return LoadedWeights(version, tuple(folder / stored.name for stored in manifest.tensors), manifest), folder
+
+    def download(self, version: PolicyVersion) -> LoadedWeights:
+        """Download the tensors of a version.
+
+        Raises:
+            StoreError, MalformedError
+        """
+        manifest, paths = self._versions.download_tensors(version, self._folder / f"tensors-{version}")
+        return LoadedWeights(version, tuple(paths), manifest)
+
+    def add(self, weights: LoadedWeights) -> None:
+        """Keep a version that has been downloaded."""
+        self._weights[weights.version] = weights
+
+    def get(self, version: PolicyVersion | None) -> LoadedWeights | None:
+        """Return the version, if it is here and not refused."""
+        return None if version is None or version in self.refused else self._weights.get(version)
+
+    def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
+        """Delete the tensors of all other versions."""
+        # a version of a large model has many gigabytes, and a new one comes every few minutes
+        for version in set(self._weights) - set(versions):
+            self._delete(version)
+
+    def _delete(self, version: PolicyVersion) -> None:
+        if (weights := self._weights.pop(version, None)) is not None:
+            for path in weights.paths:
+                path.unlink(missing_ok=True)
+
+
+def swap_weights(engine: Engine, new: LoadedWeights, old: LoadedWeights) -> TbaError | None:
+    """Load `new` and check it; when that fails, load `old` again and return the reason.
+
+    Raises:
+        EngineDiedError: the engine cannot continue.
+    """
+    reason: TbaError | None
+    try:
+        engine.load_weights(new.paths, new.version)
+    # a dead engine cannot take the old weights either
+    except EngineDiedError:
+        raise
+    except TbaError as error:
+        reason = error
+    except Exception as error:
+        reason = check_error(new.manifest, "loaded", error)
+    else:
+        reason = verification_error(engine, new.manifest)
+    if reason is None:
+        return None
+    try:
+        # a load that failed may have replaced half of the parameters
+        engine.load_weights(old.paths, old.version)
+        if isinstance(reason, EngineCheckError):
+            # the engine failed in an unknown way: check that it still computes what it should
+            engine.verify(old.manifest)
+    except EngineDiedError:
+        raise
+    except Exception as second:
+        raise EngineDiedError(
+            f"version {new.version} was refused ({reason}), and {old.version} cannot be loaded again: {second}"
+        ) from None
+    return reason
+
+
+def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool) -> Any:
+    """Load a causal language model in Hugging Face format, in eval mode and without gradients.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+        device: torch device.
+
+    Raises:
+        ConfigError: the folder holds no usable causal language model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model folder {folder} holds no usable causal language model: {error}") from None
+    model.to(torch.device(device))
+    return model.eval().requires_grad_(False)
+
+
+def replace_params(model: nn.Module, tensors_paths: Sequence[Path]) -> None:
+    """Copy every tensor of safetensors files into the parameter of the same name, one at a time.
+
+    Raises:
+        EngineError: a file is not readable, or names, shapes or dtypes are not exactly the model's.
+    """
+    params = dict(model.named_parameters())  # tied parameters are one tensor, so both ends change
+    # everything is checked before anything is written
+    check_tensors(tensors_paths, {name: (dtype_name(param), list(param.shape)) for name, param in params.items()})
+    import torch
+
+    with torch.no_grad():
+        for path in tensors_paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    params[name].copy_(file.get_tensor(name))

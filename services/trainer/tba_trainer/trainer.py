@@ -1,0 +1,258 @@
+"""Build a trainer from a recipe and run it: the composition root, the only module that knows every other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tba.clients import BufferClient
+from tba.config import Recipe
+from tba.early_signals import EXIT_STOPPED, mark_started
+from tba.errors import TeamError
+from tba.logs import get_logger
+from tba.store import ObjectStore, open_store
+from tba.tokens import client_token
+from tba.versions import START
+from tba.weights import WeightVersions, sha256_of_file
+from tba_trainer.checkpoints.checkpoint import CheckpointStore
+from tba_trainer.checkpoints.weight_files import WeightSnapshot, temporary_folder
+from tba_trainer.distributed.follower import follow
+from tba_trainer.distributed.leader import build
+from tba_trainer.distributed.process_group import Team
+from tba_trainer.learner.guards import Rollback
+from tba_trainer.learner.schedules import Schedules
+from tba_trainer.loop.batches import Prefetcher, Requirements, draw_batch
+from tba_trainer.loop.publisher import Evaluations, Publisher
+from tba_trainer.loop.shutdown import RunEnd, stop_on_signals
+from tba_trainer.loop.startup import check_starting_model, delete_incomplete, start_lineage, wait_for_origin
+from tba_trainer.loop.status import Heartbeats, Progress, Session, Status
+from tba_trainer.loop.trainer_context import LineageContext, TrainerContext
+from tba_trainer.loop.training_loop import TrainingLoop
+from tba_trainer.model.policy import side_files
+from tba_trainer.tracking import open_trackers
+
+_SIGNAL_SPREAD_S = 1.0
+"""torchrun signals its processes one after another: the last one may lose the first one before its own signal."""
+log = get_logger("run")
+
+
+def run_trainer(recipe: Recipe) -> int:
+    """Run one trainer, or one of its processes where torchrun started it, until the run is over or SIGTERM arrives.
+
+    Returns:
+        The exit code: 0 when the run is over, 143 when it was told to stop before. With several processes on one
+        machine the leader's code counts and the others return 0; on several machines, where each is a Job's pod of its
+        own, everyone returns it.
+
+    Raises:
+        TbaError: one clear sentence.
+    """
+    torch.set_num_threads(recipe.trainer.torch_num_threads)
+    with Team.join(device=recipe.trainer.device, deadline_s=recipe.trainer.collective_timeout_s) as team:
+        if team.is_leader:
+            _lead(recipe, team)
+        else:
+            _follow(recipe, team)
+    counts = team.is_leader or not team.is_on_one_machine
+    return EXIT_STOPPED if counts and not team.run_is_over else 0
+
+
+def _lead(recipe: Recipe, team: Team) -> None:
+    # the leader alone talks to the buffer: followers get batches and commands over the process group
+    token = client_token(recipe.auth.tokens_file, "trainer")
+    buffer = BufferClient(recipe.buffer_url, token=token, retry_s=recipe.trainer.retry_s, ca_file=recipe.tls.ca_file)
+    stop = threading.Event()
+    team.start_beats(on_loss=stop.set)
+    try:
+        end = train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
+        team.run_is_over = end == "done"
+    finally:
+        buffer.close()
+
+
+def _follow(recipe: Recipe, team: Team) -> None:
+    # a signal ends no follower by itself: the leader gets it too, and tells the followers when it is over
+    signalled = threading.Event()
+    with stop_on_signals(signalled):
+        try:
+            follow(recipe, team)
+        except TeamError:
+            # a leader that is still starting ends at once on SIGTERM, without a word; then the loss is expected
+            if not signalled.wait(_SIGNAL_SPREAD_S):
+                raise
+            log.info("leader_is_gone", rank=team.rank)
+
+
+def train(
+    recipe: Recipe, *, buffer: BufferClient, store: ObjectStore, stop: threading.Event, team: Team | None = None
+) -> RunEnd:
+    """Train with the given services, in the leader of a team, until the run is over or `stop` is set.
+
+    Args:
+        team: the processes that train together; None: this one alone.
+        stop: set when the process should finish its step, write a checkpoint and return. Signals set it during
+            training. During the start, also after a rollback, there is nothing to keep, and they end the process at
+            once (tba/early_signals.py).
+
+    Returns:
+        Whether the run is done, or training was stopped before.
+    """
+    context = TrainerContext(
+        recipe=recipe,
+        team=team or Team.alone(recipe.trainer.device),
+        buffer=buffer,
+        store=store,
+        status=Status(trainer_id=f"trainer-{socket.gethostname()}-{os.getpid()}", run=recipe.run.name),
+        trackers=open_trackers(recipe, buffer),
+        stop=stop,
+    )
+    rollback: Rollback | None = None
+    try:
+        while True:
+            with temporary_folder() as folder:  # one per lineage: nothing of a rolled-back lineage can be published
+                end = _train_lineage(context, folder=folder, rollback=rollback)
+            if not isinstance(end, Rollback):
+                return end
+            if stop.is_set():
+                return "stopped"
+            rollback = end
+            gc.collect()  # the old model must go before the next one is built: on a GPU both may not fit
+    finally:
+        context.trackers.close()
+
+
+def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback | None) -> Rollback | RunEnd:
+    """Train one lineage from the last checkpoint to its end. After a rollback it starts as a restarted process does.
+
+    Args:
+        folder: for large files of this lineage.
+        rollback: how the lineage before this one ended; None: this is the first one of the process.
+    """
+    recipe, buffer, store = context.recipe, context.buffer, context.store
+    # Before the model is loaded, which may take minutes: a store that refuses writes is reported at once.
+    store.check(write=True)
+    model, learner, snapshots = build(recipe, context.team, folder=folder)
+    files = side_files(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    model_config_sha256 = sha256_of_file(files["config.json"])
+    versions = WeightVersions(store, recipe.run.name)
+    checkpoints = CheckpointStore(store, recipe.run.name, folder=folder, max_bytes=recipe.store.shard_bytes)
+    start = snapshots.take(START, None)  # before a checkpoint replaces the starting weights
+    origin = wait_for_origin(buffer, wait_s=recipe.trainer.batch_wait_s, stop=context.stop)
+    if context.stop.is_set():
+        return "stopped"
+    # Before a lineage is taken: from then on an older trainer of the run is fenced off.
+    check_starting_model(start, versions, origin)
+    session = start_lineage(
+        context,
+        checkpoints=checkpoints,
+        learner=learner,
+        model_config_sha256=model_config_sha256,
+        rollback=rollback,
+    )
+    context.trackers.start(session.lineage, session.parent)
+    delete_incomplete(versions, checkpoints, before_lineage=session.lineage, registered=session.parent)
+    evaluations = _evaluations(context, session)
+    lineage = LineageContext(
+        **vars(context),
+        session=session,
+        progress=Progress(session),
+        checkpoints=checkpoints,
+        learner=learner,
+        schedules=Schedules(recipe, buffer),
+        requirements=Requirements.of(recipe, model),
+        snapshots=snapshots,
+        prefetcher=_prefetcher(context, session),
+        publisher=Publisher(
+            section=recipe.trainer,
+            session=session,
+            buffer=buffer,
+            versions=versions,
+            checkpoints=checkpoints,
+            evaluations=evaluations,
+            status=context.status,
+            files=files,
+            stop=context.stop,
+        ),
+        evaluations=evaluations,
+        model_config_sha256=model_config_sha256,
+    )
+    heartbeats = Heartbeats(buffer, context.status, lineage.gauges)
+    # searchers that compute ref log-probs or the KL of an evaluation download 0-0
+    stores_start = recipe.searchers_hold_start and not versions.exists(START)
+    heartbeats.start()
+    lineage.publisher.start()
+    try:
+        context.status.set_state("publishing")
+        _publish_first(lineage, start, stores_start=stores_start)
+        return _run_loop(lineage)
+    finally:
+        lineage.prefetcher.close()
+        lineage.publisher.close()
+        heartbeats.close()  # last: its final beat tells the buffer how it ended
+
+
+def _run_loop(context: LineageContext) -> Rollback | RunEnd:
+    """Run the part that a signal stops cleanly."""
+    end = None
+    with stop_on_signals(context.stop):
+        try:
+            context.prefetcher.start()
+            end = TrainingLoop(context).run()
+            return end
+        finally:
+            # After a rollback a signal ends the process at once again. After any other end it changes nothing: the
+            # exit code is that of what has been done.
+            if not isinstance(end, Rollback):
+                mark_started()
+
+
+def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_start: bool) -> None:
+    """Publish the first version of this lineage, and ask for the evaluation of the run's start.
+
+    Args:
+        stores_start: the store must hold 0-0 even if it is not announced, because searchers ask for it.
+    """
+    session, publisher, evaluations = context.session, context.publisher, context.evaluations
+    if session.announces_start:
+        publisher.submit(start, num_eval_prompts=evaluations.num_prompts_final)
+    else:
+        if stores_start:
+            publisher.submit(start, announce=False)
+        else:
+            start.close()
+        publisher.publish(context.snapshots, session.first)
+    publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
+    if not session.announces_start:
+        # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is
+        evaluations.request(session.start, evaluations.num_prompts_final)
+
+
+def _evaluations(context: TrainerContext, session: Session) -> Evaluations:
+    return Evaluations(
+        context.buffer,
+        context.recipe.eval,
+        token=session.token,
+        start_step=session.parent.step,
+        sync_interval=context.recipe.trainer.sync_interval,
+        enabled=not context.recipe.is_offline,
+    )
+
+
+def _prefetcher(context: TrainerContext, session: Session) -> Prefetcher:
+    recipe = context.recipe
+    return Prefetcher(
+        partial(draw_batch, context.buffer, session),
+        status=context.status,
+        first_step=session.parent.step + 1,
+        last_step=recipe.trainer.num_steps,
+        ahead=recipe.trainer.prefetch_batches,
+        batch_wait_s=recipe.trainer.batch_wait_s,
+        batch_deadline_s=recipe.buffer.batch_deadline_s,
+        stop=context.stop,
+    )

@@ -1,0 +1,320 @@
+"""Push, pull and list the folders in an object store.
+
+A push writes the files by their digest, then the manifest. If it is killed, the old folder stays, and the next push
+continues with the files that are there. A pull verifies every file, and fetches only those that are missing or damaged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tba
+from tba.errors import (
+    ConfigError,
+    DigestError,
+    MalformedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnavailableError,
+    WaitTimeoutError,
+)
+from tba.store import ObjectStore
+from tba.store.file import new_file
+from tba.store.open import is_bucket_missing, is_retryable
+from tba.weights import sha256_of_file
+from tba_cli.artifacts.manifest import (
+    RECORD,
+    FolderFile,
+    FolderManifest,
+    decode_folder_manifest,
+    files_of,
+    folder_digest,
+)
+from tba_cli.artifacts.required import KIND_PREFIXES, Kind, RequiredFolder
+
+OnProgress = Callable[[str], None]
+MANIFEST = "manifest.json"
+NUM_DOWNLOAD_TRIES = 3
+POLL_S = 2.0
+PROGRESS_INTERVAL_S = 30.0
+
+
+class ArtifactStore:
+    """The folders of models and data sets in one object store.
+
+    Args:
+        store: where they are.
+        on_progress: called with a line about each thing that is done.
+    """
+
+    def __init__(self, store: ObjectStore, on_progress: OnProgress) -> None:
+        self._store, self._on_progress = store, on_progress
+        self.url = store.url
+
+    def read(self, manifest: FolderManifest, path: str) -> bytes | None:
+        """Return one file of a stored folder, or None where it has no such file.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        file = next((file for file in manifest.files if file.path == path), None)
+        return None if file is None else self._store.get(_file_key(manifest.kind, manifest.name, file))
+
+    def find(self, kind: Kind, name: str) -> FolderManifest | None:
+        """Return the manifest stored under this name, or None where no whole folder is.
+
+        Raises:
+            StoreError: the store cannot be read.
+            MalformedError: the manifest is damaged.
+        """
+        key = _manifest_key(kind, name)
+        try:
+            return decode_folder_manifest(self._store.get(key), where=f"{key} in {self._store.url}")
+        except ObjectNotFoundError:
+            return None
+
+    def names(self) -> list[tuple[Kind, str]]:
+        """Return kind and name of every folder that is whole."""
+        found: list[tuple[Kind, str]] = []
+        for kind, prefix in KIND_PREFIXES.items():
+            for key in self._store.list(f"{prefix}/"):
+                name = key.removeprefix(f"{prefix}/").removesuffix(f"/{MANIFEST}")
+                if key.endswith(f"/{MANIFEST}") and "files" not in name.split("/"):
+                    found.append((kind, name))
+        return found
+
+    def push(self, kind: Kind, name: str, folder: Path, *, replace: bool = False) -> FolderManifest:
+        """Store a folder; to push the same content again changes nothing.
+
+        Args:
+            replace: write everything again, in place of what is stored under this name.
+
+        Raises:
+            ConfigError: it is not a folder, or the store has other content under this name.
+            StoreError: the store cannot be written.
+        """
+        files, left_out = files_of(folder)
+        if left_out:
+            self._on_progress(f"{folder}: left out {', '.join(left_out[:3])}{' ...' if len(left_out) > 3 else ''}")
+        digest = folder_digest(files)
+        before, is_damaged = self._find_even_damaged(kind, name, may_be_damaged=replace)
+        where = f"{KIND_PREFIXES[kind]}/{name} in {self._store.url}"
+        if before is not None and before.digest == digest and not replace:
+            self._on_progress(f"{where} is there already ({describe(before)})")
+            return before
+        if before is not None and not replace:
+            raise ConfigError(
+                f"{where} differs from {folder}: {_difference(before.files, files)}; give --replace if the "
+                "one here is right, or rename one of them"
+            )
+        manifest = FolderManifest(
+            kind=kind,
+            name=name,
+            digest=digest,
+            files=files,
+            created_at_s=time.time(),
+            tba_version=tba.__version__,
+        )
+        self._on_progress(f"pushing {folder} to {where} ({describe(manifest)})")
+        for file in files:
+            key = _file_key(kind, name, file)
+            # keys are digests: an object of this size is this file, from a push that was killed
+            if replace or self._store.size_bytes(key) != file.size_bytes:
+                self._store.put_file(key, folder / file.path)
+        # last, because a folder is whole as soon as its manifest is there
+        manifest = self._publish(manifest, replaces=before is not None or is_damaged)
+        if before is not None or is_damaged:
+            self._remove_others(manifest)
+        self._on_progress(f"{where} is pushed")
+        return manifest
+
+    def pull(self, manifest: FolderManifest, folder: Path) -> int:
+        """Make `folder` a copy of the stored one; return how many files were fetched.
+
+        Raises:
+            ConfigError: the folder holds files of something else, which was not pulled, or cannot be written.
+            DigestError: the store gives something else than was pushed.
+            ObjectNotFoundError: the stored folder was replaced meanwhile.
+            StoreError: the store cannot be read.
+        """
+        try:
+            return self._pull(manifest, folder)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise ConfigError(f"{folder} cannot be written ({error.strerror}); mount a volume there") from None
+
+    @staticmethod
+    def was_pulled(folder: Path) -> bool:
+        """Return whether the folder came from a store: a pull of it continues where it stopped."""
+        return (folder / RECORD).is_file()
+
+    def _find_even_damaged(self, kind: Kind, name: str, *, may_be_damaged: bool) -> tuple[FolderManifest | None, bool]:
+        """Return the stored manifest, and whether it is damaged; only a push that replaces it may continue then."""
+        try:
+            return self.find(kind, name), False
+        except MalformedError:
+            if not may_be_damaged:
+                raise
+            return None, True
+
+    def _publish(self, manifest: FolderManifest, *, replaces: bool) -> FolderManifest:
+        data = manifest.model_dump_json(indent=1).encode()
+        try:
+            self._store.put(_manifest_key(manifest.kind, manifest.name), data, create_only=not replaces)
+        except ObjectExistsError:
+            # another push was faster; with the same content that is no conflict
+            other = self.find(manifest.kind, manifest.name)
+            if other is None or other.digest != manifest.digest:
+                raise
+            return other
+        return manifest
+
+    def _remove_others(self, manifest: FolderManifest) -> None:
+        """Remove the files of the folder that this one replaced."""
+        kept = {_file_key(manifest.kind, manifest.name, file) for file in manifest.files}
+        for key in self._store.list(f"{KIND_PREFIXES[manifest.kind]}/{manifest.name}/files/"):
+            if key not in kept:
+                self._store.delete(key)
+
+    def _pull(self, manifest: FolderManifest, folder: Path) -> int:
+        record = folder / RECORD
+        before = _recorded(record)
+        if before is None:
+            self._check_free(manifest, folder)
+        missing = [file for file in manifest.files if not _is_whole(folder / file.path, file)]
+        stored = {file.path for file in manifest.files}
+        extra = [] if before is None else [file for file in before.files if file.path not in stored]
+        if missing or extra:
+            # the record comes first: a pull that is killed finds its own half-made folder by it
+            folder.mkdir(parents=True, exist_ok=True)
+            with new_file(record) as out:
+                out.write(manifest.model_dump_json().encode())
+        for file in extra:
+            (folder / file.path).unlink(missing_ok=True)
+        for file in missing:
+            self._fetch(manifest, file, folder / file.path)
+        return len(missing)
+
+    def _check_free(self, manifest: FolderManifest, folder: Path) -> None:
+        """Raise ConfigError where the pull would overwrite a file that a person put there."""
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file, and must be a folder; remove it")
+        for file in manifest.files:
+            path = folder / file.path
+            if path.exists() and not _is_whole(path, file):
+                raise ConfigError(
+                    f"{path} is not the file of {KIND_PREFIXES[manifest.kind]}/{manifest.name} in {self._store.url}, "
+                    "and was not pulled from there; remove that folder to pull it, or push it with --replace"
+                )
+
+    def _fetch(self, manifest: FolderManifest, file: FolderFile, path: Path) -> None:
+        key = _file_key(manifest.kind, manifest.name, file)
+        # a download may be damaged on its way
+        for _ in range(NUM_DOWNLOAD_TRIES):
+            self._store.get_file(key, path)
+            if _is_whole(path, file):
+                return
+        path.unlink(missing_ok=True)
+        raise DigestError(
+            f"{key} in {self._store.url} is not the {file.path} that was pushed (its sha256 differs); push the folder "
+            "again with --replace"
+        )
+
+
+def describe(manifest: FolderManifest) -> str:
+    """Return a stored folder in a few words."""
+    num = len(manifest.files)
+    return f"{num} file{'s' * (num != 1)}, {manifest.size_bytes / 2**20:,.1f} MiB, digest {manifest.digest[:12]}"
+
+
+def _manifest_key(kind: Kind, name: str) -> str:
+    return f"{KIND_PREFIXES[kind]}/{name}/{MANIFEST}"
+
+
+def _file_key(kind: Kind, name: str, file: FolderFile) -> str:
+    return f"{KIND_PREFIXES[kind]}/{name}/files/{file.sha256}"
+
+
+def _is_whole(path: Path, file: FolderFile) -> bool:
+    return path.is_file() and path.stat().st_size == file.size_bytes and sha256_of_file(path) == file.sha256
+
+
+def _recorded(path: Path) -> FolderManifest | None:
+    """Return the manifest that the folder was pulled by, or None where it was not pulled."""
+    try:
+        return decode_folder_manifest(path.read_bytes(), where=str(path))
+    except FileNotFoundError:
+        return None
+    except MalformedError:
+        raise ConfigError(f"{path} is damaged; remove the folder {path.parent} and pull it again") from None
+
+
+def _difference(before: Sequence[FolderFile], now: Sequence[FolderFile]) -> str:
+    old, new = {file.path: file.sha256 for file in before}, {file.path: file.sha256 for file in now}
+    for words, paths in (
+        ("differ in", [path for path in old if path in new and old[path] != new[path]]),
+        ("only the stored one has", [path for path in old if path not in new]),
+        ("only the one here has", [path for path in new if path not in old]),
+    ):
+        if paths:
+            return f"{words} {', '.join(sorted(paths)[:3])}"
+    return "the same files"
+
+
+def pull_folders(
+    artifacts: ArtifactStore, folders: Sequence[RequiredFolder], *, wait_s: float, on_progress: OnProgress
+) -> None:
+    """Wait until every folder is whole in the store, and fetch it to its path; a folder that is there is only checked.
+
+    Args:
+        wait_s: deadline of the wait (wait `model-push`) for all folders together; a download that has begun is not
+            cut off.
+
+    Raises:
+        ConfigError: something else lies at a path, or it cannot be written.
+        WaitTimeoutError: a folder was not in the store in time.
+        StoreError: the store refuses, or gives damaged files.
+    """
+    deadline_s = time.monotonic() + wait_s
+    for folder in folders:
+        while True:
+            manifest = _wait_for(artifacts, folder, deadline_s=deadline_s, wait_s=wait_s, on_progress=on_progress)
+            try:
+                num_fetched = artifacts.pull(manifest, Path(folder.path).expanduser())
+                break
+            except ObjectNotFoundError:  # the folder was replaced after its manifest was read
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(POLL_S)
+        state = "fetched" if num_fetched else "is there and complete"
+        on_progress(f"{folder.path}: {folder.kind} {folder.name}, {describe(manifest)}, {state}")
+
+
+def _wait_for(
+    artifacts: ArtifactStore, folder: RequiredFolder, *, deadline_s: float, wait_s: float, on_progress: OnProgress
+) -> FolderManifest:
+    shown_s = -PROGRESS_INTERVAL_S
+    while True:
+        reason = f"{KIND_PREFIXES[folder.kind]}/{folder.name} is not complete in {artifacts.url} yet"
+        try:
+            manifest = artifacts.find(folder.kind, folder.name)
+            if manifest is not None:
+                return manifest
+        except StoreUnavailableError as error:
+            if not (is_retryable(error) or is_bucket_missing(error)):
+                raise
+            reason = str(error)
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise WaitTimeoutError(
+                f"wait 'model-push': {folder.path} ({folder.key}) was not in the store within {wait_s:.0f} s: {reason}"
+                "; `tba setup` or `tba model push` puts it there"
+            )
+        if now_s - shown_s > PROGRESS_INTERVAL_S:
+            shown_s = now_s
+            on_progress(f"wait 'model-push' ({deadline_s - now_s:.0f} s left): {reason}")
+        time.sleep(min(POLL_S, max(deadline_s - now_s, 0.01)))

@@ -1,0 +1,67 @@
+"""Run the checks at once, each in a thread, so that one that hangs does not hide the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from tba.errors import TbaError
+from tba_cli.doctor.checks import CHECKS, Check
+from tba_cli.doctor.target import CheckResult, Target, fail
+
+CHECK_TIMEOUT_S = 60.0
+"""Deadline of a check; the import of torch from a slow disk takes longest."""
+
+
+def run_checks(
+    target: Target,
+    *,
+    checks: Iterable[tuple[str, Check]] | None = None,
+    timeout_s: float = CHECK_TIMEOUT_S,
+    on_result: Callable[[CheckResult], None] | None = None,
+) -> list[CheckResult]:
+    """Return the results of every check, in the order of the checks.
+
+    Args:
+        checks: name and check; default: all.
+        timeout_s: deadline of all checks together, since they run at once.
+        on_result: called with each result as soon as all results before it are known.
+    """
+    chosen = list(CHECKS.items() if checks is None else checks)
+    found: list[list[CheckResult]] = [[] for _ in chosen]
+    threads = []
+    for (name, check), results in zip(chosen, found, strict=True):
+        # daemon: a check that hangs must not keep the process alive
+        thread = threading.Thread(target=_run, args=(name, check, target, results), name=name, daemon=True)
+        thread.start()
+        threads.append(thread)
+    deadline_s, all_results = time.monotonic() + timeout_s, []
+    for (name, _), thread, results in zip(chosen, threads, found, strict=True):
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+        new = list(results)  # a copy: a check that hangs may still append
+        if thread.is_alive():
+            new.append(
+                fail(
+                    "check-timeout",
+                    f"the check {name!r} did not end within {timeout_s:.0f} s",
+                    "something that it needs hangs: a dead network file system, a GPU driver, a name server",
+                )
+            )
+        all_results += new
+        if on_result is not None:
+            for result in new:
+                on_result(result)
+    return all_results
+
+
+def _run(name: str, check: Check, target: Target, results: list[CheckResult]) -> None:
+    try:
+        for result in check(target):
+            results.append(result)
+    except (TbaError, OSError) as error:
+        results.append(fail("check-error", f"the check {name!r} failed: {error}", "fix what the message names"))
+    except Exception as error:
+        results.append(
+            fail("check-error", f"the check {name!r} broke: {type(error).__name__}: {error}", "please report this")
+        )

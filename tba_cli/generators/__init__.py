@@ -1,0 +1,67 @@
+"""Sources of prompts that are code. `data.generator` of a recipe names one of them:
+
+    NAME                a built-in generator: tba_cli/generators/NAME.py defines `generate`
+    NAME                an entry point of the group `tba.prompt_sources` in an installed package
+    MODULE:FUNCTION     a function of your own; modules in the current folder are found too
+
+A source is a function as `PromptSource` describes it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any, Protocol
+
+from tba import plugins
+from tba.api import Prompt
+from tba.errors import ConfigError
+
+GENERATOR = "data.generator"
+
+
+class PromptSource(Protocol):
+    """Makes the prompts of a run.
+
+    `num_train`, `num_heldout` and `seed` are data.num_train, data.num_heldout and run.seed of the recipe. The result
+    has prompts of both splits with different ids. It must depend on nothing but the arguments, because a resume makes
+    the prompts again; held-out prompts should be the same for every seed. A ConfigError is shown to people as it is.
+    """
+
+    def __call__(self, num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+        """Return the prompts of both splits."""
+        ...
+
+
+def builtin_names() -> list[str]:
+    """Return the names of the built-in generators: the modules of this package."""
+    return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+
+
+def load_prompt_source(name: str) -> PromptSource:
+    """Return the source that `data.generator` names.
+
+    Raises:
+        ConfigError: there is no such source, or it cannot be imported.
+    """
+    known = builtin_names()
+    if plugins.resolve(name, group="tba.prompt_sources", what=GENERATOR, builtin=known) in known:
+        return importlib.import_module(f"tba_cli.generators.{name}").generate
+    source = plugins.load(name, group="tba.prompt_sources", what=GENERATOR)
+
+    def prompts_of(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+        # its errors name it, because it is not ours
+        with plugins.explain_errors(name, what=GENERATOR, verb="failed"):
+            made: Any = source(num_train, num_heldout, seed)
+            prompts = list(made)
+        seen: set[str] = set()
+        for prompt in prompts:
+            if not isinstance(prompt, Prompt):
+                raise ConfigError(f"data.generator {name!r} made {prompt!r:.60}; every item must be a tba.api.Prompt")
+            if prompt.prompt_id in seen:
+                raise ConfigError(f"data.generator {name!r} made the prompt_id {prompt.prompt_id!r} twice")
+            seen.add(prompt.prompt_id)
+        return prompts
+
+    return prompts_of

@@ -1,0 +1,170 @@
+"""Tables of results: finished runs (Markdown), one published evaluation (Markdown), the evaluations of a run (HTML)."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tba.api import BestVersion, EvalInfo
+from tba.evaluation.report import Comparison, Estimate, EvaluationReport
+
+Column = tuple[str, Callable[[EvalInfo], float | int | None]]
+RUN_COLUMNS = (
+    ("run", "run", ""),
+    ("seed", "seed", "d"),
+    ("start accuracy", "start_accuracy", ".3f"),
+    ("final accuracy", "final_accuracy", ".3f"),
+    ("gain", "gain", "+.3f"),
+    ("start greedy", "start_greedy", ".3f"),
+    ("final greedy", "final_greedy", ".3f"),
+    ("steps", "steps", "d"),
+    ("train_s", "train_s", ".0f"),
+    ("first_step_s", "first_step_s", ".1f"),
+    ("trainer_wait_share", "trainer_wait_share", ".3f"),
+    ("realised m", "realised_most_on_policy", ".3f"),
+    ("rollouts", "rollouts_generated", "d"),
+)
+"""Heading, key of summary.json, number format."""
+
+
+def runs_markdown(summaries: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table with a row for each run; an en dash stands for an unknown value."""
+    lines = ["| " + " | ".join(heading for heading, _, _ in RUN_COLUMNS) + " |", "|" + "---|" * len(RUN_COLUMNS)]
+    for summary in summaries:
+        values = [(summary.get(key), form) for _, key, form in RUN_COLUMNS]
+        lines.append("| " + " | ".join("–" if value is None else format(value, form) for value, form in values) + " |")
+    return lines
+
+
+def evaluation_markdown(report: EvaluationReport) -> str:
+    """Return the tables of an evaluation: every metric with its standard error, unknown scores, published numbers.
+
+    The columns are padded, so that the text also reads well in a terminal.
+    """
+    parts = [
+        f"{report.subject}: {report.num_prompts} held-out prompts, engine {report.engine}, "
+        f"{report.num_generated_tokens} tokens in {report.generation_s:.1f} s",
+        _padded_table(
+            ("metric", "value", "standard error", "prompts", "completions"),
+            [(_named(name, report), *_estimate_cells(estimate)) for name, estimate in report.metrics.items()],
+        ),
+        *_unknown(report),
+    ]
+    if report.references:
+        head = ("published", "metric", "its value", "found", "difference", "its setting", "source")
+        parts.append(_padded_table(head, [_comparison(item) for item in report.references]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _named(name: str, report: EvaluationReport) -> str:
+    """Return the name of a metric; that of a success rate with the rule for a success."""
+    for mode, part in report.modes.items():
+        for task, counts in part.scores.items():
+            if name == f"{mode}.{task}.success_rate":
+                return f"{name} ({counts.success})"
+    return name
+
+
+def _estimate_cells(estimate: Estimate) -> tuple[str, str, str, str]:
+    value = _number(estimate.value)
+    if estimate.low is not None and estimate.high is not None:
+        value += f" ({_number(estimate.low)} to {_number(estimate.high)})"
+    error = "" if estimate.stderr is None else _number(estimate.stderr)
+    return value, error, str(estimate.num_prompts), str(estimate.num_completions)
+
+
+def _unknown(report: EvaluationReport) -> list[str]:
+    lines = []
+    if report.refused_prompts:
+        first = next(iter(report.refused_prompts.items()))
+        lines.append(f"* {len(report.refused_prompts)} prompts were refused, for example {first[0]}: {first[1]}")
+    for mode, part in report.modes.items():
+        for task, counts in part.scores.items():
+            if counts.num_unknown:
+                reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.unknown.items()))
+                num = counts.num_scored + counts.num_unknown
+                lines.append(f"* {mode} {task}: {counts.num_unknown} of {num} scores are unknown ({reasons})")
+    return [
+        "Unknown scores are left out of the values; the brackets show how much they could change.\n\n"
+        + "\n".join(lines)
+    ] * (len(lines) > 0)
+
+
+def _comparison(item: Comparison) -> tuple[str, ...]:
+    reference, found = item.reference, item.found
+    published = (reference.name, reference.metric, _number(reference.value))
+    where = (reference.setting, reference.source)
+    if found is None or found.value is None or item.difference is None:
+        return *published, "unknown", "", *where
+    error = found.stderr
+    # a difference means something only beside the noise of our own number
+    ours = _number(found.value) + ("" if error is None else f" ± {_number(error)}")
+    difference = f"{item.difference:+.4g}" + (f" ({item.difference / error:+.1f} standard errors)" if error else "")
+    return *published, ours, difference, *where
+
+
+def _padded_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose columns are as wide as their widest cell."""
+    # Markdown does not need it; people read the file in a terminal as well
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [_row(head, widths), "|" + "|".join("-" * (width + 2) for width in widths) + "|"]
+    return "\n".join([*lines, *(_row(row, widths) for row in rows)])
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4g}"
+
+
+def evaluations_html(evals: Sequence[EvalInfo], best: BestVersion | None) -> str:
+    """Return an HTML table of the finished evaluations, oldest first; columns that are all unknown are left out."""
+    done = [item for item in evals if item.state == "done"]
+    if not done:
+        return "<p>No evaluation was finished.</p>"
+    ks = sorted({k for item in done for k in item.pass_at})
+    # a column without a single value would only make the table wider
+    cells = [(name, get) for name, get in _html_columns(ks) if any(get(item) is not None for item in done)]
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("version", *(name for name, _ in cells)))
+    rows = []
+    for item in done:
+        is_best = best is not None and item.version == best.version
+        name = f"<b>{item.version}</b> (best)" if is_best else item.version
+        values = "".join(f"<td>{_text(get(item))}</td>" for _, get in cells)
+        rows.append(f"<tr><td>{name}</td>{values}</tr>")
+    caption = "" if best is None else f"<caption>{html.escape(best_text(best))}</caption>"
+    return f"<table>{caption}\n<tr>{heads}</tr>\n" + "\n".join(rows) + "\n</table>"
+
+
+def best_text(best: BestVersion) -> str:
+    """Return one line about the best version."""
+    return (
+        f"best version {best.version}: {best.metric} {best.value:.3f} on the {best.num_prompts} held-out prompts that "
+        "all evaluations have in common"
+    )
+
+
+def _html_columns(ks: Sequence[int]) -> list[Column]:
+    return [
+        ("prompts", lambda item: item.num_prompts),
+        ("pass@1 sampled", lambda item: item.accuracy),
+        ("pass@1 greedy", lambda item: item.greedy_accuracy),
+        *((f"pass@{k}", lambda item, k=k: item.pass_at.get(k)) for k in ks),
+        ("mean reward", lambda item: item.mean_reward),
+        ("mean response tokens", lambda item: item.mean_response_tokens),
+        ("KL to the starting model, nats", lambda item: item.kl_to_reference),
+        ("distinct-1", lambda item: item.distinct_1),
+        ("distinct-2", lambda item: item.distinct_2),
+        ("distinct-3", lambda item: item.distinct_3),
+        ("embedding distance", lambda item: item.embedding_distance),
+        ("unknown scores", lambda item: item.num_unknown or None),
+    ]
+
+
+def _text(value: float | int | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

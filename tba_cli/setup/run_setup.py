@@ -1,0 +1,176 @@
+"""The steps of `tba setup`, in their order. Each does only what is missing, so a second run changes nothing.
+
+store     wait until it can be written; make the bucket
+folders   models and data sets: make, fetch, push          before any service: the reward service may wait for them
+prompts   wait for buffer and reward service; check that every prompt is scored; upload
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+from tba.api import Prompt
+from tba.clients import BufferClient, RewardClient
+from tba.clients.http import ServiceClient
+from tba.config import Recipe
+from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
+from tba.store import open_store
+from tba.store.open import wait_for_store
+from tba.tokens import client_token
+from tba_cli.artifacts import ArtifactStore
+from tba_cli.console import Console
+from tba_cli.prompts.reader import check_tasks, prompts_of, upload_prompts
+from tba_cli.setup.artifacts import set_up_folders
+from tba_cli.setup.origin import until_loaded
+
+Part = Literal["models", "prompts"]
+PARTS: tuple[Part, ...] = get_args(Part)
+POLL_S = 1.0
+PROGRESS_INTERVAL_S = 30.0
+READY_TIMEOUT_S = 5.0
+"""Deadline of one question whether a service is ready."""
+CALL_RETRY_S = 5.0
+CALL_TIMEOUT_S = 30.0
+STORE_TIMEOUT_S = 5.0
+"""Deadline of one operation while the store is waited for."""
+OnProgress = Callable[[str], None]
+
+
+def run_setup(
+    recipe: Recipe,
+    *,
+    wait_s: float,
+    create_bucket: bool,
+    prepare: bool,
+    pull: bool,
+    only: Part | None,
+    on_progress: OnProgress,
+) -> None:
+    """Set up everything that a run needs; leave as it is what is there.
+
+    Args:
+        wait_s: deadline of the wait for the store, and of the wait for the services.
+        create_bucket: make the bucket where there is none.
+        prepare, pull: see `set_up_folders`.
+        only: do this part alone.
+
+    Raises:
+        TbaError: something is not to be had; says what to do.
+    """
+    if only != "models":
+        # before the store is waited for: an address that is missing stays so
+        _check_addresses(recipe)
+    _set_up_store(recipe, wait_s=wait_s, create_bucket=create_bucket, on_progress=on_progress)
+    artifacts = ArtifactStore(open_store(recipe.store), on_progress)
+    if only != "prompts":
+        set_up_folders(recipe, artifacts, prepare=prepare, pull=pull, on_progress=on_progress)
+    if only == "models":
+        return
+    # after the folders, since the data sets of the prompts are among them
+    prompts = prompts_of(recipe)
+    options: dict[str, Any] = {
+        "token": client_token(recipe.auth.tokens_file, "operator"),
+        "ca_file": recipe.tls.ca_file,
+        "retry_s": CALL_RETRY_S,
+        "timeout_s": CALL_TIMEOUT_S,
+    }
+    buffer, reward = BufferClient(recipe.buffer_url, **options), RewardClient(recipe.reward_url, **options)
+    try:
+        set_up_prompts(recipe, prompts, buffer=buffer, reward=reward, wait_s=wait_s, on_progress=on_progress)
+        info = buffer.run()
+        on_progress(f"run {info.run!r} is {info.state} at step {info.step}; everything is there")
+    finally:
+        buffer.close()
+        reward.close()
+
+
+def set_up_prompts(
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    *,
+    buffer: BufferClient,
+    reward: RewardClient,
+    wait_s: float,
+    on_progress: OnProgress,
+) -> None:
+    """Wait for buffer and reward service, check that every prompt can be scored, then upload the prompts.
+
+    Raises:
+        ConfigError: a task is not scored, or the snapshot that the run begins with cannot be loaded.
+        WaitTimeoutError: a service was not ready within `wait_s`.
+        ServiceError: a service refuses, for example the token.
+    """
+    waits: dict[str, Any] = {
+        "ca_file": recipe.tls.ca_file,
+        "deadline_s": time.monotonic() + wait_s,
+        "on_progress": on_progress,
+    }
+    wait_for_service(recipe.buffer_url, wait="buffer-start", **waits)
+    if recipe.run.snapshot is not None:
+        origin = asyncio.run(until_loaded(buffer, Console("normal"), silence_s=recipe.local.start_timeout_s))
+        on_progress(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
+    wait_for_service(recipe.reward_url, wait="reward-start", **waits)
+    check_tasks(prompts, (info.task for info in reward.rewards()))
+    reply = upload_prompts(buffer, prompts, max_chunk_bytes=recipe.buffer.max_body_bytes // 2)
+    on_progress(
+        f"prompts: {reply.num_new} new and {reply.num_same} known; the run has {reply.num_train} to train on and "
+        f"{reply.num_heldout} held out"
+    )
+
+
+def wait_for_service(url: str, *, ca_file: str | None, wait: str, deadline_s: float, on_progress: OnProgress) -> None:
+    """Wait until a service answers that it is ready.
+
+    Args:
+        url: its base URL; no token is sent.
+        ca_file: authorities that are trusted for https.
+        wait: name of the wait.
+        deadline_s: on the monotonic clock.
+
+    Raises:
+        WaitTimeoutError: it was not ready in time.
+    """
+    client = ServiceClient(url, retry_s=0, timeout_s=READY_TIMEOUT_S, ca_file=ca_file)
+    begun_s, shown_s = time.monotonic(), -PROGRESS_INTERVAL_S
+    try:
+        while (reason := _not_ready(client)) is not None:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                raise WaitTimeoutError(
+                    f"wait {wait!r}: {client.base_url} was not ready within {now_s - begun_s:.0f} s: {reason}"
+                )
+            if now_s - shown_s > PROGRESS_INTERVAL_S:
+                shown_s = now_s
+                on_progress(f"wait {wait!r} ({deadline_s - now_s:.0f} s left): {reason}")
+            time.sleep(POLL_S)
+    finally:
+        client.close()
+
+
+def _not_ready(client: ServiceClient) -> str | None:
+    try:
+        reason = client.not_ready()
+    except UnavailableError as error:
+        reason = error
+    return None if reason is None else str(reason)
+
+
+def _set_up_store(recipe: Recipe, *, wait_s: float, create_bucket: bool, on_progress: OnProgress) -> None:
+    # short, because the wait tries again
+    timeout_s = min(recipe.store.timeout_s, STORE_TIMEOUT_S)
+    store = open_store(recipe.store.model_copy(update={"timeout_s": timeout_s}))
+    wait_for_store(store, wait_s=wait_s, on_progress=on_progress, create_bucket=create_bucket)
+    on_progress(f"the store {store.url} supports create-only writes")
+
+
+def _check_addresses(recipe: Recipe) -> None:
+    """Raise ConfigError where the address of a service is chosen by `tba run` alone."""
+    for name, section in (("buffer", recipe.buffer), ("reward", recipe.reward)):
+        if section.url is None and section.port == 0:
+            raise ConfigError(
+                f"{name}.port is 0 and {name}.url is not given, so the address of the {name} service is unknown; give "
+                f"{name}.url (TBA_{name.upper()}__URL), or use `tba run`, which sets everything up itself"
+            )

@@ -1,0 +1,369 @@
+"""The components of GET /v1/run, what they wait for, and the metrics of them: over a real buffer and Redis."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import tba_buffer.monitoring.component_metrics
+import tba_buffer.run.components
+import tba_buffer.scoring.reward_service
+from redis import Redis
+from tba_buffer.run.components import MAX_NAMES, OTHER_NAMES
+from tba_buffer.storage.keys import Keys
+
+from tba.api import BatchRequest, ComponentInfo, RunCommand
+from tba.clients import BufferClient
+from tba.errors import BusyError, RunFailedError
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait, encode_heartbeat
+from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
+from tests.support.buffer import start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later
+from tests.support.buffer_reads import ask
+from tests.support.metrics import metrics_of, values
+from tests.support.redis_process import RedisProcess
+from tests.support.waits import until
+
+
+def beat(client: BufferClient, component_id: str, kind: str, *, state: str = "at-work", **fields: object) -> None:
+    client.heartbeat(
+        Heartbeat(
+            component_id=component_id,
+            kind=kind,
+            run="test",
+            state=state,
+            version=None,
+            **{"wait": None, **fields},  # pyright: ignore[reportArgumentType]
+        )
+    )
+
+
+def trainer_waited(client: BufferClient, trainer: str, started_at_s: float, **waited_s: float) -> None:
+    gauges = {f"{WAITED_S}{name.replace('_', '-')}": value for name, value in waited_s.items()}
+    beat(client, trainer, "trainer", gauges={STARTED_AT_S: started_at_s, **gauges})
+
+
+def component(client: BufferClient, kind: str) -> ComponentInfo:
+    (found,) = [item for item in client.run().components if item.kind == kind]
+    return found
+
+
+def waited(buffer: BufferThread, name: str) -> float:
+    return values(buffer.url, "tba_trainer_wait_seconds_total")[(name,)]
+
+
+# ---- how long trainers waited ---------------------------------------------------------------------------------------
+
+
+def test_what_a_trainer_waited_is_counted_once_whatever_becomes_of_its_heartbeats(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    client = buffer.client()
+    assert waited(buffer, "samples-per-insert") == 0.0, "a rate needs a first value"
+    trainer_waited(client, "t", 1000.25, samples_per_insert=2.0)
+    trainer_waited(client, "t", 1000.25, samples_per_insert=2.0)  # repeated: its answer was lost
+    trainer_waited(client, "t", 1000.25, samples_per_insert=7.5, rollouts=1.0)  # one between them never came
+    trainer_waited(client, "t", 1000.25, samples_per_insert=4.0)  # late
+    assert (waited(buffer, "samples-per-insert"), waited(buffer, "rollouts")) == (7.5, 1.0)
+
+
+def test_the_count_continues_over_the_death_of_trainer_and_buffer(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    client = buffer.client()
+    trainer_waited(client, "t", 1000.0, batch=5.0)
+    trainer_waited(client, "t", 2000.0, batch=1.5)  # a container that started again: the same name and process number
+    trainer_waited(client, "t", 1000.0, batch=6.0)  # late, from the dead trainer: it looks like a repeat
+    trainer_waited(client, "other", 2000.0, batch=0.25)
+    assert waited(buffer, "batch") == 6.75
+    buffer.stop()
+    after = serve_buffer()
+    assert waited(after, "batch") == 6.75
+    trainer_waited(after.client(), "t", 2000.0, batch=2.5)
+    assert waited(after, "batch") == 7.75
+
+
+def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    client = buffer.client()
+    beat(client, "s", "searcher", gauges={STARTED_AT_S: 1.0, f"{WAITED_S}batch": 99.0})
+    beat(client, "old-release", "trainer", gauges={f"{WAITED_S}batch": 99.0})
+    assert waited(buffer, "batch") == 0.0
+    names = {f"w{i}": 1.0 for i in range(MAX_NAMES + 10)}
+    trainer_waited(client, "t", 1.0, **names)
+    trainer_waited(client, "t", 1.0, **dict.fromkeys(names, 2.0))
+    counted = values(buffer.url, "tba_trainer_wait_seconds_total")
+    assert counted[(OTHER_NAMES,)] == 20.0
+    assert sum(counted.values()) == 2.0 * len(names)
+
+
+# ---- components -----------------------------------------------------------------------------------------------------
+
+
+def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0})
+    client = buffer.client()
+    beat(client, "s-1", "searcher", wait=Wait(name="no-version", for_s=3.0, deadline_in_s=60.0))
+    wait = component(client, "searcher").wait
+    assert wait is not None
+    assert (wait.name, wait.for_s >= 3.0, wait.deadline_in_s <= 60.0) == ("no-version", True, True)
+    assert [(item.owner, item.kind, item.name) for item in client.run().waits] == [("s-1", "searcher", "no-version")]
+    assert values(buffer.url, "tba_component_wait_seconds")[("searcher", "no-version")] >= 3.0
+    later(client, 1001.0)
+    assert not component(client, "searcher").alive, "silence is noticed"
+    assert component(client, "searcher").wait is None
+    assert values(buffer.url, "tba_component_wait_seconds") == {}
+    assert values(buffer.url, "tba_components_silent")[("searcher",)] == 1
+    beat(client, "s-1", "searcher", state="ended")
+    later(client, 1001.0)
+    assert not component(client, "searcher").alive, "its end too"
+    assert values(buffer.url, "tba_components_silent")[("searcher",)] == 0
+
+
+def test_ages_are_those_of_the_newest_beat_and_late_waits_show(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0})
+    client = buffer.client()
+    assert ("trainer",) not in values(buffer.url, "tba_component_heartbeat_age_seconds")
+    beat(client, "t-1", "trainer")
+    later(client, 100.0)
+    old_s = component(client, "trainer").heartbeat_age_s
+    beat(client, "t-2", "trainer", wait=Wait(name="batch", for_s=50.0, deadline_in_s=-20.0))
+    assert values(buffer.url, "tba_component_heartbeat_age_seconds")[("trainer",)] < old_s
+    overdue = values(buffer.url, "tba_component_wait_overdue_seconds")
+    assert 20.0 <= overdue[("trainer",)] < 80.0
+    assert overdue[("searcher",)] == 0.0
+    alive = values(buffer.url, "tba_components_alive")
+    assert (alive[("trainer",)], alive[("searcher",)], alive[("buffer",)]) == (2, 0, 1)
+
+
+def test_a_draw_that_is_held_is_a_wait_of_the_trainer(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    client = buffer.client()
+    lineage = start_lineage(client)
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token, wait_s=60)
+    answers: list[BaseException] = []
+
+    def draw() -> None:
+        try:
+            buffer.client().draw_batch(request)
+        except Exception as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    (wait,) = until("the draw is held", lambda: client.run().waits)
+    assert (wait.owner, wait.kind, wait.name) == ("t", "trainer", "rollouts")
+    assert ("trainer", "rollouts") in values(buffer.url, "tba_component_wait_seconds")
+    assert component(client, "buffer").wait is None, "it is not the buffer that waits"
+    client.command("stop", RunCommand())
+    thread.join(timeout=60)
+    assert len(answers) == 1
+    assert not isinstance(answers[0], BusyError)
+
+
+def test_the_state_and_the_step_of_the_run_are_metrics(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(searcher={"num_searchers": 3})
+    client = buffer.client()
+    assert values(buffer.url, "tba_run_state")[("running",)] == 1
+    client.command("pause", RunCommand())
+    states = values(buffer.url, "tba_run_state")
+    assert (states[("paused",)], sum(states.values()), len(states)) == (1, 1, 5)
+    assert values(buffer.url, "tba_run_step") == {(): 0}
+    assert "tba_searchers_desired" in {family.name for family in metrics_of(buffer.url)}
+
+
+# ---- the reward service ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def readyz(answers: list[tuple[int, bytes]]) -> Iterator[tuple[str, list[str]]]:
+    """A service whose GET /readyz gives the last of `answers`; (URL, paths that were asked)."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            status, body = answers[-1]
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing on stderr."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_the_reward_service_is_a_component_with_its_reason(
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
+    problem = b'{"type": "urn:tba:problem:not-ready", "status": 503, "detail": "the model of `judge` is loading"}'
+    answers = [(503, problem)]
+    with readyz(answers) as (url, asked):
+        buffer = serve_buffer(reward={"url": url}, buffer={"heartbeat_timeout_s": 30.0})
+        client = buffer.client()
+        until("it was asked", lambda: component(client, "reward").alive)
+        found = component(client, "reward")
+        assert (found.state, found.note) == ("not-ready", "the model of `judge` is loading")
+        answers.append((200, b'{"status": "ok"}'))
+        until("it is ready", lambda: component(client, "reward").state == "ready")
+        assert component(client, "reward").note is None
+        assert set(asked) == {"/readyz"}
+        assert values(buffer.url, "tba_components_alive")[("reward",)] == 1
+    until("it is away", lambda: component(client, "reward").state == "unreachable")
+    found = component(client, "reward")
+    assert not found.alive
+    assert url in str(found.note)
+    assert values(buffer.url, "tba_components_alive")[("reward",)] == 0
+
+
+READY_WITH_NOTE = b'{"status": "ok", "note": "judged: http: no connection"}'
+BROKEN = b'{"type": "urn:tba:problem:broken-reward", "status": 503, "detail": "task t: python: KeyError: no answer"}'
+
+
+def test_what_a_ready_reward_service_says_beside_is_the_note_of_the_component(
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
+    with readyz([(200, READY_WITH_NOTE)]) as (url, _):
+        client = serve_buffer(reward={"url": url}).client()
+        until("it was asked", lambda: component(client, "reward").alive)
+        found = component(client, "reward")
+        assert (found.state, found.note) == ("ready", "judged: http: no connection")
+
+
+def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_text(
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
+    answers = [(503, BROKEN)]
+    with readyz(answers) as (url, asked):
+        client = serve_buffer(reward={"url": url}).client()
+        lineage = start_lineage(client)
+        until("the run has failed", lambda: client.run().state == "failed")
+        info = client.run()
+        assert info.state_reason == "task t: python: KeyError: no answer"
+        assert info.last_change is not None
+        assert (info.last_change.role, info.last_change.command) == ("buffer", "fail")
+        with pytest.raises(RunFailedError, match="the run has failed"):
+            client.draw_batch(BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token))
+        num_asked = len(asked)
+        until("it was asked again", lambda: len(asked) > num_asked + 3)
+        assert len(client.run_changes().changes) == 1, "said once"
+        answers.append((200, b'{"status": "ok"}'))
+        until("it is fixed", lambda: component(client, "reward").state == "ready")
+        start_lineage(client)
+        assert client.run().state == "running"
+
+
+def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    client = buffer.client()
+    beat(client, "s-1", "searcher", gauges={"tokens_per_s": 100.0, "unpushed": 1.0})
+    beat(client, "s-2", "searcher", gauges={"tokens_per_s": 50.0})
+    beat(client, "t-1", "trainer", gauges={"loss": 9.0})
+    beat(client, "t-2", "trainer", gauges={"loss": 0.5, STARTED_AT_S: 7.0, f"{WAITED_S}batch": 1.0})
+    assert values(buffer.url, "tba_searcher_gauge") == {("tokens_per_s",): 150.0, ("unpushed",): 1.0}
+    assert values(buffer.url, "tba_trainer_gauge") == {("loss",): 0.5}
+    beat(client, "t-2", "trainer", gauges={f"g{i}": 1.0 for i in range(200)})
+    assert len(values(buffer.url, "tba_trainer_gauge")) == tba_buffer.monitoring.component_metrics.MAX_NAMES
+
+
+def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays_counted(
+    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch, redis: RedisProcess
+) -> None:
+    monkeypatch.setattr(tba_buffer.run.components, "MAX_TRAINERS", 3)
+    buffer = serve_buffer()
+    client = buffer.client()
+    for number in range(6):
+        trainer_waited(client, f"t-{number}", 100.0 + number, rollouts=2.0)
+    trainer_waited(client, "t-5", 105.0, rollouts=3.0)
+    with Redis.from_url(redis.url) as known:
+        fields: Any = known.hkeys(Keys("test").trainer_waits)
+    assert sorted(field for field in fields if field.startswith(b"seen:")) == [b"seen:t-3", b"seen:t-4", b"seen:t-5"]
+    assert waited(buffer, "rollouts") == 13.0
+
+
+# ---- fields that may not change -------------------------------------------------------------------------------------
+
+
+def test_the_run_names_what_of_its_recipe_is_constant(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    constants = buffer.client().run().constants
+    assert constants["run.name"] == "test"
+    assert constants["model.policy_temperature"] == 1.0
+    assert constants.keys() >= {"model.path", "model.dtype", "model.lora", "store.url"}
+    assert not any("redis" in key or "token" in key for key in constants)
+
+
+# ---- the bound of their number and size ----------------------------------------------------------------------------
+
+
+def raw_beat(
+    buffer: BufferThread, component_id: str, *, kind: str = "searcher", num_gauges: int = 2
+) -> tuple[int, bytes]:
+    gauges = {f"gauge-{i:03d}-{'x' * 20}": 0.5 for i in range(num_gauges)}
+    message = Heartbeat(
+        component_id=component_id, kind=kind, run="test", state="running", version=None, wait=None, gauges=gauges
+    )
+    return ask(buffer.url, "/v1/heartbeats", "POST", encode_heartbeat(message))
+
+
+def shown(client: BufferClient) -> set[str]:
+    return {item.component_id for item in client.run().components if item.kind == "searcher"}
+
+
+def test_searchers_beyond_the_bound_are_refused_with_what_to_do_and_counted(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(buffer={"max_searchers_shown": 3, "heartbeat_timeout_s": 1000.0})
+    client = buffer.client()
+    assert [raw_beat(buffer, f"s-{i}")[0] for i in range(3)] == [204] * 3
+    status, answer = raw_beat(buffer, "s-3")
+    problem = json.loads(answer)
+    assert (status, problem["wait"], problem["retry_after_s"]) == (429, "component-slots", 1000.0)
+    assert "raise buffer.max_searchers_shown" in problem["detail"]
+    assert raw_beat(buffer, "s-1")[0] == 204, "who has a place keeps it"
+    assert raw_beat(buffer, "t-0", kind="trainer")[0] == 204, "a trainer does not compete with searchers"
+    assert shown(client) == {"s-0", "s-1", "s-2"}
+    again = serve_buffer(buffer={"max_searchers_shown": 3, "heartbeat_timeout_s": 1000.0})
+    assert raw_beat(again, "s-3")[0] == 429, "places outlive the process"
+    later(again.client(), 1001.0)
+    assert raw_beat(again, "s-3")[0] == 204, "it takes the place of one that is silent"
+    assert len(shown(again.client())) == 3
+    stats = again.client().stats()
+    assert (stats.heartbeats_refused, stats.components_forgotten) == ({"too-many": 2}, {"replaced": 1})
+    assert values(again.url, "tba_heartbeats_refused_total") == {("too-many",): 2.0}
+
+
+def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(buffer={"max_searchers_shown": 2, "heartbeat_timeout_s": 1000.0})
+    client = buffer.client()
+    for component_id, state in (("s-0", "running"), ("s-1", "ended")):
+        client.heartbeat(
+            Heartbeat(component_id=component_id, kind="searcher", run="test", state=state, version=None, wait=None)
+        )
+    assert raw_beat(buffer, "s-2")[0] == 204
+    assert shown(client) == {"s-0", "s-2"}
+
+
+def test_a_flood_of_large_heartbeats_leaves_the_run_readable(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(buffer={"heartbeat_timeout_s": 1000.0, "max_searchers_shown": 100})
+    client = buffer.client()
+    assert raw_beat(buffer, "large", num_gauges=255)[0] == 413
+    assert raw_beat(buffer, "t", kind="trainer", num_gauges=255)[0] == 204, "a trainer has its metrics among its gauges"
+    answers = [raw_beat(buffer, f"s-{i}", num_gauges=90)[0] for i in range(150)]
+    assert (answers.count(204), answers.count(429)) == (100, 50)
+    assert len(ask(buffer.url, "/v1/run")[1]) < 100 * MAX_HEARTBEAT_BYTES * 1.5
+    assert client.stats().heartbeats_refused == {"too-large": 1, "too-many": 50}

@@ -1,0 +1,375 @@
+"""A damaged entry in Redis of any kind costs itself alone: GET /v1/run names it, and the others still work.
+
+test_buffer_numbers.py tests the readers of a run; this file tests the entries that the scripts and the upkeep read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from tba_buffer.service import Buffer
+from tba_buffer.storage.keys import Keys
+
+from tba.api import (
+    AcceptLoss,
+    AckRequest,
+    BatchRequest,
+    LeaseRenewal,
+    LeaseRequest,
+    LeaseReturn,
+    LineageReply,
+    SettingsRequest,
+)
+from tba.clients import BufferClient
+from tba.config import parse_live
+from tba.errors import UnavailableError
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, encode_rollout
+from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.buffer_reads import ask, named, read_everything
+from tests.support.leases import fulfil, lease, request_eval
+from tests.support.redis_process import RedisProcess
+from tests.support.waits import until
+
+KEYS = Keys("test")
+DAMAGE = [b"\xff\x00", b"", b"null", b"[]", b"7", b'{"p": 5, "l": "", "n": 1}', b'{"n": "many"}', b"[" * 5000]
+
+
+def begin(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:
+    client = serve_buffer(**sections).client()
+    client.upload_prompts(make_prompts(4, 3))
+    start_lineage(client)
+    return client
+
+
+def store(server: RedisProcess) -> Redis:
+    return Redis.from_url(server.url)
+
+
+def in_flight(server: RedisProcess) -> int:
+    with store(server) as known:
+        return int(known.hget(KEYS.counters, "inflight") or 0)  # pyright: ignore[reportArgumentType]
+
+
+# ---- visits and leases ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, b'{"p": "train-0", "l": "", "n": 1e300}'])
+def test_a_damaged_visit_is_dropped_and_other_pushes_and_leases_continue(
+    serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
+) -> None:
+    client = begin(serve_buffer)
+    bad, good, left = lease(client, 3).leases
+    with store(redis) as known:
+        known.hset(KEYS.visits, bad.visit_id, damage)
+    fulfil(client, bad)
+    fulfil(client, good)
+    assert client.stats().num_rollouts == bad.num_rollouts + good.num_rollouts
+    assert in_flight(redis) == left.num_rollouts, "the visit that is gone is not waited for"
+    assert lease(client, 3, "s2").leases, "others get work"
+    assert named(client) == {("visit", bad.visit_id)}
+    later(client, 10_000)
+    again = lease(client, 8, "s3").leases
+    visits = [item.visit_id for item in again]
+    assert left.visit_id in visits
+    assert bad.visit_id not in visits
+    read_everything(client.base_url)
+
+
+def test_a_damaged_visit_that_waits_to_be_leased_again_is_in_nobodys_way(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    client = begin(serve_buffer)
+    bad, good = lease(client, 2).leases
+    client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=[bad.lease_id, good.lease_id]))
+    with store(redis) as known:
+        known.hset(KEYS.visits, bad.visit_id, b"\xff")
+    assert lease(client, 2, "s2").leases[0].visit_id == good.visit_id
+    assert named(client) == {("visit", bad.visit_id)}
+
+
+def test_a_visit_whose_prompt_is_not_there_ends(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    client = begin(serve_buffer)
+    (bad,) = lease(client, 1).leases
+    client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=[bad.lease_id]))
+    with store(redis) as known:
+        known.hset(KEYS.visits, bad.visit_id, b'{"p": "no such prompt", "l": "", "n": 2}')
+    granted = lease(client, 2, "s2").leases
+    assert bad.visit_id not in {item.visit_id for item in granted}
+    assert len(granted) == 1
+    assert in_flight(redis) == granted[0].num_rollouts
+    assert named(client) == {("visit", bad.visit_id)}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, b'{"k": "train", "s": "s1"}', b'{"k": "other", "s": "s1", "v": "x"}'])
+def test_a_damaged_lease_is_unknown_to_its_holder_and_what_it_owed_is_leased_again(
+    serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
+) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(4, 3))
+    request_eval(client, start_lineage(client), timeout_s=10_000.0)
+    leases = lease(client, 8).leases
+    trained = [item for item in leases if item.kind == "train"]
+    (bad, good), bad_unit = trained[:2], next(item for item in leases if item.kind != "train")
+    with store(redis) as known:
+        known.hset(KEYS.leases, bad.lease_id, damage)
+        known.hset(KEYS.leases, bad_unit.lease_id, damage)
+    ids = [bad.lease_id, good.lease_id, bad_unit.lease_id]
+    assert set(client.renew_leases(LeaseRenewal(searcher_id="s1", lease_ids=ids)).lost_lease_ids) == {
+        bad.lease_id,
+        bad_unit.lease_id,
+    }
+    client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=ids))
+    assert named(client) == {("lease", bad.lease_id), ("lease", bad_unit.lease_id)}
+    assert lease(client, 1, "s2").leases[0].visit_id == good.visit_id
+    later(client, 1000)
+    again = {item.visit_id for item in lease(client, 16, "s3").leases}
+    assert {bad.visit_id, bad_unit.visit_id} <= again, "nothing that was owed is lost"
+    read_everything(client.base_url)
+
+
+def test_a_lease_request_that_is_sent_again_gets_what_can_be_read(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    client = begin(serve_buffer)
+    request = LeaseRequest(searcher_id="s1", max_leases=3, request_id="r-1")
+    bad, bad_visit, good = client.lease(request).leases
+    with store(redis) as known:
+        known.hset(KEYS.leases, bad.lease_id, b"\xff")
+        known.hset(KEYS.visits, bad_visit.visit_id, b"\xff")
+    assert [item.lease_id for item in client.lease(request).leases] == [good.lease_id]
+    assert lease(client, 1, "s2").leases[0].visit_id == bad.visit_id
+
+
+def test_a_unit_that_is_none_is_in_no_evaluations_way(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(4, 3))
+    lineage = start_lineage(client)
+    with store(redis) as known:
+        known.rpush(KEYS.eval_todo, "nonsense", b"\xff|")
+    request_eval(client, lineage)
+    assert {item.kind for item in lease(client, 8).leases} == {"sample", "greedy", "train"}
+    assert ("unit", "nonsense") in named(client)
+
+
+def test_damaged_counts_and_lines_of_the_audit_stop_no_push_and_no_lease(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    client = begin(serve_buffer)
+    client.change_settings(SettingsRequest(settings=parse_live({"sampling_temperature": 0.5})))
+    with store(redis) as known:
+        known.hset(KEYS.counters, "generated", b"\xff")
+        known.lset(KEYS.settings_changes, 0, b"\xff")  # pyright: ignore[reportArgumentType]
+    client.push([encode_rollout(make_rollout())])
+    assert lease(client, 1).leases
+    assert client.stats().num_rollouts == 1
+    assert named(client) >= {("counter", "generated")}
+
+
+def test_a_damaged_count_of_what_a_trainer_waited_stops_no_heartbeat(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    client = begin(serve_buffer)
+
+    def beat(trainer: str, waited_s: float) -> None:
+        gauges = {STARTED_AT_S: 5.0, f"{WAITED_S}batch": waited_s}
+        client.heartbeat(
+            Heartbeat(
+                component_id=trainer, kind="trainer", run="test", state="x", version=None, wait=None, gauges=gauges
+            )
+        )
+
+    def total_s() -> float:
+        with store(redis) as known:
+            return float(known.hget(KEYS.trainer_waits, "total:batch") or 0)  # pyright: ignore[reportArgumentType]
+
+    beat("t", 10.0)
+    with store(redis) as known:
+        known.hset(KEYS.trainer_waits, "seen:t", b"\xff")
+        known.hset(KEYS.trainer_waits, "seen:other", b"[]")
+    beat("t", 12.0)
+    beat("another", 1.0)
+    beat("t", 15.0)
+    assert total_s() == 14.0, "what cannot be read is not counted twice"
+    with store(redis) as known:
+        known.hset(KEYS.trainer_waits, "total:batch", b"\xff")
+    beat("t", 20.0)
+
+
+# ---- draws ---------------------------------------------------------------------------------------------------------
+
+
+def begin_with_damage(serve_buffer: ServeBuffer, server: RedisProcess) -> tuple[BufferClient, LineageReply, str]:
+    """Six scored rollouts of one prompt, one of which is damaged."""
+    client = serve_buffer(sampling={"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 4}).client()
+    client.upload_prompts(make_prompts(1))
+    lineage = start_lineage(client)
+    client.push([encode_rollout(make_rollout(reward=float(i))) for i in range(6)])
+    bad = client.list_rollouts().rollouts[0].rollout_id
+    with store(server) as known:
+        known.hset(KEYS.payloads, bytes.fromhex(bad), b"\xff\x00")
+    return client, lineage, bad
+
+
+def failed_alone(client: BufferClient, bad: str) -> None:
+    stats = client.stats()
+    assert (stats.num_scored, stats.num_failed) == (5, 1)
+    assert named(client) == {("rollout", bad)}
+
+
+def test_a_damaged_rollout_that_is_drawn_fails_and_no_trainer_sees_it(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    client, lineage, bad = begin_with_damage(serve_buffer, redis)
+    for step in range(1, 21):
+        request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=5.0)
+        batch = client.draw_batch(request)
+        assert len(batch.rollouts) == 4
+        assert bad not in {rollout.rollout_id.hex() for rollout in batch.rollouts}
+        ack = AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, policy_ages=[0] * 4)
+        client.ack(batch.batch_id, ack)
+    failed_alone(client, bad)
+
+
+def test_a_damaged_rollout_is_in_no_sample(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    client, _, bad = begin_with_damage(serve_buffer, redis)
+    for seed in range(5):
+        found = client.sample(6, seed=seed)
+        assert bad not in {rollout.rollout_id.hex() for rollout in found.rollouts}
+    failed_alone(client, bad)
+
+
+# ---- the upkeep ----------------------------------------------------------------------------------------------------
+
+
+def answer(client: BufferClient, path: str) -> tuple[int, str]:
+    status, body = ask(client.base_url, path)
+    return status, body.decode()
+
+
+def refused_with(client: BufferClient, text: str) -> None:
+    """Check that pushes are refused, every answer says why, and the upkeep continues."""
+    until("it is found out", lambda: text in (client.run().loss or ""))
+    with pytest.raises(UnavailableError, match="tba buffer accept-loss") as refusal:
+        client.push([encode_rollout(make_rollout())])
+    assert text in str(refusal.value)
+    status, body = answer(client, "/readyz")
+    assert (status, "restore Redis" in body, "the background upkeep has failed" in body) == (503, True, False)
+
+
+def ready(client: BufferClient) -> None:
+    until("ready", lambda: answer(client, "/readyz")[0] == 200)
+    assert {item.outcome for item in client.push([encode_rollout(make_rollout())]).outcomes} == {"new"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("acknowledged", b"9" * 40), ("log_position", b"\xff"), ("buffer epoch", b"many"), ("changes_missing", b"1e9")],
+)
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_damaged_number_that_losses_are_found_by_is_taken_as_a_loss(
+    serve_buffer: ServeBuffer, redis: RedisProcess, name: str, value: bytes, is_restored: bool
+) -> None:
+    client = begin(serve_buffer)
+    client.push([encode_rollout(make_rollout()) for _ in range(3)])
+    key = KEYS.run if name == "changes_missing" else KEYS.counters
+    with store(redis) as known:
+        if name == "buffer epoch":
+            before = known.get(KEYS.epoch)
+            known.set(KEYS.epoch, value)
+        else:
+            before = known.hget(key, name)
+            known.hset(key, name, value)
+        refused_with(client, "the buffer epoch" if name == "buffer epoch" else f"the field {name}")
+        assert ("counter", name) in named(client)
+        assert (client.stats().num_rollouts, len(client.list_rollouts().rollouts)) == (3, 3), "reading continues"
+        if not is_restored:
+            client.accept_loss(AcceptLoss(reason="x"))
+        elif name == "buffer epoch":
+            known.set(KEYS.epoch, before)  # pyright: ignore[reportArgumentType]
+        elif before is None:
+            known.hdel(key, name)
+        else:
+            known.hset(key, name, before)  # pyright: ignore[reportArgumentType]
+    ready(client)
+    assert client.stats().num_rollouts == 4
+    until("it is not named any more", lambda: named(client) == set())
+
+
+def test_counters_that_are_older_than_the_log_are_a_loss_that_can_be_accepted(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    first = serve_buffer()
+    client = first.client()
+    client.upload_prompts(make_prompts(4))
+    start_lineage(client)
+    client.push([encode_rollout(make_rollout())])
+    with store(redis) as known:
+        older = known.hgetall(KEYS.counters)
+        client.push([encode_rollout(make_rollout()) for _ in range(3)])
+        first.stop()
+        known.delete(KEYS.counters)
+        known.hset(KEYS.counters, mapping=older)  # pyright: ignore[reportArgumentType]
+    client = serve_buffer().client()
+    refused_with(client, "log_position is 2, and the log ends at 5")
+    client.accept_loss(AcceptLoss(reason="x"))
+    ready(client)
+    assert client.stats().num_rollouts == 5
+
+
+def test_a_buffer_starts_and_evicts_over_damaged_numbers(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    bounds = {"max_rollouts": 2}
+    first = serve_buffer(buffer=bounds, sampling={"min_size_to_sample": 1})
+    client = first.client()
+    client.upload_prompts(make_prompts(4))
+    start_lineage(client)
+    client.push([encode_rollout(make_rollout()) for _ in range(3)])
+    first.stop()
+    with store(redis) as known:
+        known.set(KEYS.epoch, b"\xff")
+        known.hset(KEYS.counters, "evicted_number", b"\xff")
+    client = serve_buffer(buffer=bounds, sampling={"min_size_to_sample": 1}).client()
+    client.push([encode_rollout(make_rollout()) for _ in range(2)])
+    until("it is within its bounds", lambda: client.stats().num_rollouts == 2)
+    with store(redis) as known:
+        assert int(known.hget(KEYS.counters, "evicted_number")) > 0  # pyright: ignore[reportArgumentType]
+    ready(client)
+
+
+@pytest.mark.parametrize("field", ["generation", "marks"])
+async def test_a_damaged_base_is_named_and_is_no_defect_of_the_buffer(
+    serve_buffer: ServeBuffer, redis: RedisProcess, field: str
+) -> None:
+    buffer = Buffer(make_recipe(buffer={"redis_url": redis.url}), CollectorRegistry())
+    base = {"generation": 1, "position": 0, "num_pieces": 0, "marks": "[]"} | {field: b"\xff"}
+    await buffer.context.redis.hset(KEYS.log_checkpoint, mapping=base)
+    with pytest.raises(UnavailableError, match="tba:test:base, the checkpoint of the log, cannot be read"):
+        await buffer.compactor.keep_up(buffer.view.index)
+    await buffer.stop()
+
+
+def test_what_is_restored_is_not_named_any_more(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    first = serve_buffer()
+    client = first.client()
+    client.upload_prompts(make_prompts(4))
+    start_lineage(client)
+    damaged = {"step": b"many", "state": b"\xff", "latest_version": b"x"}
+    with store(redis) as known:
+        whole = {name: known.hget(KEYS.run, name) for name in damaged}
+        known.hset(KEYS.run, mapping=damaged)  # pyright: ignore[reportArgumentType]
+        assert named(client) == {("run", name) for name in damaged}
+        assert answer(client, "/readyz")[0] == 503
+        known.hset(KEYS.run, "step", whole["step"])  # pyright: ignore[reportArgumentType]
+        until("one is restored", lambda: named(client) == {("run", "state"), ("run", "latest_version")})
+        first.stop()
+        client = serve_buffer().client()
+        assert named(client) == {("run", "state"), ("run", "latest_version")}
+        for name in ("state", "latest_version"):
+            known.hdel(KEYS.run, name)
+            if whole[name] is not None:
+                known.hset(KEYS.run, name, whole[name])  # pyright: ignore[reportArgumentType]
+    until("all are", lambda: client.run().damaged is None)
+    ready(client)

@@ -1,0 +1,345 @@
+"""Any key of the run's storage may be damaged: leases, pushes, draws and all reads of the run are answered.
+
+An answer is also a 503 that names the field, where it says how the run stands and nobody can continue without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from redis import Redis
+from tba_buffer.service import Buffer
+from tba_buffer.storage.keys import Keys
+
+from tba.api import (
+    AcceptLoss,
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    EvalResult,
+    EvalResults,
+    LeaseReturn,
+    LineageRequest,
+    RunCommand,
+    SettingsRequest,
+    VersionRequest,
+)
+from tba.config import parse_live
+from tba.errors import ConflictError, TbaError, UnavailableError
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, encode_rollout
+from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.buffer_reads import ask, named
+from tests.support.leases import lease, request_eval
+from tests.support.redis_process import RedisProcess
+from tests.support.waits import until
+
+KEYS = Keys("test")
+NAMES = sorted(name for name in vars(KEYS) if not name.startswith("_"))
+NOT_HERE = {"log", "payloads", "originals", "gone", "gone_before", "format"}
+"""test_buffer_log_follower.py and test_buffer_damage.py test the rollouts themselves."""
+DECISIVE = {
+    "counters": ("drawn", "inflight", "marks", "scored_at_mark", "scored_total", "void"),
+    "log_checkpoint": ("generation", "position", "marks"),
+    "run": ("checkpoint", "latest_version", "lineage", "lineage_position", "state", "step", "token"),
+    "scaling": ("revision", "wanted"),
+    "settings": ("revision",),
+}
+"""Fields that are damaged alone: they say how the run stands, so what needs them may be refused with their name."""
+ONE_BY_ONE = [(key, field) for key, fields in DECISIVE.items() for field in fields]
+ABSENT = {"log_checkpoint": b"hash", "scaling": b"hash", "scaling_changes": b"list", "scaling_reached": b"hash"}
+ABSENT |= {"scaling_requests": b"hash", "damaged_items": b"hash"}
+"""Keys that a run such as this one does not have."""
+DAMAGE = [b"\xff\x00junk", b'{"state": "pending"}']
+
+
+class World:
+    """A run in which every key of the storage is there."""
+
+    def __init__(self, serve: ServeBuffer, server: RedisProcess) -> None:
+        sampling = {"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 2}
+        self.buffer = serve(sampling=sampling)
+        self.client = client = self.buffer.client()
+        self.store = Redis.from_url(server.url)
+        client.upload_prompts(make_prompts(4, 3))
+        start_lineage(client)
+        self.lineage = start_lineage(client)
+        client.push(make_payloads([f"train-{i}" for i in range(4)]))
+        client.change_settings(SettingsRequest(settings=parse_live({"sampling_temperature": 0.5})))
+        client.register_checkpoint(CheckpointRequest(token=self.lineage.token, version="0-0", key="none"))
+        eval_id = request_eval(client, self.lineage, timeout_s=10_000.0).eval_id
+        leases = lease(client, 9).leases
+        unit = leases[0]
+        result = EvalResult(lease_id=unit.lease_id, rewards=[1.0] * 2, num_response_tokens=[3] * 2)
+        client.eval_results(eval_id, EvalResults(searcher_id="s1", version="0-0", results=[result]))
+        returned = [leases[1].lease_id, leases[-1].lease_id]
+        client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=returned))
+        self.beat()
+        batch = self.draw(1)
+        ack = AckRequest(lineage=self.lineage.lineage, step=1, token=self.lineage.token, policy_ages=[0, 0])
+        client.ack(batch.batch_id, ack)
+        self.draw(2)
+        client.command("pause", RunCommand())
+        client.command("resume", RunCommand())
+
+    def beat(self) -> None:
+        self.client.heartbeat(
+            Heartbeat(
+                component_id="t",
+                kind="trainer",
+                run="test",
+                state="x",
+                version=None,
+                wait=None,
+                gauges={STARTED_AT_S: 5.0, f"{WAITED_S}batch": 1.0},
+            )
+        )
+
+    def draw(self, step: int) -> Any:
+        lineage = self.lineage
+        request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=0.0)
+        return self.client.draw_batch(request)
+
+    def push(self) -> None:
+        self.client.push([encode_rollout(make_rollout())])
+
+    def damage(self, name: str, field: str | None, damage: bytes) -> None:
+        """One field of a key; without a field, all entries of the key, and one more."""
+        key, store = getattr(KEYS, name), self.store
+        match ABSENT.get(name) or store.type(key):
+            case b"hash":
+                known = [item for item in store.hkeys(key) if item.decode() not in DECISIVE.get(name, ())]  # pyright: ignore
+                names = [*known, b"\xffmore", b"more"] if field is None else [field.encode()]
+                store.hset(key, mapping=dict.fromkeys(names, damage))
+            case b"list":
+                for at in range(store.llen(key)):  # pyright: ignore[reportArgumentType]
+                    store.lset(key, at, damage)  # pyright: ignore[reportArgumentType]
+                store.rpush(key, damage)
+            case b"zset":
+                store.zadd(key, {damage: 1.0, damage + b"|": 1e12})
+            case b"set":
+                store.sadd(key, damage)
+            case _:
+                store.set(key, damage)
+
+
+@pytest.fixture
+def world(serve_buffer: ServeBuffer, redis: RedisProcess) -> Iterator[World]:
+    made = World(serve_buffer, redis)
+    yield made
+    made.store.close()
+
+
+def outcome(what: Callable[[], object]) -> TbaError | None:
+    try:
+        what()
+    except TbaError as error:
+        return error
+    return None
+
+
+def check_answers(world: World, name: str, field: str | None) -> None:
+    client, url = world.client, world.buffer.url
+    answers = {
+        "lease": outcome(lambda: lease(client, 4, "s2")),
+        "lease again": outcome(lambda: lease(client, 4, "s3")),
+        "push": outcome(world.push),
+        "draw": outcome(lambda: world.draw(2)),
+        "draw on": outcome(lambda: world.draw(3)),
+        "beat": outcome(world.beat),
+    }
+    names = (field,) if field is not None else (getattr(KEYS, name),)
+    for what, error in answers.items():
+        if isinstance(error, UnavailableError):
+            assert any(word in str(error) for word in names), (what, error)
+        elif name not in DECISIVE:
+            assert error is None, (what, error)
+    for path in ("/v1/run", "/v1/stats", "/metrics"):
+        status, body = ask(url, path)
+        assert status == 200 or (status == 503 and any(word in body.decode() for word in names)), (path, status, body)
+    assert b"the background upkeep has failed" not in ask(url, "/readyz")[1]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=["junk", "json"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_HERE])
+def test_a_damaged_key_is_in_nobodys_way(world: World, name: str, damage: bytes) -> None:
+    world.damage(name, None, damage)
+    check_answers(world, name, None)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=["junk", "json"])
+@pytest.mark.parametrize(("name", "field"), ONE_BY_ONE)
+def test_a_damaged_field_of_what_says_how_the_run_stands_is_named(
+    world: World, name: str, field: str, damage: bytes
+) -> None:
+    world.damage(name, field, damage)
+    check_answers(world, name, field)
+
+
+@pytest.mark.parametrize("change", [{"deadline_s": None}, {"deadline_s": "soon"}, {"num_samples": 0}, {"version": 3}])
+def test_a_damaged_evaluation_takes_no_searcher_away_from_its_visits(world: World, change: dict[str, Any]) -> None:
+    eval_id = world.client.run().evals[0].eval_id
+    document = json.loads(world.store.hget(KEYS.evals, eval_id)) | change  # pyright: ignore[reportArgumentType]
+    world.store.hset(KEYS.evals, eval_id, json.dumps(document))
+    for searcher in range(3):
+        found = [item.kind for item in lease(world.client, 4, f"s{searcher}").leases]
+        assert set(found) == {"train"}, "every searcher gets work at once"
+    assert world.store.llen(KEYS.eval_todo) == 0
+    assert ("evaluation", eval_id) in named(world.client)
+
+
+@pytest.mark.parametrize("number", ["sample|99", "greedy|" + "9" * 5000, "other|0"], ids=["99", "huge", "other"])
+def test_a_unit_of_no_prompt_is_dropped(world: World, number: str) -> None:
+    unit = f"eval-0-0-3-2|{number}"
+    world.store.delete(KEYS.eval_todo)
+    world.store.lpush(KEYS.eval_todo, unit)
+    assert {item.kind for item in lease(world.client, 1, "s2").leases} == {"train"}
+    assert world.store.llen(KEYS.eval_todo) == 0
+    assert ("unit", unit[:256]) in named(world.client)
+
+
+@pytest.mark.parametrize("cursor", [b"junk", b"\xff", b"0:0:1000000000000", b"0:-1:4", b"1:2"])
+def test_after_a_damaged_cursor_visits_continue_and_none_comes_twice(world: World, cursor: bytes) -> None:
+    before = {visit.decode() for visit in dict.fromkeys(world.store.hgetall(KEYS.visits))}  # pyright: ignore
+    world.store.set(KEYS.cursor, cursor)
+    first = [item.visit_id for item in lease(world.client, 16, "s2").leases if item.kind == "train"]
+    later_on = [item.visit_id for item in lease(world.client, 16, "s3").leases if item.kind == "train"]
+    new = [visit for visit in first + later_on if visit not in before]
+    assert len(new) == len(set(new)) >= 16
+    assert ("cursor", "cursor") in named(world.client)
+
+
+def test_a_member_of_the_open_batches_that_is_none_becomes_void(world: World) -> None:
+    world.store.zadd(KEYS.open_batches, {b"junk": 1.0, b"\xff||": 1.0})
+    assert lease(world.client, 1, "s2").leases
+    world.draw(3)
+    assert world.store.zscore(KEYS.open_batches, b"junk") is None
+    assert named(world.client) == {("batch", "junk"), ("batch", "\ufffd||")}
+
+
+def test_a_step_whose_open_batch_is_damaged_gets_a_new_one(world: World) -> None:
+    world.store.hset(KEYS.open_steps, f"{world.lineage.lineage}|2", b"\xff")
+    world.store.zadd(KEYS.open_batches, {b"\xff": 1e12})
+    world.draw(2)
+    assert world.store.zscore(KEYS.open_batches, b"\xff") is None
+
+
+def test_a_state_that_is_none_is_failed_for_searchers_and_pushes_too(world: World) -> None:
+    world.store.hset(KEYS.run, "state", "bogus")
+    world.store.hset(KEYS.run, "latest_version", b"\xff")
+    reply = world.client.push([encode_rollout(make_rollout())])
+    assert [item.outcome for item in reply.outcomes] == ["new"]
+    assert (reply.run_state, reply.latest_version) == ("failed", None)
+    world.store.hset(KEYS.run, "latest_version", "0-0")
+    found = lease(world.client, 4, "s2")
+    assert (found.run_state, found.leases) == ("failed", [])
+    assert ("run", "state") in named(world.client)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, b"null", b'{"parent": 7}'])
+def test_nobody_starts_from_a_damaged_lineage_and_others_start(world: World, damage: bytes) -> None:
+    lineage = world.lineage.lineage
+    world.store.hset(KEYS.lineages, lineage, damage)
+    world.store.zadd(KEYS.open_batches, {b"junk": 1e12})
+    world.store.hset(KEYS.run, "checkpoint", "none")
+    with pytest.raises(ConflictError, match="nobody announced or checkpointed that version"):
+        world.client.new_lineage(LineageRequest(trainer_id="t", parent=f"{lineage}-7"))
+    for parent in (f"{lineage}-1", "0-0"):
+        made = world.client.new_lineage(LineageRequest(trainer_id="t", parent=parent))
+        assert made.lineage > lineage
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"", None])
+def test_what_a_trainer_announces_is_refused_with_the_name_of_the_damaged_lineage(
+    world: World, damage: bytes | None
+) -> None:
+    token, version = world.lineage.token, f"{world.lineage.lineage}-1"
+    world.store.hdel(KEYS.run, "lineage")
+    if damage is not None:
+        world.store.hset(KEYS.run, "lineage", damage)
+    said = "the field lineage of tba:test:run in Redis (cannot be read|is missing)"
+    with pytest.raises(UnavailableError, match=said):
+        world.client.announce_version(VersionRequest(token=token, version=version))
+    for announced in (version, "0-0"):
+        with pytest.raises(UnavailableError, match=said):
+            world.client.register_checkpoint(CheckpointRequest(token=token, version=announced, key="none"))
+
+
+def test_one_look_of_the_upkeep_that_fails_is_not_its_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def damaged(_: Buffer) -> None:
+        raise ValueError("something in Redis is no number")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "_tend", damaged)
+        until("it shows", lambda: b"something in Redis is no number" in ask(world.buffer.url, "/readyz")[1])
+        world.push()
+    until("it continues", lambda: ask(world.buffer.url, "/readyz")[0] == 200)
+
+
+def test_damaged_counts_of_what_happened_stop_no_lease_no_draw_and_no_ack(world: World) -> None:
+    counts = ("leases:granted", "leases:returned", "batches", "slots:recent", "slots:total", "trained")
+    world.store.hset(KEYS.counters, mapping=dict.fromkeys(counts, b"\xff"))
+    for field in ("sampling_temperature", "most_on_policy_prob", "beta"):
+        world.store.hset(KEYS.settings, f"seen:{field}", b"\xff")
+    leases = lease(world.client, 4, "s2").leases
+    world.client.return_leases(LeaseReturn(searcher_id="s2", lease_ids=[item.lease_id for item in leases]))
+    batch = world.draw(2)
+    world.draw(3)
+    token, lineage = world.lineage.token, world.lineage.lineage
+    world.client.ack(batch.batch_id, AckRequest(lineage=lineage, step=2, token=token, policy_ages=[0, 0]))
+    assert len(leases) == 4
+    world.client.stats()
+    assert ("counter", "trained") in named(world.client)
+
+
+def test_a_damaged_count_of_marks_leaves_no_mark_half_done(world: World) -> None:
+    world.store.hset(KEYS.counters, "marks", b"\xff")
+    before = world.store.xlen(KEYS.log)
+    for _ in range(2):
+        world.client.announce_version(VersionRequest(token=world.lineage.token, version=f"{world.lineage.lineage}-2"))
+    assert world.store.xlen(KEYS.log) == before + 1  # pyright: ignore[reportOperatorIssue]
+    assert world.client.run().latest_version == f"{world.lineage.lineage}-2"
+
+
+def test_a_damaged_checkpoint_that_a_lineage_takes_away_is_not_named_any_more(world: World) -> None:
+    world.store.hset(KEYS.run, "checkpoint", b"\xff")
+    assert ("run", "checkpoint") in named(world.client)
+    world.store.hdel(KEYS.run, "checkpoint")
+    assert ("run", "checkpoint") not in named(world.client)
+    assert ask(world.buffer.url, "/readyz")[0] == 200
+
+
+def test_a_number_that_is_too_large_stays_named_for_every_reader(world: World) -> None:
+    world.store.hset(KEYS.counters, "acknowledged", b"9" * 40)
+    until("it is refused", lambda: ask(world.buffer.url, "/readyz")[0] == 503)
+    for _ in range(3):
+        ask(world.buffer.url, "/v1/stats")
+        assert ("counter", "acknowledged") in named(world.client)
+
+
+def test_damaged_counts_of_evictions_stop_no_push(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    buffer = serve_buffer(buffer={"max_rollouts": 2}, sampling={"min_size_to_sample": 1, "prompts_per_batch": 1})
+    with Redis.from_url(redis.url) as store:
+        store.hset(KEYS.counters, "evicted:max_rollouts", b"\xff")
+        client = buffer.client()
+        client.upload_prompts(make_prompts(4, 3))
+        start_lineage(client)
+        for _ in range(3):
+            client.push(make_payloads(["train-0", "train-1"]))
+        assert store.hlen(KEYS.payloads) == 2
+
+
+def test_a_position_of_the_log_without_a_log_is_repaired_by_accepting(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    buffer = serve_buffer()
+    with Redis.from_url(redis.url) as store:
+        store.hset(KEYS.counters, "log_position", b"x")
+        client = buffer.client()
+        until("it is refused", lambda: client.run().loss is not None)
+        client.accept_loss(AcceptLoss())
+        until("it is ready", lambda: ask(buffer.url, "/readyz")[0] == 200)
+        assert store.hget(KEYS.counters, "log_position") == b"0"

@@ -1,0 +1,154 @@
+"""Two buffer processes over one Redis: the one that started last owns the run, the other one can remove nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer.index.log_follower import Compactor, read_head
+from tba_buffer.service import Buffer
+
+from tba.api import BatchRequest, LineageRequest
+from tba.clients import BufferClient
+from tba.clients.http import ServiceClient
+from tba.errors import SupersededError, UnavailableError
+from tba.versions import PolicyVersion
+from tests.support.buffer import make_payloads, make_prompts, make_recipe
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.redis_process import RedisProcess
+
+
+@pytest.fixture
+async def new_buffer(redis: RedisProcess) -> AsyncIterator[Callable[..., Buffer]]:
+    started: list[Buffer] = []
+
+    def make(**settings: int) -> Buffer:
+        started.append(Buffer(make_recipe(buffer={"redis_url": redis.url, **settings}), CollectorRegistry()))
+        return started[-1]
+
+    yield make
+    for buffer in started:
+        await buffer.stop()
+
+
+async def test_the_older_process_removes_nothing_and_serves_nothing(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer(max_rollouts=10)
+    await old.context.redis.flushall()
+    await old.start()
+    await old.prompts.catalog.upload(make_prompts(4))
+    lineage = await old.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await old.rollouts.writer.push(make_payloads(["train-0"], per_prompt=10))
+    new = new_buffer()
+    await new.start()
+    assert (old.context.epoch.number, new.context.epoch.number) == (1, 2)
+
+    await new.rollouts.writer.push(make_payloads(["train-1"], per_prompt=3))
+    with pytest.raises(SupersededError, match="eviction of 3 rollouts was refused: a newer buffer process owns run"):
+        await old.rollouts.evictor.enforce()
+    index = await new.view.catch_up()
+    assert (index.num_live, (await new.context.counters()).get("evicted:max_rollouts")) == (13, None)
+
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
+    with pytest.raises(SupersededError, match="newer buffer process"):
+        await old.sampling.batch_drawer.draw(request)
+    with pytest.raises(UnavailableError, match="newer buffer process"):
+        await old.rollouts.writer.push(make_payloads(["train-1"]))
+    assert "newer buffer process owns run 'test' (this one has epoch 1)" in str(await old.ready())
+    assert await new.ready() is None
+    assert (await new.sampling.batch_drawer.draw(request)).body
+
+
+async def test_the_older_process_stores_nothing(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer()
+    await old.context.redis.flushall()
+    await old.start()
+    await old.prompts.catalog.upload(make_prompts(4))
+    new = new_buffer()
+    await new.start()
+    with pytest.raises(SupersededError, match="push of 4 rollouts was refused: a newer buffer process owns run"):
+        await old.rollouts.writer.push(make_payloads(["train-0"]))
+    assert (await new.view.catch_up()).num_live == 0
+
+
+async def test_the_older_process_switches_to_no_checkpoint(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer()
+    await old.context.redis.flushall()
+    await old.start()
+    await old.prompts.catalog.upload(make_prompts(4))
+    await old.rollouts.writer.push(make_payloads(["train-0"], per_prompt=10))
+    index = await old.view.catch_up()
+    new = new_buffer()
+    await new.start()
+    with pytest.raises(SupersededError, match="checkpoint of the log was refused"):
+        await Compactor(old.context, min_events=1).keep_up(index)
+    assert (await read_head(new.context)).generation == 0
+    assert await new.context.redis.xlen(new.context.keys.log) == 1
+
+
+async def test_an_idle_older_process_is_soon_not_ready(serve_buffer: ServeBuffer) -> None:
+    old = serve_buffer()
+    client = old.client()
+    client.upload_prompts(make_prompts(1))
+    serve_buffer()
+    deadline_s = time.monotonic() + 30
+    while (answer := push_problem(client)) is None:  # the upkeep asks every second
+        assert time.monotonic() < deadline_s
+    assert "newer buffer process" in answer
+    with pytest.raises(UnavailableError, match="newer buffer process"):
+        ServiceClient(old.url, retry_s=0)._call("GET", "/readyz")
+
+
+def push_problem(client: BufferClient) -> str | None:
+    try:
+        client.push(make_payloads(["train-0"]))
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+async def test_the_older_process_adds_no_prompts_and_starts_no_lineage(new_buffer: Callable[..., Buffer]) -> None:
+    old = new_buffer()
+    await old.context.redis.flushall()
+    await old.start()
+    new = new_buffer()
+    await new.start()
+    with pytest.raises(SupersededError, match="upload of prompts was refused: a newer buffer process owns run"):
+        await old.prompts.catalog.upload(make_prompts(1))
+    with pytest.raises(SupersededError, match="start of a trainer was refused: a newer buffer process owns run"):
+        await old.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    keys = new.context.keys
+    assert await new.context.redis.exists(keys.prompts, keys.prompt_order, keys.lineages, keys.run) == 0
+
+
+async def test_what_another_process_added_is_known_to_the_next_push(new_buffer: Callable[..., Buffer]) -> None:
+    buffer = new_buffer()
+    await buffer.context.redis.flushall()
+    await buffer.start()
+    other = new_buffer()
+    other.context.epoch.number = buffer.context.epoch.number  # as if it had written just before it was superseded
+    await other.prompts.catalog.upload(make_prompts(2))
+    lineage = await other.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    payloads = make_payloads(["train-1", "nobody"], per_prompt=1, version=PolicyVersion(lineage.lineage, 0))
+    outcomes = (await buffer.rollouts.writer.push(payloads)).outcomes
+    assert [outcome.outcome for outcome in outcomes] == ["new", "refused"]
+    assert "'nobody' was never uploaded" in str(outcomes[1].reason)
+
+
+@pytest.mark.parametrize("found", [None, 1])
+async def test_a_redis_that_counts_fewer_starts_has_lost_data(
+    new_buffer: Callable[..., Buffer], found: int | None
+) -> None:
+    first, buffer = new_buffer(), new_buffer()
+    await buffer.context.redis.flushall()
+    await first.start()
+    await buffer.start()
+    await buffer.context.redis.flushall()
+    if found is not None:
+        await buffer.context.redis.set(buffer.context.keys.epoch, found)
+    says = r"Redis has lost data of this run.*load a saved buffer into a new run"
+    with pytest.raises(UnavailableError, match=says) as refused:
+        await buffer.prompts.catalog.upload(make_prompts(1))
+    assert not isinstance(refused.value, SupersededError)
+    assert "Redis has lost data" in str(await buffer.ready())

@@ -1,0 +1,267 @@
+"""The contract of push: one outcome per item, idempotent, durable before it is acknowledged, bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from tba.api import BatchRequest, LeaseRequest, PushReply
+from tba.clients import BufferClient
+from tba.errors import BadRequestError, BusyError, UnavailableError
+from tba.versions import PolicyVersion
+from tba.wire import MAX_ROLLOUTS_PER_PUSH, encode_push, encode_rollout
+from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.redis_process import RedisProcess
+from tests.support.waits import DEADLINE_S
+
+
+def outcomes(reply: PushReply) -> list[str]:
+    return [outcome.outcome for outcome in reply.outcomes]
+
+
+def test_the_same_push_again_stores_nothing_twice(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(3))
+    payloads = make_payloads(["train-0", "train-1"])
+    assert outcomes(client.push(payloads)) == ["new"] * 8
+    before = client.stats()
+    assert outcomes(client.push(payloads)) == ["duplicate"] * 8
+    assert outcomes(client.push([payloads[0], payloads[0], *make_payloads(["train-2"], per_prompt=1)])) == [
+        "duplicate",
+        "duplicate",
+        "new",
+    ]
+    after = client.stats()
+    assert (before.num_rollouts, after.num_rollouts) == (8, 9)
+    assert after.pushed == {"new": 9, "duplicate": 10, "refused": 0}
+    assert after.payload_bytes == sum(map(len, payloads)) + len(make_payloads(["train-2"], per_prompt=1)[0])
+
+
+def test_an_id_that_occurs_twice_in_one_push_is_stored_once(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1))
+    rollout = make_rollout()
+    first, other = encode_rollout(rollout), encode_rollout(make_rollout(rollout_id=rollout.rollout_id, reward=2.0))
+    reply = client.push([first, first, other, encode_rollout(make_rollout())])
+    assert outcomes(reply) == ["new", "duplicate", "refused", "new"]
+    assert (reply.outcomes[2].reason or "").startswith("conflict: ")
+    stats = client.stats()
+    assert (stats.num_rollouts, stats.pushed) == (2, {"new": 2, "duplicate": 1, "refused": 1})
+
+
+def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(sampling={"rollouts_per_visit": 1}).client()
+    client.upload_prompts(make_prompts(600))
+    start_lineage(client)
+    leases = [lease for _ in range(8) for lease in client.lease(LeaseRequest(searcher_id="s", max_leases=64)).leases]
+    assert len(leases) == MAX_ROLLOUTS_PER_PUSH
+    payloads = [
+        encode_rollout(make_rollout(lease.prompt.prompt_id, visit_id=lease.visit_id, searcher_id="s"))
+        for lease in leases
+    ]
+    assert outcomes(client.push(payloads)) == ["new"] * MAX_ROLLOUTS_PER_PUSH
+    assert outcomes(client.push(payloads)) == ["duplicate"] * MAX_ROLLOUTS_PER_PUSH
+    stats = client.stats()
+    assert (stats.num_rollouts, stats.leases["fulfilled"], stats.leases["open"]) == (512, 512, 0)
+
+
+def test_a_late_repetition_of_a_push_that_was_scored_again_is_a_duplicate(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    """score.lua replaces the bytes and keeps the digest of what was pushed."""
+    from redis import Redis as Client
+
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1))
+    rollout = make_rollout()
+    pushed, rescored = encode_rollout(rollout), encode_rollout(rollout.with_reward(3.0, "addition-2"))
+    client.push([pushed])
+    with Client.from_url(redis.url) as admin:
+        admin.hset("tba:test:payloads", rollout.rollout_id, rescored)  # type: ignore[arg-type]
+        admin.hset("tba:test:originals", rollout.rollout_id, hashlib.sha1(pushed).hexdigest())  # type: ignore[arg-type]
+    assert outcomes(client.push([pushed, rescored])) == ["duplicate", "duplicate"]
+    assert outcomes(client.push([encode_rollout(rollout.with_reward(4.0, "addition-1"))])) == ["refused"]
+
+
+def test_many_searchers_pushing_the_same_rollouts_at_once_store_each_once(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    buffer.client().upload_prompts(make_prompts(4))
+    payloads = make_payloads([f"train-{i}" for i in range(4)], per_prompt=32)
+    counts: list[int] = []
+
+    def push() -> None:
+        counts.append(outcomes(buffer.client().push(payloads)).count("new"))
+
+    threads = [threading.Thread(target=push) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(counts) == 128
+    assert buffer.client().stats().num_rollouts == 128
+
+
+def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(2, 1))
+    good = make_rollout()
+    other_bytes = make_rollout(rollout_id=good.rollout_id, reward=2.0)
+    bad_logprobs = make_rollout(sampler_logprobs=np.array([-1.0, -1.0], dtype=np.float32))
+    items = [
+        (encode_rollout(good), "new", None),
+        (encode_rollout(other_bytes), "refused", "conflict"),
+        (b"not msgpack", "refused", "malformed"),
+        (encode_rollout(bad_logprobs), "refused", "malformed"),
+        (encode_rollout(make_rollout(run="another")), "refused", "wrong-run"),
+        (encode_rollout(make_rollout("nobody-knows")), "refused", "unknown-prompt"),
+        (encode_rollout(make_rollout("heldout-0")), "refused", "heldout-prompt"),
+        (encode_rollout(make_rollout(version=PolicyVersion(7, 1))), "refused", "unknown-lineage"),
+        (encode_rollout(make_rollout("train-1", reward=None)), "new", None),
+    ]
+    reply = client.push([payload for payload, _, _ in items])
+    for given, (_, outcome, code) in zip(reply.outcomes, items, strict=True):
+        assert given.outcome == outcome
+        assert (given.reason or "").split(":")[0] == (code or "")
+    stats = client.stats()
+    assert stats.refused == {
+        "conflict": 1,
+        "heldout-prompt": 1,
+        "malformed": 2,
+        "unknown-lineage": 1,
+        "unknown-prompt": 1,
+        "wrong-run": 1,
+    }
+    assert (stats.num_scored, stats.num_pending, stats.num_rollouts) == (1, 1, 2)
+    metrics = urllib.request.urlopen(client.base_url + "/metrics").read().decode()
+    assert 'tba_rollouts_total{outcome="refused",service="buffer"} 7.0' in metrics
+    assert 'tba_buffer_refused_total{reason="malformed"} 2.0' in metrics
+
+
+def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1))
+    lineage = start_lineage(client)
+    version = PolicyVersion(lineage.lineage, 12)
+    reply = client.push([encode_rollout(make_rollout(version=version))])
+    assert outcomes(reply) == ["new"]
+    assert reply.latest_version == "0-0"
+
+
+def test_a_body_that_is_no_push_or_is_too_large_is_refused_whole(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(buffer={"max_body_bytes": 4096}).client()
+    client.upload_prompts(make_prompts(1))
+    for body, status in ((b"junk", 422), (encode_push([]), 413), (b"x" * 5000, 413)):
+        request = urllib.request.Request(client.base_url + "/v1/rollouts", data=body)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request)
+        with caught.value as response:
+            problem = json.loads(response.read())
+        assert (response.status, problem["status"]) == (status, status)
+    with pytest.raises(BadRequestError):
+        client.push([encode_rollout(make_rollout(num_tokens=1500))])
+    assert client.stats().num_rollouts == 0
+
+
+def test_the_oldest_rollouts_are_evicted_beyond_the_bound(serve_buffer: ServeBuffer) -> None:
+    sections = {"buffer": {"max_rollouts": 20}}
+    client = serve_buffer(**sections).client()
+    client.upload_prompts(make_prompts(10))
+    lineage = start_lineage(client)
+    for i in range(10):
+        assert outcomes(client.push(make_payloads([f"train-{i}"], per_prompt=7))) == ["new"] * 7
+    stats = client.stats()
+    assert (stats.num_rollouts, stats.num_scored, stats.evicted) == (20, 20, {"max_rollouts": 50})
+    assert stats.payload_bytes < 70 * len(make_payloads(["train-0"], per_prompt=1)[0]) / 3
+    assert stats.num_prompts_seen == 3
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token, wait_s=2)
+    assert {group.prompt_id for group in client.draw_batch(request).groups} <= {"train-7", "train-8", "train-9"}
+    again = serve_buffer(**sections).client()
+    assert again.stats().num_prompts_seen == 3
+    assert again.stats().mean_reward_recent == stats.mean_reward_recent
+
+
+def test_a_push_larger_than_the_bound_keeps_its_newest(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(buffer={"max_rollouts": 8}).client()
+    client.upload_prompts(make_prompts(4))
+    client.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=5))
+    stats = client.stats()
+    assert (stats.num_rollouts, stats.num_prompts_seen, stats.evicted) == (8, 2, {"max_rollouts": 12})
+
+
+def test_nothing_is_acknowledged_while_redis_cannot_write(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    from redis import Redis as Client
+
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(2))
+    first = make_payloads(["train-0"])
+    client.push(first)
+    with Client.from_url(redis.url) as admin:
+        try:
+            admin.config_set("maxmemory", "100kb")
+            with pytest.raises(UnavailableError, match="OOM"):
+                client.push(make_payloads(["train-1"]))
+        finally:
+            admin.config_set("maxmemory", 0)
+    assert client.stats().num_rollouts == 4
+    assert wait_for_push(client, accepted=True) is None  # the upkeep looks once a second
+    assert outcomes(client.push(make_payloads(["train-1"]))) == ["new"] * 4
+
+
+def test_pushes_are_refused_while_redis_does_not_promise_durability(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    from redis import Redis as Client
+
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1))
+    with Client.from_url(redis.url) as admin:
+        try:
+            admin.config_set("appendfsync", "everysec")
+            assert "appendfsync everysec" in (wait_for_push(client, accepted=False) or "")
+        finally:
+            admin.config_set("appendfsync", "always")
+    assert wait_for_push(client, accepted=True) is None
+
+
+def wait_for_push(client: BufferClient, *, accepted: bool) -> str | None:
+    """Push until a push is accepted, or until one is refused; answers why it was refused."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        try:
+            client.push(make_payloads(["train-0"], per_prompt=1))
+            if accepted:
+                return None
+        except UnavailableError as error:
+            if not accepted:
+                return str(error)
+        threading.Event().wait(0.05)
+    raise AssertionError(f"no push was {'accepted' if accepted else 'refused'} within {DEADLINE_S:g} s")
+
+
+def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(4))
+    lineage = start_lineage(client)
+    pending = [encode_rollout(make_rollout(f"train-{i % 4}", reward=None)) for i in range(16)]
+    failed = [
+        encode_rollout(make_rollout("train-0", reward=None, reward_status="failed", reward_reason="timeout"))
+        for _ in range(3)
+    ]
+    client.push(pending + failed)
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
+    with pytest.raises(BusyError) as caught:
+        client.draw_batch(request)
+    assert caught.value.wait == "rollouts"
+    client.push(make_payloads(["train-3"], per_prompt=8))
+    batch = client.draw_batch(request)
+    assert {rollout.reward_status for rollout in batch.rollouts} == {"scored"}
+    stats = client.stats()
+    assert (stats.num_scored, stats.num_pending, stats.num_failed, stats.rollouts_generated) == (8, 16, 3, 27)

@@ -1,0 +1,322 @@
+"""`tba rescore`: stored rollouts go through the reward service again, each once, under any fault meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.api import BatchRequest, RescoreInfo, RescoreRequest
+from tba.clients import BufferClient
+from tba.errors import BadRequestError, ConflictError, NotFoundError, UnauthorizedError
+from tba.wire import Rollout, encode_rollout
+from tests.support.buffer import make_prompts, make_rollout, start_lineage, start_stack
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.redis_process import RedisProcess
+from tests.support.reward_server import Item, RewardServer
+from tests.support.scored_buffer import counters, sections, statuses, stored_rollouts
+from tests.support.waits import until
+
+ALL = RescoreRequest()
+
+
+def make_many(num: int, **changes: Any) -> list[Rollout]:
+    return [make_rollout(f"train-{i % 4}", reward=float(i), **changes) for i in range(num)]
+
+
+def push(client: BufferClient, rollouts: list[Rollout]) -> list[str]:
+    return [outcome.outcome for outcome in client.push([encode_rollout(rollout) for rollout in rollouts]).outcomes]
+
+
+def finished(client: BufferClient) -> RescoreInfo:
+    job = until("the job ends", lambda: next((j for j in [client.rescore()] if j.state != "running"), None))
+    assert job is not None
+    return job
+
+
+def filled(serve_buffer: ServeBuffer, reward: RewardServer, num: int, **more: dict[str, Any]) -> BufferClient:
+    client = serve_buffer(**sections(reward, **more)).client()
+    client.upload_prompts(make_prompts(4))
+    push(client, make_many(num))
+    return client
+
+
+def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_it(
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
+) -> None:
+    client = filled(serve_buffer, reward, 40, buffer={"score_max_rollouts": 16})
+    before = stored_rollouts(redis)
+    with pytest.raises(NotFoundError):
+        client.rescore()
+    client.start_rescore(ALL)
+    job = finished(client)
+    assert (job.state, job.num_total, job.num_done, job.num_changed) == ("done", 40, 40, 39)  # one had a 10 before
+    assert (job.num_failed, job.num_gone, job.reward_versions) == (0, 0, {"addition-2": 40})
+    assert (job.num_known_before, job.num_known_after) == (40, 40)
+    assert job.mean_reward_before == pytest.approx(19.5)
+    assert job.mean_reward_after == pytest.approx(10.0)
+    assert [len(items) for items in reward.requests] == [16, 16, 8]
+    asked = [bytes.fromhex(item["item_id"]) for item in reward.asked]
+    assert asked == [r.rollout_id for r in sorted(before.values(), key=lambda r: r.reward or 0.0)]  # oldest first
+    for rollout_id, rollout in stored_rollouts(redis).items():
+        assert encode_rollout(rollout) == encode_rollout(before[rollout_id].with_reward(10.0, "addition-2"))
+    lineage = start_lineage(client)
+    batch = client.draw_batch(BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token))
+    assert {(r.reward, r.reward_version) for r in batch.rollouts} == {(10.0, "addition-2")}
+    assert client.stats().num_scored == 40
+    assert counters(redis)["scored_total"] == 40  # no rollout was scored for the first time
+
+
+def test_scoring_again_with_the_same_version_changes_nothing(
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
+) -> None:
+    client = filled(serve_buffer, reward, 12)
+    client.start_rescore(ALL)
+    finished(client)
+    position = client.stats().log_position
+    client.start_rescore(ALL)
+    job = finished(client)
+    assert (job.num_done, job.num_changed) == (12, 0)
+    assert client.stats().log_position == position
+    assert counters(redis)["rescored:scored"] == 12
+
+
+def test_the_request_chooses_by_status_and_task(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
+    client = serve_buffer(**sections(reward)).client()
+    other = [p.model_copy(update={"prompt_id": f"other-{p.prompt_id}", "task": "other"}) for p in make_prompts(2)]
+    client.upload_prompts([*make_prompts(4), *other])
+    failed = [make_rollout(reward=None, reward_status="failed", reward_reason="timeout: x") for _ in range(3)]
+    push(client, [*make_many(5), *failed, *(make_rollout("other-train-0") for _ in range(2))])
+    for request, num in [
+        (RescoreRequest(only="failed"), 3),
+        (RescoreRequest(task="other"), 2),
+        (RescoreRequest(task="addition", only="scored"), 8),
+        (RescoreRequest(only="failed"), 0),
+        (RescoreRequest(only="pending"), 0),
+    ]:
+        client.start_rescore(request)
+        job = finished(client)
+        assert (job.task, job.only, job.num_done, job.num_total) == (request.task, request.only, num, num)
+    with pytest.raises(BadRequestError, match="its tasks: addition, other"):
+        client.start_rescore(RescoreRequest(task="adition"))
+
+
+def test_a_failed_rollout_that_gets_its_first_reward_counts_as_scored_once(
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
+) -> None:
+    client = serve_buffer(**sections(reward)).client()
+    client.upload_prompts(make_prompts(4))
+    failed = make_rollout("train-0", reward=None, reward_status="failed", reward_reason="timeout: x")
+    push(client, [failed, make_rollout("train-1", reward=1.0)])
+    for score, expected in [(10.0, (2, 0, 0)), ("exception", (0, 0, 2)), (11.0, (2, 0, 0))]:
+        reward.score = lambda item, score=score: score
+        client.start_rescore(ALL)
+        finished(client)
+        assert statuses(client) == expected
+    assert counters(redis)["scored_total"] == 2
+
+
+def test_an_error_makes_the_rollout_failed_and_its_old_reward_is_not_kept(
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
+) -> None:
+    client = filled(serve_buffer, reward, 8)
+    answers = Counter[str]()
+
+    def score(item: Item) -> float | str:
+        answers[item["item_id"]] += 1
+        return "timeout" if item["data"]["answer"] == 2 else 4.0
+
+    reward.score = score
+    client.start_rescore(ALL)
+    job = finished(client)
+    assert (job.num_done, job.num_failed, job.num_known_before, job.num_known_after) == (8, 2, 8, 6)
+    assert statuses(client) == (6, 0, 2)
+    failed = [r for r in stored_rollouts(redis).values() if r.reward_status == "failed"]
+    assert {(r.prompt_id, r.reward) for r in failed} == {("train-1", None)}
+    assert {r.reward_reason for r in failed} == {"timeout: detail of timeout"}
+    assert sorted(answers.values()) == [1] * 6 + [3] * 2
+
+
+def test_while_the_reward_service_is_away_the_job_waits_and_nothing_fails(
+    serve_buffer: ServeBuffer, reward: RewardServer
+) -> None:
+    client = filled(serve_buffer, reward, 8)
+    reward.leave()
+    client.start_rescore(ALL)
+    job = until("it says what it waits for", lambda: next((j for j in [client.rescore()] if j.problem), None))
+    assert job is not None
+    assert (job.state, job.num_done) == ("running", 0)
+    assert job.wait is not None
+    assert (job.wait.owner, job.wait.name) == ("buffer-scorer", "reward")
+    assert "does not answer" in (job.problem or "")
+    assert statuses(client) == (8, 0, 0)
+    reward.come_back()
+    job = finished(client)
+    assert (job.num_done, job.num_failed, job.problem, job.wait) == (8, 0, None, None)
+
+
+def test_one_job_at_a_time_and_it_can_be_cancelled(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
+    client = filled(serve_buffer, reward, 8, buffer={"score_max_rollouts": 4})
+    reward.refusal = lambda items: None if len(reward.requests) == 1 else (503, {"detail": "not now", "type": "x"})
+    started = client.start_rescore(ALL)
+    until("half is done", lambda: client.rescore().num_done == 4)
+    assert client.start_rescore(ALL).started_at_s == started.started_at_s
+    with pytest.raises(ConflictError, match=r"everything is being scored again .*\(4 of 8 done\)"):
+        client.start_rescore(RescoreRequest(only="scored"))
+    job = client.cancel_rescore()
+    assert (job.state, job.num_done) == ("cancelled", 4)
+    assert client.cancel_rescore() == job
+    reward.refusal = lambda items: None
+    client.start_rescore(RescoreRequest(only="scored"))
+    assert finished(client).num_done == 8
+    assert client.stats().num_scored == 8
+
+
+def test_a_job_that_would_lose_every_reward_is_refused(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
+    client = filled(serve_buffer, reward, 4)
+    reward.tasks = ["gsm8k"]
+    with pytest.raises(ConflictError, match="no reward for addition"):
+        client.start_rescore(ALL)
+    assert statuses(client) == (4, 0, 0)
+    with pytest.raises(NotFoundError):
+        client.rescore()
+
+
+def test_rollouts_that_are_evicted_meanwhile_are_counted_as_gone_and_new_ones_are_left_alone(
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
+) -> None:
+    client = filled(serve_buffer, reward, 12, buffer={"max_rollouts": 12, "score_max_rollouts": 4})
+    reward.gate.clear()
+    client.start_rescore(ALL)
+    until("the first four are asked", lambda: reward.requests)
+    new = [make_rollout("train-0", reward=0.5) for _ in range(6)]
+    push(client, new)  # evicts the first six: four that are being scored, two that wait for it
+    reward.gate.set()
+    job = finished(client)
+    assert (job.num_total, job.num_done, job.num_gone) == (12, 6, 6)
+    stored = stored_rollouts(redis)
+    assert Counter(r.reward_version for r in stored.values()) == {"addition-2": 6, "addition-1": 6}
+    assert {stored[r.rollout_id].reward for r in new} == {0.5}
+
+
+def test_pushes_and_late_copies_continue_while_everything_is_scored_again(
+    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
+) -> None:
+    buffer = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 8}))
+    client = buffer.client()
+    client.upload_prompts(make_prompts(4))
+    old = make_many(200)
+    push(client, old)
+    over, outcomes = threading.Event(), Counter[str]()
+
+    def push_on() -> None:
+        mine = buffer.client()
+        while not over.is_set():
+            outcomes.update(push(mine, make_many(4)))
+            outcomes.update(push(mine, old[:4]))
+
+    pushers = [threading.Thread(target=push_on) for _ in range(2)]
+    for pusher in pushers:
+        pusher.start()
+    client.start_rescore(ALL)
+    job = finished(client)
+    over.set()
+    for pusher in pushers:
+        pusher.join()
+    assert job.num_done == job.num_total >= 200
+    assert set(outcomes) == {"new", "duplicate"}
+    assert outcomes["new"] == outcomes["duplicate"]
+    stored = stored_rollouts(redis)
+    assert {stored[r.rollout_id].reward_version for r in old} == {"addition-2"}
+    assert sum(r.reward_version == "addition-2" for r in stored.values()) == job.num_done
+    assert client.stats().num_rollouts == 200 + outcomes["new"]
+    assert push(client, old) == ["duplicate"] * 200
+
+
+def test_pending_rollouts_that_become_scored_meanwhile_join_a_job_about_scored_ones(
+    serve_buffer: ServeBuffer, reward: RewardServer
+) -> None:
+    reward.leave()
+    client = serve_buffer(**sections(reward, buffer={"score_max_rollouts": 4})).client()
+    client.upload_prompts(make_prompts(4))
+    push(client, make_many(6))
+    push(client, [make_rollout("train-0", reward=None) for _ in range(5)])
+    assert client.start_rescore(RescoreRequest(only="scored")).num_total == 6
+    reward.come_back()
+    job = finished(client)
+    assert (job.num_total, job.num_done, job.num_gone) == (11, 11, 0)
+    assert statuses(client) == (11, 0, 0)
+
+
+def test_a_job_about_pending_rollouts_counts_them(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
+    reward.leave()
+    client = serve_buffer(**sections(reward)).client()
+    client.upload_prompts(make_prompts(4))
+    push(client, [make_rollout("train-0", reward=None) for _ in range(5)])
+    client.start_rescore(RescoreRequest(only="pending"))
+    push(client, [make_rollout("train-1", reward=None) for _ in range(3)])
+    reward.come_back()
+    job = finished(client)
+    assert (job.num_total, job.num_done, job.num_changed, job.num_known_before) == (5, 5, 5, 0)
+    until("the younger ones, too", lambda: statuses(client) == (8, 0, 0))
+
+
+@pytest.mark.parametrize("victim", ["buffer", "redis"])
+def test_a_killed_buffer_or_redis_continues_where_it_was_and_every_rollout_counts_once(
+    tmp_path: Path, reward: RewardServer, victim: str
+) -> None:
+    stack = start_stack(tmp_path, reward={"url": reward.url}, buffer={"score_max_rollouts": 8})
+    try:
+        client = stack.client
+        client.upload_prompts(make_prompts(4))
+        push(client, make_many(100))
+        killing, release = threading.Event(), threading.Event()
+
+        def hold_sometimes(items: list[Item]) -> None:
+            if len(reward.requests) in (4, 7, 9):
+                killing.set()
+                release.wait(60)
+
+        reward.refusal = hold_sometimes
+        client.start_rescore(ALL)
+        for _ in range(3):
+            assert killing.wait(60)
+            process = stack.buffer if victim == "buffer" else stack.redis
+            process.kill()
+            killing.clear()
+            process.start()
+            release.set()
+            release.clear()
+        release.set()
+        job = finished(client)
+        assert (job.state, job.num_total, job.num_done, job.num_gone) == ("done", 100, 100, 0)
+        assert (job.num_known_before, job.num_known_after, job.reward_versions) == (100, 100, {"addition-2": 100})
+        assert job.mean_reward_before == pytest.approx(49.5)
+        assert job.mean_reward_after == pytest.approx(10.0)
+        stored = stored_rollouts(stack.redis)
+        assert {(r.reward, r.reward_version) for r in stored.values()} == {(10.0, "addition-2")}
+        asked = Counter(item["item_id"] for item in reward.asked)
+        assert sum(asked.values()) - len(asked) <= 3 * 8  # only what was not stored yet is asked again
+        assert counters(stack.redis)["rescored:scored"] == 100
+        assert client.stats().num_scored == 100
+    finally:
+        release.set()
+        stack.stop()
+
+
+def test_roles(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
+    tokens = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "operator", "viewer")}
+    buffer = serve_buffer(tokens=tokens, **sections(reward))
+    clients = {role: buffer.client(token=token) for role, token in tokens.items()}
+    for role in ("searcher", "trainer", "viewer"):
+        for call in (lambda c: c.start_rescore(ALL), lambda c: c.cancel_rescore()):
+            with pytest.raises(UnauthorizedError):
+                call(clients[role])
+    clients["operator"].start_rescore(ALL)
+    assert finished(clients["viewer"]).num_total == 0
+    for role in ("searcher", "trainer"):
+        with pytest.raises(UnauthorizedError):
+            clients[role].rescore()

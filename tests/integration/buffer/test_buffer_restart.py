@@ -1,0 +1,253 @@
+"""kill -9 of the buffer and of Redis: nothing acknowledged is lost, nothing is there twice, the index is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer.index.log import parse_entry
+from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.service import Buffer
+
+from tba.api import AcceptLoss, AckRequest, BatchRequest, LeaseRequest, Stats
+from tba.errors import UnavailableError
+from tba.wire import Rollout, decode_rollout, encode_rollout
+from tests.support.buffer import (
+    ROOT,
+    SERVICE_PATHS,
+    Stack,
+    make_payloads,
+    make_prompts,
+    make_recipe,
+    make_rollout,
+    start_lineage,
+    start_stack,
+    write_recipe,
+)
+from tests.support.redis_process import DURABLE, start_redis
+from tests.support.waits import DEADLINE_S, until
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    started = start_stack(tmp_path)
+    yield started
+    started.stop()
+
+
+def fingerprint(stack: Stack) -> tuple[object, ...]:
+    """Return the state of an index built from Redis alone; its buffer is not started and owns nothing."""
+
+    async def build() -> tuple[object, ...]:
+        buffer = Buffer(stack.recipe, CollectorRegistry())
+        try:
+            return (await buffer.view.catch_up()).fingerprint()
+        finally:
+            await buffer.stop()
+
+    return asyncio.run(build())
+
+
+def counts(stats: Stats) -> dict[str, Any]:
+    """Return the stats without the parts that belong to one process."""
+    return stats.model_dump(exclude={"epoch", "rates", "index_bytes"})
+
+
+def stored(stack: Stack) -> dict[bytes, bytes]:
+    from redis import Redis as Client
+
+    with Client.from_url(stack.redis.url) as client:
+        replies: Any = client.hgetall("tba:test:payloads")
+        return replies
+
+
+class Pusher(threading.Thread):
+    """Pushes without pause and notes what was acknowledged; a failed push is pushed again, as searchers do."""
+
+    def __init__(self, stack: Stack, name: str) -> None:
+        super().__init__(daemon=True, name=name)
+        self._client = stack.buffer.client(retry_s=0)
+        self.acked: list[Rollout] = []
+        self.num_failures = 0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            payloads = make_payloads(["train-0", "train-1"], per_prompt=4, searcher_id=self.name)
+            while True:
+                try:
+                    reply = self._client.push(payloads)
+                except UnavailableError:
+                    self.num_failures += 1
+                    if self.over.wait(0.05):
+                        return
+                    continue
+                assert {outcome.outcome for outcome in reply.outcomes} <= {"new", "duplicate"}
+                self.acked += map(decode_rollout, payloads)
+                break
+
+
+@pytest.mark.parametrize("victim", ["buffer", "redis"])
+def test_a_kill_loses_nothing_acknowledged_and_stores_nothing_twice(stack: Stack, victim: str) -> None:
+    client = stack.client
+    client.upload_prompts(make_prompts(2))
+    pushers = [Pusher(stack, f"pusher-{i}") for i in range(3)]
+    for pusher in pushers:
+        pusher.start()
+    process = stack.buffer if victim == "buffer" else stack.redis
+
+    def pushed_more() -> None:
+        num = sum(len(pusher.acked) for pusher in pushers)
+        until("pushes are acknowledged", lambda: sum(len(pusher.acked) for pusher in pushers) >= num + 48)
+
+    for _ in range(3):
+        pushed_more()
+        num_failures = sum(pusher.num_failures for pusher in pushers)
+        process.kill()
+        until("pushes fail", lambda before=num_failures: sum(pusher.num_failures for pusher in pushers) > before)
+        process.start()
+    pushed_more()
+    for pusher in pushers:
+        pusher.over.set()
+    for pusher in pushers:
+        pusher.join(timeout=DEADLINE_S)
+        assert not pusher.is_alive()
+    acked = {rollout.rollout_id: encode_rollout(rollout) for pusher in pushers for rollout in pusher.acked}
+    assert len(acked) >= 4 * 48
+    here = stored(stack)
+    assert {rollout_id: here.get(rollout_id) for rollout_id in acked} == acked
+    stats = client.stats()
+    assert stats.num_rollouts == stats.num_scored == stats.pushed["new"] == len(here)
+    assert stats.log_position == len(here)
+    assert stats.payload_bytes == sum(map(len, here.values()))
+
+
+def test_a_restarted_buffer_continues_exactly_where_it_was(stack: Stack) -> None:
+    client = stack.client
+    client.upload_prompts(make_prompts(8, 2))
+    lineage = start_lineage(client)
+    leases = client.lease(LeaseRequest(searcher_id="s", max_leases=3)).leases
+    client.push(make_payloads([f"train-{i}" for i in range(8)]))
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
+    batch = client.draw_batch(request)
+    before, index = counts(client.stats()), fingerprint(stack)
+    stack.buffer.kill()
+    stack.buffer.start()
+    assert counts(client.stats()) == before
+    assert fingerprint(stack) == index
+    again = client.draw_batch(request)
+    assert (again.batch_id, again.seed) == (batch.batch_id, batch.seed)
+    assert [r.rollout_id for r in again.rollouts] == [r.rollout_id for r in batch.rollouts]
+    client.ack(batch.batch_id, AckRequest(lineage=lineage.lineage, step=1, token=lineage.token, policy_ages=[0] * 16))
+    done = make_rollout(leases[0].prompt.prompt_id, visit_id=leases[0].visit_id, searcher_id="s")
+    client.push([encode_rollout(done)])
+    more = client.lease(LeaseRequest(searcher_id="s", max_leases=5)).leases
+    assert len({item.prompt.prompt_id for item in leases + more}) == 8
+    stats = client.stats()
+    assert (stats.rollouts_trained, stats.num_rollouts, stats.leases["open"]) == (16, 33, 8)
+
+
+def test_a_batch_can_be_drawn_again_from_its_seed_and_log_position(stack: Stack) -> None:
+    client = stack.client
+    client.upload_prompts(make_prompts(8))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=9))
+    batch = client.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token))
+    client.push(make_payloads([f"train-{i}" for i in range(8)]))
+
+    async def redraw() -> list[bytes]:
+        buffer = Buffer(stack.recipe, CollectorRegistry())
+        try:
+            index = buffer.view.index
+            for entry_id, fields in await buffer.context.redis.xrange(buffer.context.keys.log):
+                if index.position < batch.log_position:
+                    index.apply(parse_entry(entry_id, fields))
+            slots = draw_slots(index, DrawSettings.of(stack.recipe), batch.seed)
+            return [rollout_id for slot in slots for rollout_id in index.rollout_ids(slot.rows)]
+        finally:
+            await buffer.stop()
+
+    assert asyncio.run(redraw()) == [rollout.rollout_id for rollout in batch.rollouts]
+
+
+def test_a_redis_that_lost_its_data_is_noticed(stack: Stack) -> None:
+    from redis import Redis as Client
+
+    client = stack.client
+    client.upload_prompts(make_prompts(4))
+    client.push(make_payloads([f"train-{i}" for i in range(4)]))
+    assert client.stats().num_prompts_seen == 4
+    with Client.from_url(stack.redis.url) as admin:
+        admin.delete(*admin.keys("tba:test:[^p]*"), "tba:test:payloads")
+    with pytest.raises(UnavailableError, match="Redis has lost data of"):
+        stack.buffer.client(retry_s=0).push(make_payloads(["train-0"]))
+    client.accept_loss(AcceptLoss(reason="continue with what is left"))
+    client.push(make_payloads(["train-0"]))
+    stats = client.stats()
+    assert (stats.num_prompts_seen, stats.num_rollouts) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--appendonly", "no"), "appendonly no"),
+        (("--appendonly", "yes", "--appendfsync", "everysec"), "appendfsync everysec"),
+        (
+            (*DURABLE, "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"),
+            "maxmemory-policy allkeys-lru",
+        ),
+        (None, "cannot be reached"),
+    ],
+)
+def test_the_buffer_refuses_to_start_over_a_redis_that_could_lose_data(
+    tmp_path: Path, options: tuple[str, ...] | None, sentence: str
+) -> None:
+    redis = start_redis(tmp_path / "redis", options=options or ("--appendonly", "no"))
+    try:
+        if options is None:
+            redis.kill()
+        recipe = make_recipe(buffer={"port": 0, "redis_url": redis.url})
+        ended = run_service(write_recipe(tmp_path / "recipe.json", recipe))
+    finally:
+        redis.stop()
+    assert ended.returncode == 2
+    assert sentence in ended.stderr
+    assert ended.stderr.startswith("error: buffer: ")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_buffer_refuses_an_open_address_without_tokens_and_a_port_in_use(stack: Stack, tmp_path: Path) -> None:
+    redis_url = stack.redis.url
+    for changes, sentence in (
+        ({"host": "0.0.0.0", "port": 0}, "without tokens"),
+        ({"port": stack.recipe.buffer.port}, "in use"),
+    ):
+        recipe = make_recipe(buffer={"redis_url": redis_url, **changes})
+        ended = run_service(write_recipe(tmp_path / "other.json", recipe))
+        assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
+        assert sentence in ended.stderr
+
+
+def test_sigterm_ends_the_buffer_cleanly(stack: Stack) -> None:
+    stack.buffer.process.send_signal(signal.SIGTERM)
+    assert stack.buffer.process.wait(timeout=60) in (0, -signal.SIGTERM)
+    assert "Traceback" not in stack.buffer.log_path.read_text()
+
+
+def run_service(recipe_path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tba_buffer", "--config", str(recipe_path)],
+        cwd=ROOT,
+        env={"PYTHONPATH": ":".join(map(str, SERVICE_PATHS)), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )

@@ -1,0 +1,228 @@
+"""Rollouts as they are listed, read and sampled."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import httpx2
+import numpy as np
+import pytest
+from redis import Redis
+
+from tba.api import AckRequest, BatchRequest
+from tba.errors import BusyError, NotFoundError, UnavailableError
+from tba.versions import START, PolicyVersion
+from tba.wire import RefLogprob, Rollout, Sampling, VersionSpan, encode_rollout
+from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.redis_process import RedisProcess
+
+# ---- GET /v1/rollouts over real HTTP: orders, filters, pages that stay right while rollouts come and go, one rollou
+
+
+REWARDS = [0.5, -1.0, 3.0, 0.5, 2.0, None]
+
+
+@pytest.fixture
+def buffer(serve_buffer: ServeBuffer) -> BufferThread:
+    """One rollout of train-0 to train-5 each, with REWARDS."""
+    served = serve_buffer()
+    client = served.client()
+    client.upload_prompts(make_prompts(10))
+    client.push([encode_rollout(make_rollout(f"train-{i}", reward=reward)) for i, reward in enumerate(REWARDS)])
+    return served
+
+
+def problem(buffer: BufferThread, query: str) -> tuple[int, str]:
+    reply = httpx2.get(f"{buffer.url}/v1/rollouts{query}", timeout=60)
+    assert reply.headers["content-type"] == "application/problem+json"
+    return reply.status_code, reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("order", "prompts"),
+    [
+        ("newest", [5, 4, 3, 2, 1, 0]),
+        ("oldest", [0, 1, 2, 3, 4, 5]),
+        ("best", [2, 4, 3, 0, 1]),
+        ("worst", [1, 3, 0, 4, 2]),
+    ],
+)
+def test_orders(buffer: BufferThread, order: str, prompts: list[int]) -> None:
+    page = buffer.client().list_rollouts(order=order)  # pyright: ignore[reportArgumentType]
+    assert [info.prompt_id for info in page.rollouts] == [f"train-{i}" for i in prompts]
+    assert page.next is None
+
+
+def test_pages_are_stable_while_rollouts_come_and_go(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(buffer={"max_rollouts": 12}).client()
+    client.upload_prompts(make_prompts(1))
+    client.push([encode_rollout(make_rollout(reward=float(i), visit_id=f"old-{i}")) for i in range(12)])
+    page = client.list_rollouts(order="best", limit=5)
+    assert [info.reward for info in page.rollouts] == [11.0, 10.0, 9.0, 8.0, 7.0]
+    client.push([encode_rollout(make_rollout(reward=reward, visit_id="new")) for reward in (99.0, 6.5, -5.0)])
+    page = client.list_rollouts(order="best", limit=5, cursor=page.next)
+    assert [info.reward for info in page.rollouts] == [6.5, 6.0, 5.0, 4.0, 3.0]  # 0, 1 and 2 were evicted
+    page = client.list_rollouts(order="best", limit=5, cursor=page.next)
+    assert ([info.reward for info in page.rollouts], page.next) == ([-5.0], None)
+
+
+def test_filters(buffer: BufferThread) -> None:
+    client = buffer.client()
+    lineage = start_lineage(client)
+    version = PolicyVersion(lineage.lineage, 3)
+    client.push([encode_rollout(make_rollout("train-2", version=version, reward=9.0))])
+
+    def prompts(**query: str) -> list[str]:
+        return [info.prompt_id for info in client.list_rollouts(**query).rollouts]  # pyright: ignore[reportArgumentType]
+
+    assert prompts(version="1-3") == ["train-2"]
+    assert prompts(version="0-0", order="best")[0] == "train-2"
+    assert prompts(prompt_id="train-2") == ["train-2", "train-2"]
+    assert prompts(prompt_id="train-9") == []
+    assert prompts(status="pending") == ["train-5"]
+    assert prompts(status="failed") == []
+    assert prompts(status="scored", prompt_id="train-2", version="0-0", order="worst") == ["train-2"]
+
+
+def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(1))
+    start_lineage(client)
+    rollout: Rollout = make_rollout(
+        num_tokens=5,
+        response_text="x" * 2000 + "é",
+        version_spans=(
+            VersionSpan(version=START, start=0, end=2),
+            VersionSpan(version=PolicyVersion(1, 4), start=2, end=5),
+        ),
+        sampling=Sampling(temperature=0.7, top_p=0.9, top_k=40, seed=3, stop=("\n",)),
+        sampler_logprobs=np.array([-0.1, -0.2, -0.3, -0.4, -0.5], dtype=np.float32),
+        ref_logprob=RefLogprob(value=-2.5, version=START),
+    )
+    client.push([encode_rollout(rollout)])
+    detail = client.get_rollout(rollout.rollout_id.hex())
+    assert (detail.version, [span.version for span in detail.version_spans]) == ("0-0", ["0-0", "1-4"])
+    assert (detail.response_tokens, detail.prompt_tokens) == ([1, 2, 3, 4, 5], [5, 6, 7])
+    np.testing.assert_array_equal(np.array(detail.sampler_logprobs, dtype=np.float32), rollout.sampler_logprobs)
+    assert detail.ref_logprob is not None
+    assert (detail.ref_logprob.value, detail.ref_logprob.version) == (-2.5, "0-0")
+    assert (detail.response_text, detail.response_text_cut) == (rollout.response_text, False)
+    assert detail.sampling.model_dump() == {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 3, "stop": ["\n"]}
+    (info,) = client.list_rollouts(text_chars=10).rollouts
+    assert (info.response_text, info.response_text_cut, info.num_response_tokens) == ("x" * 10, True, 5)
+    assert info.rollout_id == detail.rollout_id
+
+
+def test_policy_age_is_that_of_now(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(4))
+    lineage = start_lineage(client)
+    client.push([encode_rollout(make_rollout(f"train-{i}", reward=1.0)) for i in range(4) for _ in range(4)])
+    assert client.list_rollouts().rollouts[0].policy_age_steps == 0
+    for step in (1, 2):
+        request = BatchRequest(trainer_id="t", lineage=1, step=step, token=lineage.token, wait_s=2)
+        batch_id = client.draw_batch(request).batch_id
+        client.ack(batch_id, AckRequest(lineage=1, step=step, token=lineage.token))
+    assert client.list_rollouts().rollouts[0].policy_age_steps == 2
+
+
+def test_what_is_not_stored_is_not_found(buffer: BufferThread) -> None:
+    with pytest.raises(NotFoundError, match=f"rollout {'0' * 32} is not stored"):
+        buffer.client().get_rollout("0" * 32)
+    assert problem(buffer, "?prompt_id=train-99") == (404, "prompt_id 'train-99' was never uploaded")
+    assert problem(buffer, "/xyz")[0] == 422
+
+
+def test_queries_that_cannot_be_meant_name_the_parameter_and_the_value(buffer: BufferThread) -> None:
+    for query, status, said in [
+        ("?cursor=junk", 400, "cursor 'junk' cannot be used: it is not a cursor"),
+        ("?order=best&status=pending", 400, "rollouts of status 'pending' have none"),
+        ("?order=median", 422, "query.order: Input should be 'best', 'worst', 'newest' or 'oldest' (value 'median')"),
+        ("?limit=101", 422, "query.limit"),
+        ("?version=1", 422, "query.version"),
+        ("?version=01-2", 422, "policy version '01-2'"),
+    ]:
+        found = problem(buffer, query)
+        assert found[0] == status, query
+        assert said in found[1], query
+
+
+def test_a_cursor_is_of_one_order(buffer: BufferThread) -> None:
+    cursor = buffer.client().list_rollouts(order="best", limit=2).next
+    assert cursor is not None
+    assert problem(buffer, f"?order=worst&cursor={cursor}")[0] == 400
+
+
+# ---- POST /v1/samples -----------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_reproduced_by_its_seed_and_records_nothing(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(sampling={"min_size_to_sample": 1000, "samples_per_insert": 0.001}).client()
+    client.upload_prompts(make_prompts(8))
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+    before = client.stats()
+    first = client.sample(20)
+    again = client.sample(20, seed=first.seed)
+    assert [r.rollout_id for r in again.rollouts] == [r.rollout_id for r in first.rollouts]
+    assert len({r.rollout_id for r in first.rollouts}) == 20
+    assert again.seed == first.seed
+    assert again.log_position == first.log_position == before.log_position
+    assert client.sample(20).seed != first.seed
+    after = client.stats()
+    assert (after.rollouts_drawn, after.log_position, after.slots) == (0, before.log_position, before.slots)
+
+
+def test_a_sample_follows_the_rewards(serve_buffer: ServeBuffer) -> None:
+    """p of a reward of 2 against one of 0 is e^2, with replacement; a failed or unknown reward is never drawn."""
+    sampling = {"reward_inverse_temperature": 1.0, "replacement": True}
+    client = serve_buffer(sampling=sampling).client()
+    client.upload_prompts(make_prompts(2))
+    rollouts = [make_rollout(f"train-{i % 2}", reward=float(i % 3)) for i in range(12)]
+    failed = make_rollout(reward=None, reward_status="failed", reward_reason="timeout")
+    client.push([encode_rollout(rollout) for rollout in (*rollouts, failed)])
+    counts: Counter[float | None] = Counter()
+    for seed in range(8):
+        counts.update(rollout.reward for rollout in client.sample(512, seed=seed).rollouts)
+    assert set(counts) == {0.0, 1.0, 2.0}
+    weights = np.exp([0.0, 1.0, 2.0])
+    expected = 4096 * weights / weights.sum()
+    found = np.array([counts[0.0], counts[1.0], counts[2.0]])
+    assert ((found - expected) ** 2 / expected).sum() < 18.4  # chi-square, 2 degrees of freedom: p = 1e-4
+
+
+def test_without_a_scored_rollout_a_sample_is_asked_to_come_back(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    client = buffer.client()
+    client.upload_prompts(make_prompts(1))
+    client.push([encode_rollout(make_rollout(reward=None))])
+    with pytest.raises(BusyError) as caught:
+        client.sample(1)
+    assert caught.value.wait == "rollouts"
+    answer = httpx2.post(f"{buffer.url}/v1/samples", json={"num": 1}, timeout=60)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert (answer.json()["wait"], answer.json()["retry_after_s"]) == ("rollouts", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [({"num": 0}, "num"), ({"num": 513}, "num"), ({"num": 1, "seed": -1}, "seed"), ({"num": 1, "seed": 2**63}, "seed")],
+)
+def test_a_sample_of_an_impossible_size_or_seed_is_refused(serve_buffer: ServeBuffer, body: dict, field: str) -> None:
+    answer = httpx2.post(f"{serve_buffer().url}/v1/samples", json=body, timeout=60)
+    assert (answer.status_code, field in answer.json()["detail"]) == (422, True)
+
+
+def test_payloads_that_redis_lost_are_not_called_evicted(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    buffer = serve_buffer()
+    client = buffer.client(retry_s=0)
+    client.upload_prompts(make_prompts(4))
+    reply = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(4)], per_prompt=6))
+    with Redis.from_url(redis.url) as direct:
+        direct.delete("tba:test:payloads")
+    with pytest.raises(UnavailableError, match="in the log but their payloads are not in Redis"):
+        client.sample(4)
+    request = {"lineage": reply.lineage, "token": reply.token, "trainer_id": "t", "step": 1, "wait_s": 5}
+    with pytest.raises(UnavailableError, match="in the log but their payloads are not in Redis"):
+        client.draw_batch(BatchRequest(**request))

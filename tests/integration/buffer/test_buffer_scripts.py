@@ -1,0 +1,232 @@
+"""Every script is safe to repeat with the same arguments, as redis-py repeats it when a connection turns out dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer import service as buffer_module
+from tba_buffer.index.log_follower import Compactor
+from tba_buffer.run.scaling.requests import ScaleRequests
+from tba_buffer.service import Buffer
+from tba_buffer.snapshots.load import SnapshotLoad
+from tba_buffer.snapshots.save import SnapshotSave
+from tba_buffer.storage.context import SCRIPT_NAMES, Context, Scripts
+
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    EvalRequest,
+    EvalResult,
+    EvalResults,
+    LeaseRenewal,
+    LeaseRequest,
+    LeaseReturn,
+    LineageRequest,
+    LoadRequest,
+    RunCommand,
+    ScaleRequest,
+    SettingsRequest,
+    VersionRequest,
+)
+from tba.config import parse_live
+from tba.store import FileStore
+from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, decode_batch, encode_rollout
+from tba.wire.snapshot_manifest import SnapshotSource
+from tests.support.buffer import make_prompts, make_recipe, make_rollout
+from tests.support.redis_process import RedisProcess
+from tests.support.reward_server import RewardServer
+
+REPLY_DIFFERS = {"push", "upload"}
+"""They report what is new; the second time nothing is."""
+
+
+@pytest.fixture
+async def buffer(redis: RedisProcess, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
+    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # one script at a time: its evictions come in between
+    recipe = make_recipe(buffer={"redis_url": redis.url, "max_rollouts": 40}, reward={"url": reward.url})
+    started = Buffer(recipe, CollectorRegistry())
+    await started.context.redis.flushall()
+    await started.start()
+    yield started
+    await started.stop()
+
+
+async def everything(client: Any) -> dict[bytes, Any]:
+    """All keys; without what a push counts of its duplicates, and how many changes were acknowledged."""
+    readers = {
+        b"string": client.get,
+        b"hash": client.hgetall,
+        b"set": client.smembers,
+        b"list": lambda key: client.lrange(key, 0, -1),
+        b"zset": lambda key: client.zrange(key, 0, -1, withscores=True),
+        b"stream": lambda key: client.xrange(key),
+    }
+    found = {key: await readers[await client.type(key)](key) for key in sorted(await client.keys("*"))}
+    for name in (b"pushed:duplicate", b"acknowledged"):
+        found.get(b"tba:test:counters", {}).pop(name, None)
+    return found
+
+
+class TwiceScripts(Scripts):
+    """Runs every script twice and compares."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context.durability, context.keys, context.losses)
+        self.names: set[str] = set()
+
+    async def run_with(
+        self, name: str, keys: Sequence[str], args: Sequence[Any], *commands: Sequence[Any]
+    ) -> list[Any]:
+        client = self._durability.redis
+        replies = await super().run_with(name, keys, args, *commands)
+        before = await everything(client)
+        again = await super().run_with(name, keys, args)
+        assert await everything(client) == before, f"{name} is not safe to repeat"
+        assert name in REPLY_DIFFERS or again[0] == replies[0], f"{name} answers something else when it is repeated"
+        self.names.add(name)
+        return replies
+
+
+async def test_every_script_run_twice_leaves_what_it_left_once(
+    buffer: Buffer, reward: RewardServer, redis: RedisProcess, tmp_path: Path
+) -> None:
+    twice = TwiceScripts(buffer.context)
+    object.__setattr__(buffer.context, "scripts", twice)
+    lineages, leases, draws = buffer.run.lineages, buffer.prompts.leases, buffer.sampling.batch_drawer
+    ack = buffer.sampling.ledger.ack
+
+    await buffer.prompts.catalog.upload(make_prompts(8, 3))
+    lineage = await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await lineages.publish(VersionRequest(version="0-0", token=lineage.token))
+    evaluation = EvalRequest(
+        version="0-0", token=lineage.token, num_prompts=1, num_samples=1, success_reward=1.0, timeout_s=60
+    )
+    eval_id = (await buffer.prompts.evaluations.request(evaluation)).eval_id
+    reply = await leases.lease(LeaseRequest(searcher_id="s", max_leases=6))
+    assert [lease.kind for lease in reply.leases] == ["sample", "greedy", *["train"] * 4]
+    ids = [lease.lease_id for lease in reply.leases]
+    await leases.renew(LeaseRenewal(searcher_id="s", lease_ids=ids))
+    results = [EvalResult(lease_id=lease_id, rewards=[1.0], num_response_tokens=[3]) for lease_id in ids[:2]]
+    await buffer.prompts.evaluations.results(eval_id, EvalResults(searcher_id="s", version="0-0", results=results))
+    back = LeaseReturn(searcher_id="s", lease_ids=ids[2:3], refused_lease_ids=ids[3:4])
+    await leases.give_back(back)
+    again = await leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
+    assert again.leases[0].visit_id == reply.leases[2].visit_id
+
+    visits = {lease.prompt.prompt_id: lease.visit_id for lease in reply.leases[4:]}
+    for prompt_id, visit_id in [*visits.items(), *((f"train-{i}", "visit-of-nobody") for i in range(8))]:
+        rollouts = [make_rollout(prompt_id, visit_id=visit_id, reward=float(i), searcher_id="s") for i in range(4)]
+        await buffer.rollouts.writer.push([encode_rollout(rollout) for rollout in rollouts])
+    assert (await buffer.stats.read()).evicted == {}
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout()) for _ in range(8)])
+    assert (await buffer.stats.read()).evicted == {"max_rollouts": 8}
+
+    reward.gate.clear()  # one script at a time
+    await buffer.rollouts.writer.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
+    reward.gate.set()
+    while (await buffer.stats.read()).num_pending:
+        await asyncio.sleep(0.01)
+
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
+    batch = decode_batch((await draws.draw(request)).body)
+    await ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0] * 16))
+    change = SettingsRequest(settings=parse_live({"beta": 0.1, "most_on_policy_prob": 1, "sampling_temperature": 0.5}))
+    assert (await buffer.run.settings.change(change, "operator")).revision == 1
+    batch = decode_batch((await draws.draw(request.model_copy(update={"step": 2}))).body)
+    await ack(batch.batch_id, AckRequest(lineage=1, step=2, token=lineage.token, settings_revision=1))
+    await leases.lease(LeaseRequest(searcher_id="s", max_leases=1))
+    (audit,) = (await buffer.run.settings.info()).changes
+    assert sorted((effect.name, effect.step) for effect in audit.effects) == [
+        ("beta", 2),
+        ("most_on_policy_prob", 2),
+        ("sampling_temperature", 3),
+    ]
+    await draws.draw(request.model_copy(update={"step": 3}))
+    await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
+    await lineages.new(LineageRequest(trainer_id="t", parent="1-1"))
+    await lineages.new(LineageRequest(trainer_id="t", parent="0-0", rollback=True))
+    await buffer.run.control.command("pause", RunCommand(reason="look"), "operator")
+    await buffer.run.control.command("stop", RunCommand(), "operator")
+    await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.run.control.retry_versions(RunCommand(reason="the store was slow"), "operator")
+    changes = (await buffer.run.control.changes(after=0)).changes
+    assert [change.command for change in changes] == ["pause", "stop", "lineage", "retry-versions"]
+    retried = changes[-1]
+    said = (retried.role, retried.reason, retried.old, retried.new, retried.number)
+    assert said == ("operator", "the store was slow", "running", "running", 4)
+    assert await ScaleRequests(buffer.context).change(ScaleRequest(num_searchers=2)) == 1
+    gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
+    beat = Heartbeat(
+        component_id="t", kind="trainer", run="test", state="training", version=None, wait=None, gauges=gauges
+    )
+    await buffer.run.components.trainer_waits.count(beat)
+    assert await buffer.run.components.trainer_waits.totals() == {"rollouts": 2.5}
+    await Compactor(buffer.context, min_events=1).keep_up(await buffer.view.catch_up())
+    await save_and_load(buffer, redis, twice, tmp_path)
+    assert twice.names == set(SCRIPT_NAMES) - {"accept_loss"}  # it runs when the others are refused
+
+
+async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buffer: Buffer) -> None:
+    await buffer.prompts.catalog.upload(make_prompts(1))
+    keys, args = buffer.context.losses.accept_args("operator", "x", "request-1")
+    number = await buffer.context.scripts.accept_loss(keys, args)
+    before = await everything(buffer.context.redis)
+    assert await buffer.context.scripts.accept_loss(keys, args) == number
+    assert await everything(buffer.context.redis) == before
+
+
+async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:
+    """The scripts of a run that begins with a snapshot of this one."""
+    store = FileStore(folder / "store")
+    await SnapshotSave(buffer.context, buffer.view, buffer.prompts.catalog, store, SnapshotSource("test", "end")).run()
+    other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
+    await other.start()
+    object.__setattr__(other.context, "scripts", twice)
+    load = SnapshotLoad(
+        other.context,
+        catalog=other.prompts.catalog,
+        lineages=other.run.lineages,
+        evictor=other.rollouts.evictor,
+        store=store,
+        request=LoadRequest(source="test/end"),
+    )
+    await load.run()
+    assert (await other.stats.read()).num_rollouts == (await buffer.stats.read()).num_rollouts
+    await other.stop()
+
+
+async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_granted(buffer: Buffer) -> None:
+    await buffer.prompts.catalog.upload(make_prompts(8, 3))
+    lineage = await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
+    await buffer.run.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
+    calls: list[Any] = []
+
+    class LostReply(Scripts):
+        async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+            if name == "lease":
+                calls.append(await super().run(name, keys, args))
+            return await super().run(name, keys, args)
+
+    context = buffer.context
+    object.__setattr__(context, "scripts", LostReply(context.durability, context.keys, context.losses))
+    leases = (await buffer.prompts.leases.lease(LeaseRequest(searcher_id="s", max_leases=3))).leases
+    assert len(leases) == 3
+    assert [lease.lease_id.encode() for lease in leases] == calls[0][2::5]
+    counters = await buffer.context.counters()
+    assert (counters["inflight"], counters["leases:granted"]) == (12, 3)
+    assert (await buffer.stats.read()).leases["open"] == 3
+
+
+async def test_uploads_at_once_add_every_prompt_once(buffer: Buffer) -> None:
+    prompts = make_prompts(3000)
+    await asyncio.gather(*(buffer.prompts.catalog.upload(prompts[at : at + 500]) for at in range(0, 3000, 500)))
+    assert sorted(buffer.prompts.catalog.ids) == sorted(prompt.prompt_id for prompt in prompts)
+    assert len(buffer.prompts.catalog.train) == 3000
+    numbers = [buffer.prompts.catalog.find(prompt_id) for prompt_id in buffer.prompts.catalog.ids]
+    assert [found[0] for found in numbers if found] == list(range(3000))

@@ -1,0 +1,345 @@
+"""Live settings of the buffer service over a real Redis: changing, refusing, the audit, and what acts on them."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    Lease,
+    LeaseRequest,
+    LedgerEntry,
+    LineageReply,
+    RunCommand,
+    SettingsAudit,
+    SettingsInfo,
+    SettingsRequest,
+)
+from tba.clients import BufferClient
+from tba.config import parse_live
+from tba.errors import BadRequestError, ConfigError, ConflictError, FencedError, UnauthorizedError
+from tba.versions import PolicyVersion
+from tba_cli.reports.ledger import batch_entries
+from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.leases import lease, request_eval
+from tests.support.redis_process import RedisProcess
+
+LINEAR = {"kind": "linear", "value": 1.0, "final": 0.5, "steps": 4}
+TO_ZERO = {**LINEAR, "final": 0.0}
+
+
+def change(client: BufferClient, reason: str | None = None, token: str | None = None, **settings: Any) -> SettingsInfo:
+    return client.change_settings(SettingsRequest(settings=parse_live(settings), reason=reason, token=token))
+
+
+def filled(client: BufferClient) -> LineageReply:
+    client.upload_prompts(make_prompts(8, 3))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+    return lineage
+
+
+def step(client: BufferClient, lineage: LineageReply, number: int, revision: int = 0) -> dict[str, int]:
+    """Draw and ack one step; how often its slots drew from what."""
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=number, token=lineage.token)
+    batch = client.draw_batch(request)
+    ack = AckRequest(lineage=lineage.lineage, step=number, token=lineage.token, settings_revision=revision)
+    client.ack(batch.batch_id, ack)
+    sources = [group.source for group in batch.groups]
+    return {source: sources.count(source) for source in ("recent", "replay")}
+
+
+def effects(audit: SettingsAudit) -> list[tuple[str, int, int, bool]]:
+    return [(e.name, e.lineage, e.step, e.abandoned) for e in audit.effects]
+
+
+def entries(client: BufferClient) -> list[LedgerEntry]:
+    return batch_entries(client.ledger().entries)
+
+
+def patch(url: str, body: Any) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(
+        f"{url}/v1/run/settings", json.dumps(body).encode(), {"content-type": "application/json"}, method="PATCH"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_what(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(objective={"beta": 0.05}).client()
+    before = client.settings()
+    assert (before.revision, before.settings.changed(), before.changes) == (0, {}, [])
+    assert before.now["beta"] == 0.05
+    lineage = filled(client)
+    step(client, lineage, 1)
+
+    change(client, beta=LINEAR, eval_every_steps=7)
+    info = change(client, "it diverges", token=lineage.token, beta=0.2)
+    assert info.revision == client.settings_revision == 2
+    assert info.settings.changed() == parse_live({"beta": 0.2, "eval_every_steps": 7}).changed()
+    assert info.now["beta"] == 0.2
+    assert info.now["eval_every_steps"] == 7
+    assert info.recipe.beta is not None
+    assert info.recipe.beta.value == 0.05
+    assert [audit.revision for audit in info.changes] == [2]
+
+    first, second = client.settings().changes
+    assert (first.role, first.reason, first.lineage, first.step) == ("operator", None, 1, 1)
+    assert set(first.changes) == {"beta", "eval_every_steps"}
+    assert first.changes["eval_every_steps"].old is None
+    assert first.changes["eval_every_steps"].new == 7
+    assert (second.role, second.reason) == ("trainer", "it diverges")
+    assert second.changes["beta"].old == first.changes["beta"].new == parse_live({"beta": LINEAR}).beta
+    assert second.changes["beta"].new == parse_live({"beta": 0.2}).beta
+    assert second.at_s >= first.at_s > 1e9
+
+    back = change(client, beta=None)
+    assert set(back.settings.changed()) == {"eval_every_steps"}
+    assert back.now["beta"] == 0.05
+
+
+def test_changes_are_read_from_a_revision_on(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    for i in range(1, 4):
+        change(client, beta=float(i))
+    assert [audit.revision for audit in client.settings(after=1).changes] == [2, 3]
+    assert client.settings(after=1).next is None
+    assert client.settings(after=2**53 - 1).changes == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"policy_temperature": 0.7}, ["policy_temperature is constant within a run"]),
+        ({"num_steps": 7}, ["settings.num_steps", "7"]),
+        ({"beta": -1}, ["settings.beta", "-1"]),
+        ({"beta": 0}, ["beta cannot be 0", "tb"]),
+        ({"beta": True}, ["settings.beta", "True"]),
+        ({"learning_rate": "fast"}, ["settings.learning_rate", "'fast'"]),
+        ({"learning_rate": {"kind": "cosine", "value": 1.0}}, ["settings.learning_rate", "needs `steps`"]),
+        ({"most_on_policy_prob": 1.5}, ["settings.most_on_policy_prob", "1.5", "at most 1"]),
+        ({"sampling_temperature": 0}, ["settings.sampling_temperature", "above 0"]),
+        ({"sampling_temperature": TO_ZERO}, ["settings.sampling_temperature", "reaches 0"]),
+        ({"eval_every_steps": 0}, ["settings.eval_every_steps", "0"]),
+        ({"eval_every_steps": 2.5}, ["settings.eval_every_steps", "2.5"]),
+        ({}, ["settings", "name at least one of learning_rate, beta"]),
+        ([], ["settings"]),
+    ],
+)
+def test_what_cannot_be_is_refused_with_key_and_value(
+    serve_buffer: ServeBuffer, settings: Any, parts: list[str]
+) -> None:
+    buffer = serve_buffer(objective={"preset": "tb"})
+    status, problem = patch(buffer.url, {"settings": settings})
+    assert status == 422
+    assert problem["type"].startswith("urn:tba:problem:")
+    assert all(part in problem["detail"] for part in parts), problem["detail"]
+    assert buffer.client().settings().revision == 0
+
+
+def test_a_request_that_is_repeated_changes_nothing_however_late(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    request = SettingsRequest(settings=parse_live({"beta": 0.1}))
+    assert client.change_settings(request).revision == 1
+    change(client, beta=0.2)
+    again = client.change_settings(request)
+    assert (again.revision, again.now["beta"]) == (2, 0.2)
+    assert [audit.revision for audit in again.changes] == [1]
+
+
+def test_a_change_for_an_older_revision_is_refused_unless_it_was_made_before(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    request = SettingsRequest(settings=parse_live({"beta": 0.1}), revision=0)
+    assert client.change_settings(request).revision == 1
+    change(client, beta=0.2)
+    for revision in (0, 1, 3):
+        late = SettingsRequest(settings=parse_live({"beta": 0.3}), revision=revision)
+        with pytest.raises(ConflictError, match=f"at revision 2, and the change was made for revision {revision}"):
+            client.change_settings(late)
+    again = client.change_settings(request)
+    assert (again.revision, again.now["beta"]) == (2, 0.2)
+    newest = SettingsRequest(settings=parse_live({"beta": 0.3}), revision=2)
+    assert client.change_settings(newest).now["beta"] == 0.3
+
+
+def test_changes_at_once_get_a_revision_each_and_none_is_lost(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    names = ["beta", "learning_rate", "most_on_policy_prob", "sampling_temperature"]
+    requests = [SettingsRequest(settings=parse_live({name: 0.25})) for name in names]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda request: buffer.client().change_settings(request), requests))
+    info = buffer.client().settings()
+    assert info.revision == 4
+    assert set(info.settings.changed()) == set(names)
+    assert [audit.revision for audit in info.changes] == [1, 2, 3, 4]
+
+
+def test_only_the_operator_and_the_trainer_with_the_valid_token_change_settings(serve_buffer: ServeBuffer) -> None:
+    tokens = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
+    buffer = serve_buffer(tokens=tokens)
+    clients = {role: buffer.client(token=token) for role, token in tokens.items()}
+    lineage = start_lineage(clients["trainer"])
+    for role in ("searcher", "viewer"):
+        with pytest.raises(UnauthorizedError, match="may not do this"):
+            change(clients[role], beta=0.1)
+    with pytest.raises(UnauthorizedError, match="fencing token"):
+        change(clients["trainer"], beta=0.1)
+    with pytest.raises(FencedError, match="newer trainer start"):
+        change(clients["trainer"], token="stale", beta=0.1)
+    assert change(clients["trainer"], token=lineage.token, beta=0.1).changes[0].role == "trainer"
+    assert change(clients["operator"], beta=0.2).changes[0].role == "operator"
+    for role in ("trainer", "operator", "viewer"):
+        assert clients[role].settings().revision == 2
+    with pytest.raises(UnauthorizedError, match="may not do this"):
+        clients["searcher"].settings()
+
+
+def test_a_run_that_failed_can_be_changed_and_one_that_is_done_cannot(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    lineage = start_lineage(client)
+    client.command("fail", RunCommand(token=lineage.token))
+    assert change(client, learning_rate=1e-5).revision == 1
+    client.command("done", RunCommand(token=lineage.token))
+    with pytest.raises(ConflictError, match="the run is done"):
+        change(client, learning_rate=1e-6)
+
+
+def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(sampling={"most_on_policy_prob": 0.0}).client()
+    lineage = filled(client)
+    assert step(client, lineage, 1) == {"recent": 0, "replay": 4}
+    change(client, most_on_policy_prob=1)
+    assert step(client, lineage, 2) == {"recent": 4, "replay": 0}
+    assert effects(client.settings().changes[0]) == [("most_on_policy_prob", 1, 2, False)]
+    change(client, most_on_policy_prob={"kind": "linear", "value": 0.0, "final": 1.0, "steps": 3})
+    step(client, lineage, 3)
+    assert step(client, lineage, 4) == {"recent": 4, "replay": 0}
+    assert [round(entry.most_on_policy_prob or 0.0, 3) for entry in entries(client)] == [0.0, 1.0, 0.667, 1.0]
+    assert effects(client.settings().changes[1]) == [("most_on_policy_prob", 1, 3, False)]
+
+
+def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(model={"policy_temperature": 0.7}, searcher={"sampling_temperature": 1.3}).client()
+    lineage = filled(client)
+    request_eval(client, lineage)
+
+    def temperatures(leases: list[Lease]) -> set[tuple[str, float]]:
+        return {(item.kind, item.temperature) for item in leases}
+
+    assert temperatures(lease(client, 7).leases) == {("sample", 0.7), ("greedy", 0.0), ("train", 1.3)}
+    change(client, sampling_temperature=0.9)
+    request = LeaseRequest(searcher_id="s2", max_leases=2)
+    granted = client.lease(request).leases
+    assert temperatures(granted) == {("train", 0.9)}
+    assert effects(client.settings().changes[0]) == [("sampling_temperature", 1, 1, False)]
+    step(client, lineage, 1)
+    change(client, sampling_temperature={"kind": "linear", "value": 1.0, "final": 0.5, "steps": 2})
+    again = client.lease(request).leases
+    assert [item.lease_id for item in again] == [item.lease_id for item in granted]
+    assert temperatures(again) == {("train", 0.75)}
+    assert effects(client.settings().changes[1]) == []  # nothing was leased again
+    lease(client, 1)
+    assert effects(client.settings().changes[1]) == [("sampling_temperature", 1, 2, False)]
+
+
+def test_what_the_trainer_acts_on_took_effect_at_the_first_step_acked_with_it(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    lineage = filled(client)
+    change(client, beta=0.1)
+    change(client, beta=0.2, learning_rate=1e-5)
+    change(client, eval_every_steps=3)
+    step(client, lineage, 1)  # the trainer does not know of them yet
+    step(client, lineage, 2, revision=1)
+    step(client, lineage, 3, revision=3)
+    step(client, lineage, 4, revision=3)
+    change(client, beta=0.3)
+    change(client, beta=0.4)
+    step(client, lineage, 5, revision=5)
+    expected = [
+        [("beta", 1, 2, False)],
+        [("learning_rate", 1, 3, False), ("beta", 1, 3, False)],
+        [("eval_every_steps", 1, 3, False)],
+        [],  # no step was made with it
+        [("beta", 1, 5, False)],
+    ]
+    assert [sorted(effects(audit)) for audit in client.settings().changes] == [sorted(item) for item in expected]
+    assert [entry.settings_revision for entry in entries(client)] == [0, 1, 3, 3, 5]
+
+
+def test_a_revision_that_does_not_exist_takes_no_effect_twice(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    lineage = filled(client)
+    step(client, lineage, 1, revision=10**9)
+    change(client, beta=0.1)
+    step(client, lineage, 2, revision=10**9)
+    step(client, lineage, 3, revision=1)
+    assert effects(client.settings().changes[0]) == [("beta", 1, 2, False)]
+
+
+def test_a_lineage_that_repeats_steps_says_again_where_changes_are_in_effect(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    first = filled(client)
+    step(client, first, 1)
+    client.register_checkpoint(CheckpointRequest(version="1-1", token=first.token, key="k"))
+    change(client, beta=0.1, most_on_policy_prob=1)
+    step(client, first, 2, revision=1)
+    second = start_lineage(client, PolicyVersion(1, 1))
+    change(client, learning_rate=1e-5)
+    step(client, second, 2, revision=2)
+    old, new = client.settings().changes
+    assert sorted(effects(old)) == [
+        ("beta", 1, 2, True),
+        ("beta", 2, 2, False),
+        ("most_on_policy_prob", 1, 2, True),
+        ("most_on_policy_prob", 2, 2, False),
+    ]
+    assert effects(new) == [("learning_rate", 2, 2, False)]
+
+
+def test_settings_survive_a_restart_and_another_process_serves_them(serve_buffer: ServeBuffer) -> None:
+    first = serve_buffer()
+    lineage = filled(first.client())
+    change(first.client(), "warm", beta=LINEAR, sampling_temperature=0.6)
+    step(first.client(), lineage, 1, revision=1)
+    before = first.client().settings()
+    first.stop()
+    client = serve_buffer().client()
+    assert client.settings() == before
+    step(client, lineage, 2, revision=1)
+    assert client.settings_revision == 1
+    assert {item.temperature for item in lease(client).leases} == {0.6}
+    assert change(client, beta=0.5).revision == 2
+
+
+def test_a_buffer_with_a_recipe_that_its_live_settings_do_not_go_with_does_not_start(
+    serve_buffer: ServeBuffer, redis: RedisProcess
+) -> None:
+    from tba_buffer.service import check_redis
+
+    first = serve_buffer(objective={"preset": "grpo", "beta": 0.0})
+    change(first.client(), learning_rate=1e-3, beta=0.0)
+    first.stop()
+    with pytest.raises(
+        ConfigError, match=r"live settings \(revision 1\) that do not go with this recipe: .*beta cannot be 0"
+    ):
+        check_redis(make_recipe(objective={"preset": "tb"}, buffer={"redis_url": redis.url}))
+    check_redis(make_recipe(objective={"preset": "grpo", "beta": 0.0}, buffer={"redis_url": redis.url}))
+
+
+def test_the_error_of_a_wrong_change_is_a_bad_request_for_the_client(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(objective={"preset": "tb"}).client()
+    with pytest.raises(BadRequestError, match="beta cannot be 0"):
+        change(client, beta=0)

@@ -1,0 +1,363 @@
+"""Snapshots over real Redis, HTTP and stores: what is saved is exactly what was live at one position of the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+
+from tba.api import LineageRequest, LoadRequest, OriginInfo, SnapshotInfo, VersionRequest
+from tba.clients import BufferClient
+from tba.config.sections import RunSection
+from tba.errors import ConflictError, NotFoundError
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.wire import Rollout, decode_rollout, encode_rollout
+from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
+from tba_cli.main import main
+from tests.support.buffer import make_payloads, make_prompts, make_recipe, make_rollout, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.redis_process import RedisProcess
+from tests.support.waits import until
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+def sections(store: FileStore, run: str = "test", **more: Any) -> dict[str, Any]:
+    return {"run": run, "store": {"url": store.url}, **more}
+
+
+def saved(client: BufferClient, name: str) -> SnapshotInfo:
+    """Save and wait."""
+    client.save_snapshot(name)
+    until(f"the end of saving {name}", lambda: client.get_snapshot(name).state != "saving")
+    return client.get_snapshot(name)
+
+
+def loaded(client: BufferClient, source: str, version: str | None = None) -> OriginInfo:
+    """Load and wait."""
+    client.load_snapshot(LoadRequest(source=source, version=version))
+    return ended_load(client)
+
+
+def ended_load(client: BufferClient) -> OriginInfo:
+    until("the end of the load", lambda: (o := client.run().origin) is not None and o.state != "loading")
+    origin = client.run().origin
+    assert origin is not None
+    return origin
+
+
+def manifest_of(store: FileStore, source: str) -> SnapshotManifest:
+    key = SnapshotSource.parse(source).manifest_key
+    return decode_snapshot_manifest(store.get(key), key=key)
+
+
+def stored(redis: RedisProcess, run: str = "test") -> dict[bytes, bytes]:
+    """Rollout id -> payload, as Redis has them."""
+    with Redis.from_url(redis.url) as client:
+        return client.hgetall(f"tba:{run}:payloads")  # pyright: ignore[reportReturnType]
+
+
+def log_of(redis: RedisProcess, run: str) -> list[bytes | str]:
+    """The log in its order: rollout ids, and versions of marks."""
+    found: list[bytes | str] = []
+    with Redis.from_url(redis.url) as client:
+        entries: Any = client.xrange(f"tba:{run}:log")
+    for _, fields in entries:
+        if b"r" in fields:
+            found += [fields[b"r"][at : at + 16] for at in range(0, len(fields[b"r"]), 57)]
+        elif b"m" in fields:
+            found.append(fields[b"m"].decode())
+    return found
+
+
+def content(payload: bytes, *, run: str) -> dict[str, Any]:
+    """A rollout as plain values; run and visit, which a load renames, are left out or as `run` has them."""
+    rollout: Rollout = decode_rollout(payload)
+    values = {name: getattr(rollout, name) for name in Rollout.__slots__}
+    assert values.pop("run") == run
+    values["visit_id"] = values["visit_id"].partition("@")[0]
+    return {name: value.tobytes() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def contents(payloads: dict[bytes, bytes], *, run: str) -> dict[bytes, dict[str, Any]]:
+    return {rollout_id: content(payload, run=run) for rollout_id, payload in payloads.items()}
+
+
+def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    old.upload_prompts(make_prompts(6, 2))
+    lineage = start_lineage(old)
+    old.push(make_payloads(["train-0", "train-1"]))
+    old.announce_version(VersionRequest(version="1-0", token=lineage.token))
+    made_by = PolicyVersion(1, 0)
+    pending = encode_rollout(make_rollout("train-2", reward=None, version=made_by))
+    old.push([*make_payloads(["train-2"], version=made_by), pending])
+    before = stored(redis)
+    info = saved(old, "end")
+    assert (info.state, info.num_rollouts, info.log_position) == ("complete", 13, 15)
+    assert old.snapshots() == ["end"]
+
+    new = serve_buffer(**sections(store, "other")).client()
+    new.upload_prompts(make_prompts(1))
+    origin = loaded(new, "test/end")
+    assert (origin.state, origin.num_rollouts, origin.num_loaded, origin.version) == ("complete", 13, 13, None)
+    after = stored(redis, "other")
+    assert contents(after, run="other") == contents(before, run="test")
+    assert all(decode_rollout(payload).visit_id == "visit-of-nobody@test" for payload in after.values())
+    assert log_of(redis, "other") == log_of(redis, "test")
+    stats = new.stats()
+    assert (stats.num_scored, stats.num_pending, stats.num_prompts_train, stats.num_prompts_heldout) == (12, 1, 6, 2)
+    assert stats.rollouts_generated == 0
+    assert new.run().parents == {1: "0-0"}
+    assert new.new_lineage(LineageRequest(trainer_id="t", parent="0-0")).lineage == 2
+    with pytest.raises(ConflictError, match="has begun with snapshot test/end"):
+        new.load_snapshot(LoadRequest(source="third/none"))
+
+
+def fill(client: BufferClient) -> list[list[bytes]]:
+    """Versions 0-0, 1-1 and 1-2 are announced, with four rollouts after each; returns their ids."""
+    client.upload_prompts(make_prompts(4))
+    lineage, groups = start_lineage(client), []
+    for step in range(3):
+        version = PolicyVersion(1, step) if step else PolicyVersion(0, 0)
+        if step:
+            client.announce_version(VersionRequest(version=str(version), token=lineage.token))
+        rollouts = [make_rollout(f"train-{step}", reward=float(i), version=version) for i in range(4)]
+        client.push([encode_rollout(rollout) for rollout in rollouts])
+        groups.append([rollout.rollout_id for rollout in rollouts])
+    return groups
+
+
+def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    groups = fill(old)
+    assert saved(old, "all").num_rollouts == 12
+    assert [mark.version for mark in manifest_of(store, "test/all").marks] == ["0-0", "1-1", "1-2"]
+
+    new = serve_buffer(**sections(store, "fork")).client()
+    origin = loaded(new, "test/all", "1-2")
+    assert (origin.state, origin.version, origin.num_rollouts, origin.lineage) == ("complete", "1-2", 8, 1)
+    assert log_of(redis, "fork") == ["0 0", *groups[0], "1 1", *groups[1]]
+    with pytest.raises(ConflictError, match="no trainer made version 1-3"):
+        new.new_lineage(LineageRequest(trainer_id="t", parent="1-3"))
+    lineage = new.new_lineage(LineageRequest(trainer_id="t", parent="1-2"))
+    assert lineage.lineage == 2
+    own_name = VersionRequest(version="1-2", token=lineage.token)
+    position = new.announce_version(own_name)  # the snapshot ends before the mark of it
+    assert log_of(redis, "fork")[-1] == "1 2"
+    new.announce_version(VersionRequest(version="2-2", token=lineage.token))
+    assert (new.announce_version(own_name), new.run().latest_version) == (position, "2-2")
+    assert (new.run().parents, new.run().step) == ({1: "0-0", 2: "1-2"}, 2)
+    old_rollout = encode_rollout(make_rollout("train-3", run="fork", version=PolicyVersion(1, 2)))
+    assert new.push([old_rollout]).outcomes[0].outcome == "new"
+
+
+def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, store: FileStore) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    new = serve_buffer(**sections(store, "fork")).client()
+    origin = loaded(new, "test/all", "1-7")
+    assert origin.state == "failed"
+    assert "no publication of version 1-7" in (origin.reason or "")
+    with pytest.raises(ConflictError, match="could not be loaded"):
+        new.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    assert loaded(new, "test/all", "1-2").state == "complete"
+
+
+def test_a_snapshot_is_never_overwritten_and_only_known_ones_are_found(
+    serve_buffer: ServeBuffer, store: FileStore
+) -> None:
+    client = serve_buffer(**sections(store)).client()
+    fill(client)
+    first = saved(client, "one")
+    with pytest.raises(ConflictError, match="test/one exists already"):
+        client.save_snapshot("one")
+    assert client.get_snapshot("one") == first
+    with pytest.raises(NotFoundError, match="there is no snapshot test/two"):
+        client.get_snapshot("two")
+    other = serve_buffer(**sections(store, "other")).client()
+    assert "there is no snapshot test/two" in (loaded(other, "test/two").reason or "")
+
+
+def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: ServeBuffer, store: FileStore) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    with pytest.raises(ConflictError, match="has begun with a trainer"):
+        old.load_snapshot(LoadRequest(source="test/all"))
+    pushed = serve_buffer(**sections(store, "pushed")).client()
+    pushed.upload_prompts(make_prompts(1))
+    pushed.push(make_payloads(["train-0"], run="pushed"))
+    origin = loaded(pushed, "test/all")
+    assert (origin.state, pushed.stats().num_rollouts) == ("failed", 4)
+    assert "has begun" in (origin.reason or "")
+
+
+def test_a_load_that_is_repeated_changes_nothing(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    new = serve_buffer(**sections(store, "other")).client()
+    loaded(new, "test/all")
+    before = (log_of(redis, "other"), stored(redis, "other"))
+    assert loaded(new, "test/all").state == "complete"
+    assert (log_of(redis, "other"), stored(redis, "other")) == before
+
+
+def test_another_policy_temperature_and_prompts_with_other_content_are_refused(
+    serve_buffer: ServeBuffer, store: FileStore
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    hot = serve_buffer(**sections(store, "hot", model={"policy_temperature": 0.5})).client()
+    assert "policy_temperature 1, and this run has 0.5" in (loaded(hot, "test/all").reason or "")
+    other = serve_buffer(**sections(store, "other")).client()
+    other.upload_prompts([make_prompts(1)[0].model_copy(update={"text": "9+9="})])
+    assert "prompt 'train-0'" in (loaded(other, "test/all").reason or "")
+    assert other.stats().num_prompts_train == 1
+
+
+def test_a_run_keeps_its_caps_when_the_snapshot_holds_more(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    groups = fill(old)
+    saved(old, "all")
+    new = serve_buffer(**sections(store, "small", buffer={"max_rollouts": 8})).client()
+    assert loaded(new, "test/all").state == "complete"
+    assert stored(redis, "small").keys() == {*groups[1], *groups[2]}
+    assert new.stats().evicted == {"max_rollouts": 4}
+
+
+def with_snapshot(redis: RedisProcess, store: FileStore, run: str, snapshot: str, **more: Any) -> BufferThread:
+    """A buffer whose recipe says what the run begins with."""
+    recipe = make_recipe(run=run, store={"url": store.url}, buffer={"redis_url": redis.url}, **more)
+    section = RunSection(name=run, snapshot=snapshot)
+    return BufferThread(recipe.model_copy(update={"run": section}))
+
+
+def test_the_recipe_says_what_a_run_begins_with(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+) -> None:
+    old = serve_buffer(**sections(store)).client()
+    fill(old)
+    saved(old, "all")
+    buffer = with_snapshot(redis, store, "other", "test/all")
+    try:
+        client = buffer.client(retry_s=20.0)
+        client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))  # waits for the load
+        assert client.run().origin == ended_load(client)
+        assert client.stats().num_rollouts == 12
+    finally:
+        buffer.stop()
+    again = with_snapshot(redis, store, "other", "test/all")
+    try:
+        assert ended_load(again.client()).state == "complete"
+        assert again.client().stats().num_rollouts == 12
+    finally:
+        again.stop()
+
+
+def test_a_run_that_should_begin_with_a_snapshot_but_cannot_takes_no_trainer(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+) -> None:
+    buffer = with_snapshot(redis, store, "other", "test/none")
+    try:
+        assert ended_load(buffer.client()).state == "failed"
+        with pytest.raises(ConflictError, match="there is no snapshot test/none"):
+            buffer.client().new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    finally:
+        buffer.stop()
+    start_lineage(serve_buffer(**sections(store, "late")).client())
+    late = with_snapshot(redis, store, "late", "test/none")
+    try:
+        with pytest.raises(ConflictError, match="has begun without it"):
+            late.client().new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    finally:
+        late.stop()
+
+
+def test_a_store_that_is_away_fails_the_save_with_its_reason(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("not a folder")
+    client = serve_buffer(**sections(FileStore(tmp_path / "store"))).client()
+    fill(client)
+    info = saved(client, "end")
+    assert (info.state, info.log_position) == ("failed", None)
+    assert "correct store.url" in (info.reason or "")
+
+
+def test_the_commands_save_list_and_load(
+    serve_buffer: ServeBuffer, store: FileStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = serve_buffer(**sections(store))
+    fill(old.client())
+    assert main(["buffer", "save", "end", "--url", old.url]) == 0
+    assert "saved test/end: 12 rollouts" in capsys.readouterr().out
+    assert main(["buffer", "snapshots", "--url", old.url]) == 0
+    assert capsys.readouterr().out == "end\n"
+    new = serve_buffer(**sections(store, "other"))
+    assert main(["buffer", "load", "test/end", "--version", "1-1", "--url", new.url]) == 0
+    assert "loaded test/end: 4 rollouts\n" in capsys.readouterr().out
+    late = serve_buffer(**sections(store, "late"))
+    assert main(["buffer", "load", "test/none", "--url", late.url]) == 2
+    assert "was not loaded: there is no snapshot test/none" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_is_left_out_of_a_snapshot_and_named(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+) -> None:
+    first = serve_buffer(**sections(store))
+    old = first.client()
+    old.upload_prompts(make_prompts(3, 2))
+    start_lineage(old)
+    pushed = old.push(make_payloads(["train-0", "train-1", "train-2"])).outcomes
+    before = stored(redis)
+    bad = next(item for item in pushed if item.rollout_id is not None).rollout_id or ""
+    with Redis.from_url(redis.url) as known:
+        known.hset("tba:test:payloads", bytes.fromhex(bad), b"\xff\x00")  # pyright: ignore[reportArgumentType]
+        known.hset("tba:test:prompts", "train-2", b"\xff")  # pyright: ignore[reportArgumentType]
+    first.stop()
+    old = serve_buffer(**sections(store)).client()
+    info = saved(old, "damaged")
+    good = {
+        rollout_id: payload
+        for rollout_id, payload in before.items()
+        if rollout_id.hex() != bad and decode_rollout(payload).prompt_id != "train-2"
+    }
+    assert 0 < len(good) < len(before) - 1
+    assert (info.num_rollouts, manifest_of(store, "test/damaged").num_prompts) == (len(good), 4)
+    damaged = old.run().damaged
+    assert damaged is not None
+    assert {(item.kind, item.name) for item in damaged.items} == {("rollout", bad), ("prompt", "train-2")}
+    new = serve_buffer(**sections(store, "other")).client()
+    assert loaded(new, "test/damaged").num_loaded == len(good)
+    assert contents(stored(redis, "other"), run="other") == contents(good, run="test")
+
+
+@pytest.mark.parametrize("field", ["lineage", "step", "latest_version"])
+def test_a_save_fails_with_the_name_of_the_field_that_says_where_the_run_stands(
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore, field: str
+) -> None:
+    client = serve_buffer(**sections(store)).client()
+    client.upload_prompts(make_prompts(3, 2))
+    start_lineage(client)
+    with Redis.from_url(redis.url) as known:
+        known.hset("tba:test:run", field, b"\xff")
+    info = saved(client, "damaged")
+    assert info.state == "failed"
+    assert f"the field {field} of tba:test:run in Redis cannot be read" in str(info.reason)

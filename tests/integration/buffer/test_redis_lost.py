@@ -1,0 +1,443 @@
+"""A Redis that has lost what was acknowledged: started again over an older copy of its folder, or over none.
+
+A replica that lagged, or a restored disk, does this.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from tba_buffer.service import Buffer, check_redis
+from tba_buffer.storage.keys import FORMAT, FORMAT_TEXT
+
+from tba import __version__
+from tba.api import ACKNOWLEDGED_HEADER, AcceptLoss, RunCommand
+from tba.errors import ConfigError, ConflictError, UnavailableError
+from tba.versions import START
+from tba.wire import Heartbeat, encode_heartbeat
+from tba_cli.main import main as tba
+from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
+from tests.support.buffer_fixtures import BufferThread
+from tests.support.metrics import values
+from tests.support.redis_process import DURABLE, RedisProcess, start_redis
+from tests.support.waits import until
+
+LOST = "acknowledged changes are missing"
+EVERYSEC = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "")
+
+
+class World:
+    """A Redis, a buffer over it that has acknowledged three pushes, and a copy of the folder of Redis from then."""
+
+    def __init__(
+        self, folder: Path, options: tuple[str, ...] = DURABLE, store: Mapping[str, Any] | None = None, **buffer: Any
+    ) -> None:
+        self.redis: RedisProcess = start_redis(folder / "redis", options=options)
+        self.recipe = make_recipe(buffer={"redis_url": self.redis.url, **buffer}, store=dict(store or {}))
+        self.copies = folder / "copies"
+        self.heard = ""
+        """The last answer that the trainer got."""
+        self.buffers: list[BufferThread] = []
+        self.start_buffer()
+        self.client.upload_prompts(make_prompts(4))
+        self.token = start_lineage(self.client).token
+        self.acknowledged: list[bytes] = []
+        for _ in range(3):
+            self.push()
+        self.copy("older")
+
+    @property
+    def buffer(self) -> BufferThread:
+        """The one that was started last."""
+        return self.buffers[-1]
+
+    def start_buffer(self) -> None:
+        """One more, after the last one has ended."""
+        for buffer in self.buffers:
+            buffer.stop()
+        self.buffers.append(BufferThread(self.recipe))
+        self.client = self.buffer.client()
+
+    def push(self) -> None:
+        """A push, acknowledged or an error; not tried again."""
+        payloads = make_payloads(["train-0"])
+        assert {outcome.outcome for outcome in self.client.push(payloads).outcomes} == {"new"}
+        self.acknowledged += payloads
+
+    def why_refused(self) -> str | None:
+        """Return why a push is refused, or None; a refusal that waits for Redis is no answer yet."""
+        try:
+            self.push()
+        except UnavailableError as error:
+            return str(error)
+        return None
+
+    def copy(self, name: str) -> None:
+        """Keep what the folder of Redis has now."""
+        shutil.copytree(self.redis.folder, self.copies / name)
+
+    def restart_over(self, name: str | None) -> None:
+        """Redis ends, its folder becomes the copy (None: empty), and it starts again."""
+        self.redis.kill()
+        shutil.rmtree(self.redis.folder)
+        if name is not None:
+            shutil.copytree(self.copies / name, self.redis.folder)
+        self.redis.start()
+
+    def refused(self, text: str) -> None:
+        """Check that pushes are refused for this reason, the service is not ready, and every reader sees it."""
+        until(f"{text!r} is refused", lambda: text in (self.why_refused() or ""))
+        assert text in str(self.client.run().loss)
+        status, body = readyz(self.buffer.url)
+        assert (status, text in body) == (503, True)
+        assert metric(self.buffer.url, "tba_redis_lost_data") == 1
+        assert metric(self.buffer.url, "tba_redis_durable") == 0
+
+    def accepted(self) -> None:
+        """Check that pushes are acknowledged again, and no reader sees a loss."""
+        until("a push is accepted", lambda: self.why_refused() is None)
+        until("ready", lambda: readyz(self.buffer.url)[0] == 200)
+        assert self.client.run().loss is None
+        assert metric(self.buffer.url, "tba_redis_lost_data") == 0
+
+    def outcomes_again(self) -> set[str]:
+        """Push all acknowledged rollouts once more; return the outcomes."""
+        return {outcome.outcome for outcome in self.client.push(self.acknowledged).outcomes}
+
+    def stop(self) -> None:
+        """End all."""
+        for buffer in self.buffers:
+            buffer.stop()
+        self.redis.stop()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.stop()
+
+
+def readyz(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz") as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def metric(url: str, name: str) -> float:
+    return values(url, name)[()]
+
+
+def sign_of_life(kind: str) -> Heartbeat:
+    return Heartbeat(component_id=f"{kind}-one", kind=kind, run="test", state="x", version=START, wait=None)
+
+
+def beat(world: World) -> None:
+    """Send a heartbeat of a trainer; the trainer stays when the buffer ends."""
+    world.client._acknowledged = world.heard
+    world.client.heartbeat(sign_of_life("trainer"))
+    world.heard = world.client._acknowledged
+
+
+def test_five_lost_pushes_are_refused_until_an_operator_accepts_the_loss(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(5):
+        world.push()
+    world.restart_over("older")
+    world.refused("lost data of this run: 5 acknowledged changes")
+    before = world.client.stats().num_rollouts
+    assert before == 12, "nothing was stored meanwhile"
+
+    assert tba(["buffer", "accept-loss", "--url", world.buffer.url, "--reason", "the disk is gone"]) == 0
+    assert "accepted: Redis has lost data of this run: 5 acknowledged changes" in capsys.readouterr().out
+    world.accepted()
+    info = world.client.run()
+    assert (info.num_lost_changes, info.state) == (5, "running")
+    (change,) = world.client.run_changes().changes
+    assert (change.command, change.role, change.reason) == ("accept-loss", "operator", "the disk is gone")
+    assert (change.old, change.new, change.num_lost) == ("running", "running", 5)
+    assert metric(world.buffer.url, "tba_redis_lost_changes_total") == 5
+    assert metric(world.buffer.url, "tba_redis_losses_accepted_total") == 1
+    world.start_buffer()  # and a buffer that starts over it finds no loss
+    world.accepted()
+
+
+def test_a_second_acceptance_changes_nothing(world: World) -> None:
+    world.push()
+    world.restart_over("older")
+    world.refused("lost data of this run: 1 acknowledged changes")
+    for _ in range(2):
+        world.client.accept_loss(AcceptLoss(reason="x"))
+    assert (world.client.run().num_lost_changes, len(world.client.run_changes().changes)) == (1, 1)
+
+
+@pytest.mark.parametrize("first", ["older", None], ids=["an older copy", "an empty folder"])
+def test_a_redis_that_comes_back_whole_is_accepted_without_a_restart_of_the_buffer(
+    world: World, first: str | None
+) -> None:
+    world.push()
+    world.redis.kill()
+    world.copy("whole")
+    world.redis.start()
+    world.restart_over(first)
+    world.refused(LOST)
+    assert world.client.stats().num_rollouts == (
+        12 if first else 0
+    )  # reading continues, and what was read is forgotten
+    world.restart_over("whole")
+    world.accepted()
+    assert world.outcomes_again() == {"duplicate"}
+    assert world.client.run().num_lost_changes == 0
+
+
+def test_a_loss_that_no_rollout_shows_is_noticed_too(world: World) -> None:
+    """A pause, which is in no log."""
+    world.client.command("pause", RunCommand())
+    world.restart_over("older")
+    world.refused(LOST)
+
+
+def test_a_redis_that_is_emptied_while_it_runs_is_noticed_by_the_push(world: World) -> None:
+    with Redis.from_url(world.redis.url) as admin:
+        admin.flushall()
+        assert LOST in str(world.why_refused())
+        assert admin.exists("tba:test:payloads") == 0
+    world.refused(LOST)
+
+
+def test_what_is_refused_over_an_emptied_redis_begins_no_run_in_it(world: World) -> None:
+    world.restart_over(None)
+    world.refused(LOST)
+    with pytest.raises(ConflictError):
+        world.client.heartbeat(replace(sign_of_life("searcher"), run="another"))
+    with Redis.from_url(world.redis.url) as admin:
+        assert admin.exists("tba:test:counters") == 0
+    world.start_buffer()
+
+
+def test_a_buffer_starts_over_a_redis_that_was_emptied_under_a_push_and_refuses(world: World) -> None:
+    with Redis.from_url(world.redis.url) as admin:
+        admin.flushall()
+        assert LOST in str(world.why_refused())
+        assert admin.hget("tba:test:counters", "acknowledged") is not None  # it was counted behind the push
+    world.start_buffer()
+    world.refused(LOST)
+
+
+def test_a_buffer_that_was_started_again_over_an_older_copy_hears_of_it_from_the_trainer(world: World) -> None:
+    for _ in range(2):
+        world.push()
+    beat(world)
+    world.restart_over("older")
+    world.start_buffer()
+    for _ in range(4):  # more than was lost: Redis counts at least as many as the trainer knows
+        world.push()
+    beat(world)
+    world.refused("lost data of this run: 2 acknowledged changes")
+    world.start_buffer()  # the trainer's knowledge survives the restart
+    beat(world)
+    world.refused(LOST)
+    world.client.accept_loss(AcceptLoss(reason="x"))
+    world.accepted()
+    beat(world)
+    world.accepted()
+
+
+def test_a_claim_that_is_made_again_is_no_new_loss(world: World) -> None:
+    """The answer to the heartbeat that made it was lost, or another trainer got the same."""
+    for _ in range(5):
+        world.push()
+    beat(world)
+    said = world.heard
+    world.restart_over("older")
+    world.start_buffer()
+    world.heard = said
+    beat(world)
+    world.refused("lost data of this run: 5 acknowledged changes")
+    world.client.accept_loss(AcceptLoss(reason="x"))
+    world.accepted()
+    world.heard = said
+    beat(world)
+    world.accepted()
+    assert world.client.run().num_lost_changes == 5
+
+
+def test_the_trainer_of_another_run_knows_nothing_of_this_one(world: World) -> None:
+    body = encode_heartbeat(replace(sign_of_life("trainer"), run="another"))
+    with pytest.raises(ConflictError):
+        world.client._call("POST", "/v1/heartbeats", msgpack=body, headers={ACKNOWLEDGED_HEADER: f"{'0' * 16}:999999"})
+    world.push()
+    assert world.client.run().loss is None
+
+
+def test_a_loss_is_found_again_by_a_buffer_over_a_redis_that_was_restored_once_more(world: World) -> None:
+    """The note of the loss went with it, and what the trainer said then was all that was left."""
+    for _ in range(5):
+        world.push()
+    beat(world)
+    for _ in range(2):
+        world.restart_over("older")
+        world.start_buffer()
+        for _ in range(2):
+            beat(world)
+        world.refused("lost data of this run: 5 acknowledged changes")
+    world.client.accept_loss(AcceptLoss(reason="x"))
+    world.accepted()
+    world.start_buffer()  # before the trainer knows of the acceptance
+    beat(world)
+    world.accepted()
+
+
+def test_what_a_searcher_or_nobody_says_stops_nothing(world: World) -> None:
+    body = encode_heartbeat(sign_of_life("searcher"))
+    world.client._call("POST", "/v1/heartbeats", msgpack=body, headers={ACKNOWLEDGED_HEADER: f"{'0' * 16}:999999"})
+    for text in ("", "x", "0:1", f"{'0' * 16}:{2**60}", f"{'0' * 16}:-1"):
+        world.heard = text
+        beat(world)
+    world.push()
+    assert world.client.run().loss is None
+
+
+def test_with_everysec_the_recipe_accepts_what_is_lost_and_it_is_counted(tmp_path: Path) -> None:
+    world = World(tmp_path, EVERYSEC, appendfsync="everysec")
+    try:
+        world.redis.kill()
+        world.redis.start()
+        for _ in range(2):
+            until("a push is accepted", lambda: world.why_refused() is None)
+        num_lost = len(world.acknowledged) // 4 - 3
+        world.restart_over("older")
+        until("a push is accepted", lambda: world.why_refused() is None)
+        assert world.client.run().num_lost_changes >= num_lost
+        assert [change.role for change in world.client.run_changes().changes] == ["recipe"]
+    finally:
+        world.stop()
+
+
+def test_a_snapshot_carries_the_storage_format(tmp_path: Path) -> None:
+    world = World(tmp_path, store={"url": f"file://{tmp_path}/store"})
+    try:
+        world.client.save_snapshot("end")
+        until("it is saved", lambda: world.client.get_snapshot("end").state == "complete")
+        manifest = json.loads((tmp_path / "store/runs/test/snapshots/end/manifest.json").read_text())
+        assert (manifest["storage_format"], manifest["tba_version"]) == (FORMAT, __version__)
+    finally:
+        world.stop()
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, "was written by tba 0.1 in storage format 1, this is tba"),
+        ("9 0.9.0", "was written by tba 0.9.0 in storage format 9, this is tba"),
+    ],
+)
+def test_a_run_in_another_storage_format_is_refused_in_a_sentence(world: World, found: str | None, says: str) -> None:
+    with Redis.from_url(world.redis.url, decode_responses=True) as admin:
+        assert admin.get("tba:test:format") == FORMAT_TEXT
+        starts = admin.get("tba:test:replica")
+        if found is None:
+            admin.delete("tba:test:format")
+        else:
+            admin.set("tba:test:format", found)
+        with pytest.raises(ConfigError, match=says) as refused:
+            check_redis(world.recipe)
+        assert "run.snapshot" in str(refused.value)
+        assert (admin.get("tba:test:format"), admin.get("tba:test:replica")) == (found, starts)
+
+
+def test_the_audit_of_a_loss_is_one_line_of_json(world: World) -> None:
+    world.push()
+    world.restart_over("older")
+    world.refused("lost data of this run: 1 acknowledged changes")
+    world.client.accept_loss(AcceptLoss(reason='a "quoted" reason \\ é'))
+    with Redis.from_url(world.redis.url) as admin:
+        lines: Any = admin.lrange("tba:test:run_changes", 0, -1)
+    assert json.loads(lines[0])["reason"] == 'a "quoted" reason \\ é'
+
+
+def test_what_an_older_buffer_counts_beside_a_newer_one_is_no_loss(world: World) -> None:
+    """A node that came back: its buffer answers trainers until it finds the newer one."""
+    world.buffers.append(BufferThread(world.recipe))
+    for number in range(3):
+        world.client.command("pause" if number % 2 == 0 else "resume", RunCommand())
+        assert world.why_refused() is not None
+    beat(world)
+    world.client = world.buffer.client()
+    beat(world)
+    assert world.client.run().loss is None
+    assert world.why_refused() is None
+
+
+async def test_a_start_over_a_loss_that_nobody_accepted_is_never_ready(world: World) -> None:
+    """A client that sees a ready buffer begins to write, and would be refused a moment later."""
+    world.buffer.stop()
+    buffer = Buffer(world.recipe, CollectorRegistry())
+    await buffer.context.redis.hset("tba:test:run", "changes_missing", 5)
+    await buffer.start()
+    try:
+        assert LOST in str(await buffer.ready())
+    finally:
+        await buffer.stop()
+
+
+async def test_what_is_whole_again_is_read_again_also_if_that_fails_once(world: World, monkeypatch: Any) -> None:
+    buffer = Buffer(world.recipe, CollectorRegistry())
+    await buffer.start()
+    redis, durability, tries = buffer.context.redis, buffer.context.durability, list[str]()
+    reread = buffer.view.reread
+
+    async def fails_once() -> None:
+        tries.append("")
+        if len(tries) == 1:
+            raise UnavailableError("Redis does not answer")
+        await reread()
+
+    try:
+        number = await redis.hget("tba:test:counters", "acknowledged")
+        await redis.hset("tba:test:counters", "acknowledged", 1)
+        await durability.check()
+        assert LOST in str(durability.broken)
+        monkeypatch.setattr(buffer.view, "reread", fails_once)
+        await redis.hset("tba:test:counters", "acknowledged", number)
+        until_s = time.monotonic() + 30
+        while durability.broken is not None and time.monotonic() < until_s:
+            with suppress(UnavailableError):
+                await durability.check()
+        assert (durability.broken, len(tries)) == (None, 2)
+    finally:
+        await buffer.stop()
+
+
+async def test_what_is_acknowledged_while_redis_is_asked_is_no_loss(world: World, monkeypatch: Any) -> None:
+    buffer = Buffer(world.recipe, CollectorRegistry())
+    await buffer.start()
+    losses = buffer.context.losses
+    read = losses._read
+
+    async def read_while_a_push_is_answered() -> Any:
+        found = await read()
+        await losses.acknowledge(losses.acknowledged + 1, losses.acknowledged, epoch=0)
+        return found
+
+    monkeypatch.setattr(losses, "_read", read_while_a_push_is_answered)
+    try:
+        assert await losses.check() is None
+    finally:
+        await buffer.stop()

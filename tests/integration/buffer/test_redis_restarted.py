@@ -1,0 +1,179 @@
+"""An external Redis, started again over a file in which a transaction was written by half.
+
+It has `aof-load-truncated no`, without which the buffer takes none: Redis does not start over a torn end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tba.errors import UnavailableError
+from tests.support.buffer import (
+    ROOT,
+    SERVICE_PATHS,
+    make_payloads,
+    make_prompts,
+    make_recipe,
+    start_lineage,
+    write_recipe,
+)
+from tests.support.buffer_fixtures import BufferThread
+from tests.support.buffer_reads import readyz
+from tests.support.redis_process import OF_OTHERS, RedisProcess, free_port
+from tests.support.waits import until
+
+LOG = b"tba:test:log"
+MULTI = b"*1\r\n$5\r\nMULTI\r\n"
+
+
+class World:
+    """The Redis, a buffer over it, and three acknowledged pushes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.redis = RedisProcess(folder=folder, port=free_port(), options=OF_OTHERS, as_we_start_it=False)
+        self.redis.start()
+        self.recipe = make_recipe(buffer={"redis_url": self.redis.url})
+        self.buffer = BufferThread(self.recipe)
+        self.client = self.buffer.client()
+        self.client.upload_prompts(make_prompts(4))
+        start_lineage(self.client)
+        self.acknowledged: list[bytes] = []
+        for _ in range(3):
+            assert self.why_refused() is None
+        assert self.client.stats().num_rollouts == 12  # the buffer has read them back; it does so every second
+
+    def why_refused(self) -> str | None:
+        payloads = make_payloads(["train-0"])
+        try:
+            assert {outcome.outcome for outcome in self.client.push(payloads).outcomes} == {"new"}
+        except UnavailableError as error:
+            return str(error)
+        self.acknowledged += payloads
+        return None
+
+    def restart_redis(self) -> None:
+        self.redis.kill()
+        self.redis.start()
+
+    def stop(self) -> None:
+        self.buffer.stop()
+        self.redis.stop()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "redis")
+    yield made
+    made.stop()
+
+
+def command(*words: bytes) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+def aof(folder: Path) -> Path:
+    """The file that Redis appends to; from Redis 7 on the last one of a list."""
+    return max(folder.rglob("*.aof"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def last_push(data: bytes) -> tuple[int, int, bytes]:
+    """Return the position of the last push's MULTI in these bytes, its position in the log, and its records."""
+    begin = data.rindex(MULTI + b"*5\r\n$4\r\nXADD\r\n")
+    words = data[begin + len(MULTI) :].split(b"\r\n", 9)
+    position = int(words[6].split(b"-")[0])
+    at = data.index(b"$1\r\nr\r\n$", begin) + 8
+    end = data.index(b"\r\n", at)
+    return begin, position, data[end + 2 : end + 2 + int(data[at:end])]
+
+
+def half_push(position: int, records: bytes) -> bytes:
+    """The first two commands of a push of other rollouts, which was never acknowledged."""
+    others = b"".join(bytes(16) + records[at + 16 : at + 57] for at in range(0, len(records), 57))
+    return (
+        MULTI
+        + command(b"XADD", LOG, b"%d-0" % position, b"r", others)
+        + command(b"HSET", b"tba:test:payloads", bytes(16), b"x")
+    )
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+
+
+def test_a_redis_of_others_does_not_start_over_a_torn_end_until_the_script_has_repaired_it(world: World) -> None:
+    world.redis.kill()
+    path = aof(world.redis.folder)
+    data = path.read_bytes()
+    _, position, records = last_push(data)
+    path.write_bytes(data + half_push(position + 4, records) + command(b"HSET", b"tba:test:payloads", b"y", b"z")[:-9])
+    with pytest.raises(RuntimeError, match="redis-server did not start"):
+        world.redis.start()
+    assert len(path.read_bytes()) > len(data), "Redis cuts nothing"
+    world.redis.as_we_start_it = True
+    world.redis.start()
+    assert aof(world.redis.folder).read_bytes() == data
+    until("a push is accepted", lambda: world.why_refused() is None)
+    world.restart_redis()
+    until("a push is accepted again", lambda: world.why_refused() is None)
+    assert {outcome.outcome for outcome in world.client.push(world.acknowledged).outcomes} == {"duplicate"}
+    assert len(world.acknowledged) >= 20
+
+
+def test_a_restart_over_a_whole_file_is_no_event(world: World) -> None:
+    world.restart_redis()
+    until("a push is accepted", lambda: world.why_refused() is None)
+    assert readyz(world.buffer.url)[0] == 200
+    assert {outcome.outcome for outcome in world.client.push(world.acknowledged).outcomes} == {"duplicate"}
+
+
+def damage(world: World, more: int) -> None:
+    """A half push stands before the last but one and takes its place in the log, and `more` positions after it."""
+    world.redis.kill()
+    path = aof(world.redis.folder)
+    data = path.read_bytes()
+    begin, position, records = last_push(data[: last_push(data)[0]])
+    path.write_bytes(data[:begin] + half_push(position + more, records) + data[begin:])
+
+
+def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(world: World) -> None:
+    """Its entries follow each other without a gap, and its end is where it was."""
+    damage(world, more=0)
+    damaged = aof(world.redis.folder).read_bytes()
+    world.redis.start()
+    until("it is refused", lambda: "is not the one that was acknowledged" in (world.why_refused() or ""), deadline_s=60)
+    until("not ready", lambda: readyz(world.buffer.url)[0] == 503)
+    assert "tba buffer load" in readyz(world.buffer.url)[1]["detail"]
+    assert metric(world.buffer.url, "tba_redis_durable") == 0
+    assert world.client.run().state == "running"  # reading continues
+    assert aof(world.redis.folder).read_bytes()[: len(damaged)] == damaged, "somebody may yet repair it"
+
+
+def test_a_buffer_that_starts_over_a_log_with_a_gap_says_so_in_one_sentence(world: World, tmp_path: Path) -> None:
+    damage(world, more=2)
+    world.redis.start()
+    until("it is refused", lambda: "tba buffer load" in (world.why_refused() or ""))
+    recipe = make_recipe(buffer={"redis_url": world.redis.url, "port": free_port()})
+    ended = subprocess.run(
+        [sys.executable, "-m", "tba_buffer", "--config", str(write_recipe(tmp_path / "recipe.json", recipe))],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr + ended.stdout
+    (sentence,) = (line for line in ended.stderr.splitlines() if line.startswith("error: "))
+    assert "the log of run 'test' in Redis is not whole" in sentence
+    assert "tba buffer load" in sentence

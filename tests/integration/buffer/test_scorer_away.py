@@ -1,0 +1,218 @@
+"""An HTTP endpoint that scores goes away and comes back: searcher, reward service and buffer lose no reward by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tba_buffer.scoring import retries
+from tba_searcher.engines.engine import Completion
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.evaluation_results import ResultBuilder
+from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.generation.visits import Visit
+from tba_searcher.waits import WaitRegistry
+
+from tba.api import RescoreRequest
+from tba.clients import BufferClient, RewardClient
+from tba.versions import START
+from tba.wire import Sampling, VersionSpan, encode_rollout
+from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage, write_recipe
+from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.deployment import _start_reward
+from tests.support.leases import lease
+from tests.support.redis_process import RedisProcess, free_port
+from tests.support.reward_server import RewardServer
+from tests.support.scored_buffer import statuses, stored_rollouts
+from tests.support.tiny_model import make_tiny_tokenizer
+from tests.support.waits import until
+
+AWAY = "scorer-away"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[RewardServer]:
+    """The HTTP endpoint that scores."""
+    server = RewardServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def reward_url(tmp_path_factory: pytest.TempPathFactory, endpoint: RewardServer) -> Iterator[str]:
+    """A real reward service that asks the endpoint."""
+    folder, port = tmp_path_factory.mktemp("reward"), free_port()
+    scorer = {"kind": "http", "url": f"{endpoint.url}/v1/score", "num_retries": 0, "timeout_s": 30.0}
+    section = {"port": port, "num_workers": 1, "tasks": {"addition": {"scorers": [scorer]}}}
+    process = _start_reward(folder, write_recipe(folder / "recipe.json", make_recipe(reward=section)), _url(port))
+    yield _url(port)
+    process.stop()
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def client(serve_buffer: ServeBuffer, reward_url: str) -> BufferClient:
+    """The client of a buffer that scores there, and has prompts."""
+    served = serve_buffer(buffer={"score_every_s": 0.02}, reward={"url": reward_url})
+    client = served.client()
+    client.upload_prompts(make_prompts(4))
+    return client
+
+
+@pytest.fixture
+def away(endpoint: RewardServer) -> Iterator[RewardServer]:
+    """The endpoint, which is gone; it is back after the test."""
+    endpoint.leave()
+    yield endpoint
+    if endpoint._server.socket.fileno() < 0:
+        endpoint.come_back()
+
+
+def waits(client: BufferClient) -> list[str]:
+    return [wait.name for wait in client.run().waits if wait.owner == "buffer-scorer"]
+
+
+async def deliver(client: BufferClient, reward_url: str, folder: Path) -> SearcherStatus:
+    """One visit through a searcher's delivery."""
+    start_lineage(client)
+    (granted,) = lease(client, 1).leases
+    make_tiny_tokenizer().save_pretrained(folder)
+    status = SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry())
+    delivery = Delivery(
+        make_recipe(),
+        buffer=client,
+        reward=RewardClient(reward_url, retry_s=0),
+        codec=TextCodec(folder),
+        results=ResultBuilder(reference_sums=None, embedder=None),
+        reference=None,
+        status=status,
+    )
+    completions = [
+        Completion(
+            request_id=f"{granted.lease_id}/{number}",
+            response_tokens=np.array([5 + number, 6], np.int32),
+            sampler_logprobs=np.full(2, -0.5, np.float32),
+            sampling=Sampling(temperature=1.0),
+            finish_reason="stop",
+            version_spans=(VersionSpan(version=START, start=0, end=2),),
+            started_at_s=1.0,
+            finished_at_s=2.0,
+        )
+        for number in range(granted.num_rollouts)
+    ]
+    visit = Visit(lease=granted, prompt_tokens=(1, 2), pinned=None, completions=completions)
+    delivery.put(visit)
+    status.num_unpushed = len(completions)
+    await delivery._score([visit])
+    await delivery._push(delivery._scored.get_nowait().payloads)
+    return status
+
+
+async def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
+    client: BufferClient, reward_url: str, away: RewardServer, tmp_path: Path, redis: RedisProcess
+) -> None:
+    status = await deliver(client, reward_url, tmp_path)
+    assert (status.counts["scores_pending"], status.counts["scores_failed"]) == (4, 0)
+    assert status.counts["rollouts_pushed"] == 4
+    until("the wait is shown", lambda: waits(client) == [AWAY])
+    assert statuses(client) == (0, 4, 0)
+    reasons = {rollout.reward_reason for rollout in stored_rollouts(redis).values()}
+    assert all((reason or "").startswith("unreachable: ") for reason in reasons)
+    away.come_back()
+    later(client, retries.MAX_PAUSE_S)
+    until("all are scored", lambda: statuses(client) == (4, 0, 0))
+    until("the wait is over", lambda: waits(client) == [])
+    assert {rollout.reward for rollout in stored_rollouts(redis).values()} == {10.0}
+
+
+def test_they_are_failed_after_so_many_tries_and_hold_up_no_others(
+    client: BufferClient, away: RewardServer, monkeypatch: pytest.MonkeyPatch, redis: RedisProcess
+) -> None:
+    monkeypatch.setattr(retries, "MAX_TRIES", 4)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    client.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
+    until("all are failed", lambda: statuses(client) == (0, 0, 3))
+    assert all((r.reward_reason or "").startswith("unreachable: ") for r in stored_rollouts(redis).values())
+    until("the wait is over", lambda: waits(client) == [])
+
+
+def test_scoring_again_waits_for_the_endpoint_and_takes_no_reward_away(
+    client: BufferClient, away: RewardServer
+) -> None:
+    client.push([encode_rollout(make_rollout(f"train-{i % 4}", reward=1.0)) for i in range(8)])
+    client.start_rescore(RescoreRequest())
+    until("the wait is shown", lambda: waits(client) == [AWAY])
+    job = client.rescore()
+    assert (job.state, job.num_done) == ("running", 0)
+    assert "unreachable" in (job.problem or "")
+    assert statuses(client) == (8, 0, 0)
+    away.come_back()
+    later(client, retries.MAX_PAUSE_S)
+    until("the job is done", lambda: client.rescore().state == "done")
+    job = client.rescore()
+    assert (job.num_done, job.num_failed, job.num_changed) == (8, 0, 8)
+
+
+def test_scoring_again_ends_though_one_of_its_request_is_given_up_before_the_other(
+    client: BufferClient, away: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "MAX_TRIES", 4)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    record, recorded = retries.RetryQueue.record_failure, set[int]()
+
+    def first_is_a_try_ahead(self: retries.RetryQueue, position: int, reason: str) -> bool:
+        if not recorded:
+            record(self, position, reason)
+        recorded.add(position)
+        return record(self, position, reason)
+
+    monkeypatch.setattr(retries.RetryQueue, "record_failure", first_is_a_try_ahead)
+    client.push([encode_rollout(make_rollout(response_text=f"unheard of {i}")) for i in range(2)])
+    client.start_rescore(RescoreRequest())
+    until("the job is done", lambda: client.rescore().state == "done")
+    assert (client.rescore().num_failed, len(recorded)) == (2, 2)
+    until("the wait is over", lambda: waits(client) == [])
+
+
+class Clock:
+    """Seconds that a test lets pass."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_repeated_request_is_half_as_large_and_what_is_new_has_its_turn() -> None:
+    clock: Any = Clock()
+    waiting = retries.RetryQueue(clock)
+    old, sizes = list(range(64)), []
+    for _ in range(9):
+        asked = waiting.next_due(old, 64)
+        sizes.append(len(asked))
+        for at in old:  # the other requests fail meanwhile, too
+            waiting.record_failure(at, "unreachable: away")
+        assert waiting.next_due([*old, 99], 64) == [99]
+        assert waiting.is_too_early(old)
+        assert not waiting.is_too_early([99])
+        clock.now_s += retries.MAX_PAUSE_S
+    assert sizes == [64, 32, 16, 8, 4, 2, 1, 1, 1]
+    turns = [waiting.next_due([*old, 99], 64) for _ in range(4)]
+    assert turns[0] != turns[1]
+    assert turns[:2] == turns[2:]
+    assert waiting.next_due(list(range(1000, 1200)), 64) == list(range(1000, 1200))
+    waiting.remove_stale()
+    assert len(waiting) == len(old)
+    clock.now_s += retries.MAX_PAUSE_S + retries.STALE_AFTER_S + 1.0
+    waiting.remove_stale()
+    assert (len(waiting), waiting.problem) == (0, None)
+    waiting.record_failure(1, "unreachable: away")
+    waiting.remove([1])
+    assert (len(waiting), waiting.problem) == (0, None)

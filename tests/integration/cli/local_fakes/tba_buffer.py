@@ -1,0 +1,159 @@
+"""A buffer service of fifty lines: run, stats, ledger and prompts, kept in one JSON file beside config.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+CONFIG = Path(sys.argv[sys.argv.index("--config") + 1])
+RECIPE = json.loads(CONFIG.read_text())
+STATE_PATH = CONFIG.parent / "redis" / "fake_buffer.json"
+
+
+def initial_state() -> dict[str, Any]:
+    return {"state": "running", "reason": None, "lineage": 0, "parents": {}, "ledger": [], "prompts": {}, "evals": []}
+
+
+LOCK = threading.Lock()
+STATE: dict[str, Any] = json.loads(STATE_PATH.read_text()) if STATE_PATH.exists() else initial_state()
+
+
+def active() -> list[dict[str, Any]]:
+    return [line for line in STATE["ledger"] if line["kind"] == "batch" and not line["abandoned"]]
+
+
+def run_info() -> dict[str, Any]:
+    return {
+        "run": RECIPE["run"]["name"],
+        "state": STATE["state"],
+        "state_reason": STATE["reason"],
+        "step": max((entry["step"] for entry in active()), default=0),
+        "lineage": STATE["lineage"],
+        "parents": STATE["parents"],
+        "latest_version": None,
+        "checkpoint": None,
+        "checkpoint_key": None,
+        "components": [],
+        "waits": [],
+        "evals": STATE["evals"],
+    }
+
+
+def stats() -> dict[str, Any]:
+    trained = 32 * len(active())
+    splits = [prompt["split"] for prompt in STATE["prompts"].values()]
+    counts = dict.fromkeys(("num_scored", "num_pending", "num_failed", "num_prompts_seen", "payload_bytes"), 0)
+    maps: dict[str, dict[str, int]] = {name: {} for name in ("pushed", "refused", "evicted", "leases")}
+    return {
+        "run": RECIPE["run"]["name"],
+        "num_rollouts": 2 * trained,
+        "num_prompts_train": splits.count("train"),
+        "num_prompts_heldout": splits.count("heldout"),
+        "log_position": 0,
+        "num_publications": 0,
+        "rollouts_generated": 2 * trained,
+        "rollouts_drawn": trained,
+        "rollouts_trained": trained,
+        "samples_per_insert": 0.5,
+        "slots": {},
+        "realised_most_on_policy": 0.5,
+        "mean_reward_recent": None,
+        "policy_age_histogram": {0: trained, 4: trained},
+        **counts,
+        **maps,
+    }
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/readyz":
+            self.answer({"status": "ok"})
+        elif self.path == "/v1/run":
+            self.answer(run_info())
+        elif self.path == "/v1/stats":
+            self.answer(stats())
+        elif self.path.startswith("/v1/run/settings"):
+            self.answer({"revision": 0, "settings": {}, "recipe": {}, "now": {}, "changes": [], "next": None})
+        elif self.path.startswith("/v1/ledger"):
+            after = int(self.path.partition("after=")[2].partition("&")[0] or 0)
+            self.answer({"entries": STATE["ledger"][after:], "next": None})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/v1/prompts":
+            known = STATE["prompts"]
+            new = [prompt for prompt in body["prompts"] if prompt["prompt_id"] not in known]
+            known.update({prompt["prompt_id"]: prompt for prompt in new})
+            counts = stats()
+            self.answer(
+                {
+                    "num_new": len(new),
+                    "num_same": len(body["prompts"]) - len(new),
+                    "num_train": counts["num_prompts_train"],
+                    "num_heldout": counts["num_prompts_heldout"],
+                }
+            )
+        elif self.path.startswith("/v1/run/"):
+            names = {"pause": "paused", "resume": "running", "stop": "stopping", "done": "done", "fail": "failed"}
+            STATE.update(state=names[self.path.rsplit("/", 1)[1]], reason=body["reason"])
+            self.answer(run_info())
+        elif self.path == "/fake/lineage":
+            step = run_info()["step"]
+            STATE["parents"][str(STATE["lineage"] + 1)] = f"{STATE['lineage']}-{step}"
+            STATE["lineage"] += 1
+            STATE["state"] = "running"
+            STATE["ledger"].append(
+                {
+                    "kind": "resume",
+                    "lineage": STATE["lineage"],
+                    "parent": STATE["parents"][str(STATE["lineage"])],
+                    "trainer_id": "fake",
+                    "resumed_at_s": time.time(),
+                }
+            )
+            self.answer({"lineage": STATE["lineage"], "step": step})
+        elif self.path == "/fake/step":
+            STATE["ledger"].append(
+                {
+                    "kind": "batch",
+                    "lineage": STATE["lineage"],
+                    "step": body["step"],
+                    "batch_id": f"batch-{STATE['lineage']}-{body['step']}",
+                    "acked_at_s": time.time(),
+                    "num_rollouts": 32,
+                    "rollout_ids": ["00" * 16] * 32,
+                    "metrics": {"reward_mean": 0.5, "accuracy": 0.25, "policy_age_mean": 2.0, "wait_s": 0.0},
+                    "abandoned": False,
+                }
+            )
+            self.answer({})
+        elif self.path == "/fake/eval":
+            STATE["evals"].append(body)
+            self.answer({})
+        # requests have threads of their own, and the process may be killed: the file is whole at any moment
+        with LOCK:
+            half = STATE_PATH.with_suffix(".half")
+            half.write_text(json.dumps(STATE))
+            half.replace(STATE_PATH)
+
+    def answer(self, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+print("fake buffer starts", flush=True)
+ThreadingHTTPServer((RECIPE["buffer"]["host"], RECIPE["buffer"]["port"]), Handler).serve_forever()

@@ -1,0 +1,228 @@
+"""`tba config check`: what would fail after `tba run` has begun is found before, each fault with a remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.clients import RewardClient
+from tba_cli.local import evaluate
+from tba_cli.main import main
+from tba_cli.ports import PortRequest, choose_ports
+from tests.support.tiny_model import make_tiny_model
+
+GRADERS = """
+def same(prompts, completions, answer, **kwargs):
+    return [float(a == c) for a, c in zip(answer, completions)]
+
+def lengths(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+def broken(prompts, completions, **kwargs):
+    raise KeyError("gold")
+"""
+Check = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def rows(task: str = "mine") -> list[dict[str, Any]]:
+    row = {"task": task, "text": "1+1=", "data": {"answer": "2"}}
+    return [row | {"prompt_id": split, "split": split} for split in ("train", "heldout")]
+
+
+@pytest.fixture
+def check(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Write recipe and prompts, run the command; (exit code, output)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "graders.py").write_text(GRADERS)
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows())))
+
+    def run(*words: str, function: str = "graders:same", **sections: dict[str, Any]) -> tuple[int, str]:
+        document: dict[str, dict[str, Any]] = {
+            "run": {"name": "demo"},
+            "model": {"path": str(model)},
+            "data": {"path": "prompts.jsonl"},
+            "buffer": {"port": 0},
+            "reward": {"port": 0, "tasks": {"mine": {"scorers": [{"kind": "python", "function": function}]}}},
+            "searcher": {"max_prompt_tokens": 16, "max_response_tokens": 16},
+        }
+        for name, values in sections.items():
+            document[name] = {**document.get(name, {}), **values}
+        (tmp_path / "recipe.json").write_text(json.dumps(document))
+        code = main(["config", "check", "recipe.json", *words])
+        assert not (tmp_path / "runs").exists()
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def failures(out: str) -> list[str]:
+    """Return the faults that were found, each with its remedy."""
+    lines = out.splitlines()
+    found = [at for at, line in enumerate(lines) if line.startswith("FAIL ")]
+    assert all(lines[at + 1].startswith("     fix: ") for at in found)
+    return [lines[at] + lines[at + 1] for at in found]
+
+
+def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
+    code, out = check()
+    assert code == 0, out
+    assert failures(out) == []
+    assert "ok   prompts: 1 to train on, 1 held out" in out
+    assert "ok   tokenizer: LlamaForCausalLM" in out
+    assert "ok   prompt-length: prompts have up to 4 tokens" in out
+    assert "ok   scorer: task 'mine': made-up responses score 0, 1" in out
+    assert "recipe.json: ok (run 'demo'" in out
+    assert "not checked" not in out
+
+
+def test_a_function_of_token_ids_gets_some(check: Check) -> None:
+    _, out = check(function="graders:lengths", model={"path": "nowhere"})
+    assert "ok   scorer: task 'mine': made-up responses score 1, 1" in out
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("graders:smae", "module 'graders' has no attribute 'smae'"),
+        ("gradesr:same", "there is no module 'gradesr'"),
+        ("graders:broken", "task 'mine' scores nothing: exception: KeyError: 'gold'"),
+    ],
+)
+def test_a_scorer_that_cannot_score_is_named(check: Check, function: str, sentence: str) -> None:
+    code, out = check(function=function, model={"path": "nowhere"})  # no time for the tokenizer
+    assert code == 1
+    assert any(sentence in line and line.startswith("FAIL scorer: ") for line in failures(out)), out
+
+
+def test_every_fault_is_found_in_one_go(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows("nobody"))))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        code, out = check(model={"path": "nowhere"}, trainer={"device": "quantum"}, buffer={"port": port})
+    assert code == 1
+    found = failures(out)
+    for sentence in (
+        "the task 'nobody', which no reward scores",
+        "nowhere (model.path)",
+        "trainer.device 'quantum' cannot be used",
+        f"port {port} (buffer.port) is in use",
+    ):
+        assert any(sentence in line for line in found), (sentence, out)
+    assert f"recipe.json: {len(found)} things would fail" in out
+
+
+def test_a_scorer_that_does_not_come_up_in_time_is_quoted(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of its log is gone before the log is read."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "slow.py").write_text("import time\nprint('waiting for card 7', flush=True)\ntime.sleep(3600)\n")
+
+    async def not_in_time(client: RewardClient, ca_file: str | None, **_: object) -> None:
+        while not any("card 7" in log.read_text() for log in tmp_path.glob("tba-check-*/logs/reward.log")):
+            await asyncio.sleep(0.1)
+        raise TimeoutError
+
+    monkeypatch.setattr(evaluate, "wait_for_reward", not_in_time)
+    code, out = check(function="slow:same", model={"path": "nowhere"})
+    assert code == 1
+    (line,) = [line for line in failures(out) if line.startswith("FAIL scorer: ")]
+    assert "was not ready within 120 s (local.start_timeout_s); its log ends with: " in line
+    assert "waiting for card 7" in line
+    assert str(tmp_path) not in line
+    assert line.endswith("fix: fix what the scorers wait for, or raise local.start_timeout_s")
+
+
+def test_a_local_run_that_listens_beyond_loopback_is_looked_at_as_one(check: Check) -> None:
+    """It has tokens of its own, so its scorers are asked, and nothing about tokens is wrong."""
+    (port,) = choose_ports([PortRequest("buffer.port", "0.0.0.0", 0)])
+    code, out = check(buffer={"host": "0.0.0.0", "port": port}, model={"path": "nowhere"})
+    assert code == 1  # for the model alone
+    assert all("nowhere" in line for line in failures(out)), out
+    assert "every start of `tba run` makes tokens of its own" in out
+    assert "ok   scorer: task 'mine'" in out
+
+
+def test_a_reward_that_no_prompt_asks_for_is_named(check: Check) -> None:
+    scorers = {"scorers": [{"kind": "exact"}]}
+    tasks = {"mime": scorers, "judged": scorers, "mine": scorers}
+    code, out = check(reward={"tasks": tasks}, eval={"published": {"tasks": ["judged"]}}, model={"path": "nowhere"})
+    assert code == 1  # for the model alone
+    warned = [line for line in out.splitlines() if line.startswith("WARN ")]
+    assert warned == ["WARN reward-task: no prompt has the task 'mime', so reward.tasks.mime scores nothing"], out
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "prompts.jsonl cannot be read: No such file"),
+        ("\n".join([json.dumps(rows()[0]), '{"prompt_id": ']), "prompts.jsonl, line 2: it is not JSON"),
+        (json.dumps({"question": "1+1", "answer": 2}), "its columns are question, answer"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_named_with_their_place(
+    check: Check, tmp_path: Path, text: str | None, sentence: str
+) -> None:
+    if text is None:
+        (tmp_path / "prompts.jsonl").unlink()
+    else:
+        (tmp_path / "prompts.jsonl").write_text(text)
+    code, out = check(reward={"tasks": {}})
+    assert code == 1
+    assert any(sentence in line for line in failures(out)), out
+    assert "-    tokenizer: there are no prompts to tokenize" in out
+
+
+def test_a_model_whose_config_cannot_be_read_and_prompts_that_are_too_long(
+    check: Check, tmp_path: Path, model: Path
+) -> None:
+    code, out = check(
+        reward={"tasks": {}}, data={"path": None, "generator": "addition"}, searcher={"max_prompt_tokens": 1}
+    )
+    assert code == 1
+    assert any("every prompt is longer than searcher.max_prompt_tokens (1)" in line for line in failures(out)), out
+    spoiled = tmp_path / "spoiled"
+    spoiled.mkdir()
+    for file in model.iterdir():
+        (spoiled / file.name).write_bytes(file.read_bytes())
+    (spoiled / "config.json").write_text("{}")
+    code, out = check(reward={"tasks": {}}, data={"path": None, "generator": "addition"}, model={"path": str(spoiled)})
+    assert code == 1
+    assert any("config or tokenizer cannot be loaded" in line for line in failures(out)), out
+
+
+def test_what_needs_a_network_is_left_out_by_name(check: Check) -> None:
+    part = {"task": "mine", "dataset": "org/nowhere", "column": "question"}
+    judge = {"scorers": [{"kind": "http", "url": "http://127.0.0.1:9/v1/score"}]}
+    code, out = check(
+        "--offline",
+        data={"path": None, "train": {**part, "split": "train"}, "heldout": {**part, "split": "test"}},
+        reward={"tasks": {"mine": judge}},
+    )
+    assert code == 0, out
+    assert "-    prompts: --offline: a network would be needed for data.train org/nowhere" in out
+    assert "-    scorer: task 'mine': scorer 'http' asks an endpoint elsewhere" in out
+    assert "; not checked: 3 things" in out
+
+
+def test_a_model_of_the_hub_that_is_fetched_at_the_start_is_no_fault(check: Check) -> None:
+    code, out = check("--offline", model={"path": "org/name"})
+    assert code == 0, out
+    assert "tba run` fetches or makes it" in out
+    assert any("prompts: " in line and "ok" in line for line in out.splitlines()), out

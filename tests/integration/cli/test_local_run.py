@@ -1,0 +1,458 @@
+"""`tba run` with a real Redis and stand-ins for the services (local_fakes/): order, endings, cleanliness.
+
+Every test starts the real command line in a process of its own, as a person would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub_server import HubServer, commit_of
+from tests.support.local_workplace import DEADLINE_S, RECIPE, Workplace, prompt_line, wait_until
+
+NOBODY = "http://127.0.0.1:9"
+"""A hub that is not there."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Workplace]:
+    place = Workplace(tmp_path)
+    yield place
+    place.close()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, subprocess.CompletedProcess[str]]:
+    """A run that made its starting model and went to the end; tests only look at it."""
+    place = Workplace(tmp_path_factory.mktemp("finished"))
+    words = ["--set", "model.path=made", "--set", 'model.warm_start.task="addition"']
+    done = place.run("--verbose", "--set", "searcher.torch_num_threads=3", *words)
+    assert done.returncode == 0, done.stderr
+    return place, done
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; of one that has ended, nothing."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def last_words(text: str) -> list[str]:
+    """The arguments of the command with which an error ends."""
+    words = shlex.split(text.rpartition(": ")[2])
+    assert words[:3] == [sys.executable, "-m", "tba_cli.main"]
+    return words[3:]
+
+
+def wait_for_step_2(place: Workplace) -> None:
+    """A trainer that waits at step 2 has done it, and every child is up."""
+    path = place.folder / "logs" / "trainer.log"
+    wait_until("step 2", lambda: path.exists() and "step 2" in path.read_text())
+    wait_until("both searchers", lambda: all("nice" in place.log(f"searcher-{i}") for i in range(2)))
+
+
+def test_a_run_goes_from_recipe_to_report_and_leaves_no_process(finished):
+    place, done = finished
+    assert done.stderr == ""
+    assert "pass@1 sampled: 0.250 -> 0.500 on 8 held-out prompts" in done.stdout
+    assert f"summary: {place.folder}/summary.json" in done.stdout
+    assert place.summary()["steps"] == 6
+    assert place.summary()["first_step_s"] > 0
+    assert json.loads((place.folder / "model" / "config.json").read_text()) == {"exported": True}
+    assert (place.folder / "report.html").exists()
+    assert not (place.folder / "endpoints.json").exists()
+    assert place.children() == []
+    config = json.loads((place.folder / "config.json").read_text())
+    assert config["buffer"]["port"] > 0
+    assert config["store"]["url"] == f"file://{place.folder}/store"
+
+
+def test_children_get_their_priority_threads_and_no_stdin(finished):
+    place, done = finished
+    line = "searcher-1 nice 5 threads 3 stdin ''"
+    assert place.log("searcher-1").startswith(line)
+    assert f"searcher-1  | {line}" in done.stdout
+
+
+def test_redis_ran_with_an_append_only_file_in_the_run_folder(finished):
+    place, _ = finished
+    assert list((place.folder / "redis").rglob("*appendonly*"))
+    assert "Redis is now ready to exit, bye bye" in place.log("redis")
+
+
+def test_a_warm_start_makes_the_model_and_its_time_is_reported_apart(finished):
+    place, _ = finished
+    assert (place.path / "made" / "config.json").exists()
+    assert place.summary()["warm_start_s"] > 0
+
+
+def test_a_finished_run_is_neither_overwritten_nor_resumed(finished):
+    place, _ = finished
+    again = place.refused()
+    assert "--fresh" in again.stderr
+    assert "exists already" in again.stderr
+    resumed = place.run("--resume")
+    assert resumed.returncode == 0
+    assert "nothing to resume" in resumed.stdout
+    assert "pass@1 sampled: 0.250 -> 0.500" in resumed.stdout
+
+
+def test_fresh_begins_again_and_quiet_prints_the_result_only(place):
+    assert place.run(FAKE_TRAINER="die-at-2").returncode == 1
+    done = place.run("--fresh", "--quiet", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pass@1 sampled")
+    summary = place.summary()
+    assert (summary["seed"], summary["num_starts"], summary["lineages"]) == (3, 1, 1)
+    assert summary["warm_start_s"] is None
+
+
+def test_a_trainer_that_is_killed_stops_the_run_with_the_way_to_resume_it(place):
+    died = place.run(FAKE_TRAINER="die-at-2")
+    assert died.returncode == 1
+    assert died.stderr.count("\n") == 1
+    assert died.stderr.startswith("error: trainer died (killed by SIGKILL)")
+    assert "; resume with: " in died.stderr
+    assert "trainer | about to die" in died.stdout
+    assert place.children() == []
+    resumed = place.tba(*last_words(died.stderr))
+    assert resumed.returncode == 0, resumed.stderr
+    assert place.summary()["steps"] == 6
+    assert place.summary()["lineages"] == 2
+    assert place.summary()["num_starts"] == 2
+    assert place.summary()["ledger_violations"] == []
+
+
+def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
+    assert place.run("--seed", "5", FAKE_TRAINER="die-at-2").returncode == 1
+    wrong_seed = place.refused("--resume", "--seed", "6")
+    assert "began with seed 5, not 6; leave out --seed" in wrong_seed.stderr
+    set_seed = place.refused("--resume", "--set", "run.seed=6")
+    assert "began with seed 5, not 6; leave out --set run.seed" in set_seed.stderr
+    set_path = place.refused("--resume", "--set", "data.path=other.jsonl")
+    assert "data.path was " in set_path.stderr
+    assert "other.jsonl' within a run: set it back" in set_path.stderr
+    assert place.run("--resume", "--set", "trainer.num_steps=8").returncode == 0
+    assert place.summary()["steps"] == 8
+    assert place.summary()["seed"] == 5
+
+
+def test_a_recipe_that_was_edited_is_not_ignored_in_silence(place):
+    died = place.run("--seed", "5", FAKE_TRAINER="die-at-2")
+    (place.path / "recipe.toml").write_text(RECIPE.replace("num_steps = 6", "num_steps = 7").replace("120", "121"))
+    refused = place.tba(*last_words(died.stderr))
+    assert refused.returncode == 2
+    assert "recipe.toml: trainer.num_steps was 6 when the run began, and is 7 now" in refused.stdout
+    assert "recipe.toml: local.start_timeout_s was 120 when the run began, and is 121 now" in refused.stdout
+    assert "recipe recipe.toml has changed since run 'demo' began (see above); take the changes with" in refused.stderr
+    assert place.tba(*last_words(refused.stderr)).returncode == 0
+    assert (place.summary()["steps"], place.summary()["seed"]) == (6, 5)
+
+
+def test_changes_of_a_recipe_are_taken_where_that_is_possible_within_a_run(place):
+    assert place.run("--seed", "5", FAKE_TRAINER="die-at-2").returncode == 1
+    path = place.path / "recipe.toml"
+    path.write_text(RECIPE.replace('path = "model"', 'path = "model"\ndtype = "bfloat16"'))
+    refused = place.refused("--resume", "--take-changes")
+    assert "model.dtype was 'float32' when run 'demo' began, and cannot become 'bfloat16' within" in refused.stderr
+    path.write_text(RECIPE.replace("num_steps = 6", "num_steps = 7"))
+    taken = place.run("--resume", "--take-changes", "--quiet")
+    assert taken.returncode == 0, taken.stderr
+    assert "trainer.num_steps was 6 when the run began, and is 7 now" in taken.stdout
+    known = json.loads((place.folder / "recipe_file.json").read_text())
+    assert known["document"]["trainer"]["num_steps"] == 7  # the next resume compares with this
+    assert (place.summary()["steps"], place.summary()["seed"]) == (7, 5)
+    alone = place.refused("--take-changes")
+    assert "--take-changes goes with --resume" in alone.stderr
+
+
+def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(place):
+    assert place.run().returncode == 0
+    (place.path / "tokens.json").write_text(json.dumps({"operator": "o" * 16, "trainer": "t" * 16}))
+    for name, sentence in {
+        "nowhere.json": "nowhere.json cannot be read",
+        "tokens.json": "no token for the role 'searcher'",
+    }.items():
+        refused = place.refused("--fresh", "--set", f"auth.tokens_file={name}")
+        assert sentence in refused.stderr
+        assert place.summary()["steps"] == 6
+
+
+def test_a_child_that_dies_without_a_word_has_no_lines_above(place):
+    died = place.run("--set", "local.redis_server=/bin/false")
+    assert died.returncode == 1
+    assert f"redis died (exit code 1) and wrote nothing to {place.failed_logs}/redis.log" in died.stderr
+
+
+def test_a_failed_start_quotes_its_child_and_leaves_its_logs_and_no_run_folder(place):
+    failed = place.run(FAKE_TRAINER="error")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: trainer ended (exit code 2): the learning rate is silly [")
+    log = place.failed_logs / "trainer.log"
+    assert f"the learning rate is silly [{log}]; training had not begun; start again with: " in failed.stderr
+    assert "the learning rate is silly" in log.read_text()
+    assert not place.folder.exists()
+    assert place.run().returncode == 0  # without --fresh
+
+
+def test_a_start_that_was_interrupted_leaves_no_run_folder(place):
+    started = place.start(FAKE_REWARD="slow")
+    wait_until("reward is waited for", lambda: place.folder.exists() and "tba_reward" in str(place.commands()))
+    os.killpg(started.pid, signal.SIGINT)
+    out, err = started.communicate(timeout=DEADLINE_S)
+    assert (started.returncode, err) == (130, "")
+    assert last_words(out) == ["run", "recipe.toml"]
+    assert "training had not begun; start again with: " in out
+    assert not place.folder.exists()
+
+
+def test_a_scorer_that_did_not_start_ends_the_start_at_once_with_its_reason(place):
+    done = place.run("--set", "local.start_timeout_s=100000", FAKE_REWARD="misspelt")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the reward service cannot score the task 'addition': scorer 'python': Value")
+    assert "module graders has no function 'smae'" in done.stderr
+    assert not place.folder.exists()
+
+
+def test_a_service_that_is_slow_says_why_while_it_is_waited_for(place):
+    done = place.run("--set", "local.start_timeout_s=5", FAKE_REWARD="slow")
+    assert done.returncode == 2
+    assert done.stdout.count("reward is not ready yet: addition: python: it is starting") == 1
+    assert f"reward was not ready within 5 s (local.start_timeout_s); see {place.failed_logs}/reward.log" in done.stderr
+
+
+def test_a_run_that_failed_can_be_resumed(place):
+    failed = place.run(FAKE_TRAINER="fail")
+    assert failed.returncode == 1
+    assert "the loss is not finite" in failed.stderr
+    assert failed.stderr.count("\n") == 1
+    resumed = place.run("--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert place.summary()["steps"] == 6
+
+
+def test_a_run_outlives_the_reader_of_its_output(place):
+    started = place.start("--verbose")
+    assert started.stdout is not None
+    started.stdout.close()
+    assert started.wait(DEADLINE_S) == 0
+    assert place.summary()["steps"] == 6
+
+
+def test_a_searcher_that_keeps_dying_is_restarted_and_then_left_out(place):
+    words = ("--set", "local.max_searcher_restarts=1")
+    started = place.start(*words, FAKE_SEARCHER="die", FAKE_TRAINER="wait-for-go")
+    path = place.folder / "logs" / "searcher-0.log"
+    wait_until("its second death", lambda: path.exists() and path.read_text().count("nice") == 2)
+    wait_until("it is gone", lambda: len([p for p in place.children() if "tba_searcher" in command_of(p)]) == 1)
+    (place.folder / "go").touch()
+    out, err = started.communicate(timeout=DEADLINE_S)
+    assert started.returncode == 0, err
+    assert "searcher-0 died (exit code 7)" in out
+    assert "starting it again (1 of 1 restarts)" in out
+    assert "the run continues with 1" in out
+    assert place.log("searcher-0").count("nice") == 2
+
+
+def test_a_run_without_any_searcher_left_fails(place):
+    done = place.run("--set", "local.max_searcher_restarts=0", FAKE_SEARCHER="all-die", FAKE_TRAINER="wait-at-2")
+    assert done.returncode == 1
+    assert "no searcher is left" in done.stderr
+    assert place.children() == []
+
+
+@pytest.mark.parametrize("name", ["buffer", "reward", "redis"])
+def test_a_service_that_dies_stops_the_run_at_once(place, name):
+    started = place.start(FAKE_TRAINER="wait-at-2")
+    wait_for_step_2(place)
+    pattern = "redis-server" if name == "redis" else f"tba_{name}"
+    (pid,) = [p for p in place.children() if pattern in command_of(p)]
+    os.kill(pid, signal.SIGKILL)
+    _, err = started.communicate(timeout=DEADLINE_S)
+    assert started.returncode == 1
+    assert f"error: {name} died (killed by SIGKILL)" in err
+    assert "resume with" in err
+    assert place.children() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_reaches_the_trainer_through_the_supervisor_only_and_can_be_resumed(place, number):
+    started = place.start(FAKE_TRAINER="wait-at-2")
+    wait_for_step_2(place)
+    # like a terminal: the whole process group of the supervisor
+    os.killpg(started.pid, number)
+    out, err = started.communicate(timeout=DEADLINE_S)
+    assert started.returncode == 130
+    assert err == ""
+    assert "resume with: " in out
+    assert (place.folder / "checkpoint_on_sigterm").exists()
+    assert "User requested shutdown" in place.log("redis")
+    assert place.children() == []
+    assert place.tba(*last_words(out)).returncode == 0
+
+
+def test_children_die_with_a_supervisor_that_is_killed(place):
+    started = place.start(FAKE_TRAINER="wait-at-2")
+    wait_for_step_2(place)
+    assert len(place.children()) >= 6
+    os.kill(started.pid, signal.SIGKILL)
+    started.communicate(timeout=DEADLINE_S)
+    wait_until("all children gone", lambda: place.children() == [])
+    assert place.run("--resume").returncode == 0
+    assert place.summary()["num_starts"] == 2
+
+
+def test_two_supervisors_cannot_share_a_run_folder(place):
+    started = place.start(FAKE_TRAINER="wait-at-2")
+    wait_for_step_2(place)
+    for flag in ("--resume", "--fresh"):
+        second = place.refused(flag)
+        assert f"in use by another `tba run` (process {started.pid})" in second.stderr
+    started.terminate()
+    started.communicate(timeout=DEADLINE_S)
+    assert started.returncode == 130
+
+
+def test_a_supervisor_that_died_before_the_summary_only_writes_it_up(place):
+    assert place.run().returncode == 0
+    (place.folder / "summary.json").unlink()
+    trainer_log = place.log("trainer")
+    resumed = place.run("--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert place.log("trainer") == trainer_log
+    assert place.summary()["steps"] == 6
+
+
+def test_commands_find_the_running_run(place):
+    started = place.start(FAKE_TRAINER="wait-at-2")
+    wait_for_step_2(place)
+    status = place.tba("status")
+    assert status.returncode == 0, status.stderr
+    assert status.stdout.startswith("run 'demo': running, step 2, lineage 1")
+    assert json.loads(place.tba("status", "demo", "--json").stdout)["run"]["step"] == 2
+    assert "paused (lunch)" in place.tba("pause", "--reason", "lunch").stdout
+    assert "running" in place.tba("resume", "--run-dir", str(place.folder)).stdout
+    check = place.tba("ledger", "check")
+    assert check.returncode == 0
+    assert "every step of the active lineage exactly once (2 steps, 2 batches, 0 of them abandoned" in check.stdout
+    upload = place.tba("prompts", "upload", "prompts.jsonl")
+    assert upload.stdout.startswith("0 new and 2 known prompts")
+    assert "stopping" in place.tba("stop").stdout
+    started.terminate()
+    started.communicate(timeout=DEADLINE_S)
+    gone = place.tba("pause")
+    assert gone.returncode == 2
+    assert gone.stderr.startswith("error: run 'demo' is not in progress")
+
+
+def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    lines = [prompt_line(split, split).replace("addition", "nobody") for split in ("train", "heldout")]
+    (place.path / "nobody.jsonl").write_text("\n".join(lines))
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        away = ("store.url=s3://b/p", 'store.endpoint_url="http://127.0.0.1:9"', "store.timeout_s=2")
+        cases = {
+            f"port {port} (buffer.port) is in use by process {os.getpid()}": [f"buffer.port={port}"],
+            "holds no config.json": ["model.path=nowhere"],
+            "local.redis_server is '/nowhere'": ["local.redis_server=/nowhere"],
+            "unknown key 'trainer.num_step'": ["trainer.num_step=1"],
+            "prompt file": ["data.path=nowhere.jsonl"],
+            "127.0.0.1:9": away,
+            "trainer.device 'quantum' cannot be used": ["trainer.device=quantum"],
+            "searcher.device 'cuda:99' cannot be used": ["searcher.device=cuda:99"],
+            "which no reward scores": ["data.path=nobody.jsonl"],
+        }
+        words = {sentence: [word for each in sets for word in ("--set", each)] for sentence, sets in cases.items()}
+        for sentence, given in {**words, "there is no run to resume": ["--resume"]}.items():
+            refused = place.refused(*given)
+            assert sentence in refused.stderr, given
+            assert refused.stderr.startswith("error: ")
+            assert refused.stderr.count("\n") == 1
+            assert not place.folder.exists()
+    assert place.run().returncode == 0  # and a failed start leaves nothing in the way
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    folder = tmp_path / "on-the-hub"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 128, **sizes}))
+    server = HubServer({"models/org/whole": folder})
+    yield server
+    server.close()
+
+
+def hub_environ(place: Workplace, url: str, home: str = "hf") -> dict[str, str]:
+    return {"HF_ENDPOINT": url, "HF_HOME": str(place.path / home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_kept(place, hub):
+    commit, environ = commit_of("models/org/whole"), hub_environ(place, hub.url)
+    words = ["--set", "model.path=org/whole", "--set", f"model.revision={commit}"]
+    done = place.run(*words, **environ)
+    assert done.returncode == 0, done.stderr
+    assert "fetching model org/whole" in done.stderr + done.stdout
+    folder = place.path / "models" / "org" / "whole"
+    assert (folder / "model.safetensors").read_text() == "{}"
+    assert json.loads((folder / ".tba-prepare").read_text())["commit"] == commit
+    assert json.loads((place.folder / "recipe.json").read_text())["model"]["path"] == str(folder)
+    num_downloads = len(hub.downloads)
+    again = place.run(*words, "--run-name", "again", **hub_environ(place, NOBODY))
+    assert again.returncode == 0, again.stderr
+    assert len(hub.downloads) == num_downloads
+
+
+def test_sizing_needs_the_config_of_the_hub_alone(place, hub):
+    words = ("sizing", "recipe.toml", "--set", "model.path=org/whole")
+    done = place.tba(*words, **hub_environ(place, hub.url))
+    assert (done.returncode, "config.json of org/whole on the hub" in done.stdout) == (0, True), done.stderr
+    assert hub.downloads == ["config.json"]
+    done = place.tba(*words, **hub_environ(place, NOBODY, home="other"))
+    assert (done.returncode, "name a size instead, such as --model 7b" in done.stderr) == (2, True), done.stderr
+
+
+def test_without_a_network_a_model_of_the_hub_is_one_sentence_or_comes_from_the_cache(place, hub):
+    missing = place.run("--set", "model.path=org/whole", **hub_environ(place, NOBODY))
+    [error] = [line for line in missing.stderr.splitlines() if line.startswith("error: ")]
+    assert (missing.returncode, "model org/whole could not be fetched" in error) == (2, True), missing.stderr
+    assert "this needs a network: run it where there is one and copy the folder" in error
+    assert not (place.path / "models" / "org" / "whole").exists()
+    assert not place.folder.exists()
+
+    fetch = "import huggingface_hub; huggingface_hub.snapshot_download('org/whole')"
+    environ = os.environ | hub_environ(place, hub.url)
+    subprocess.run([sys.executable, "-c", fetch], env=environ, check=True, timeout=DEADLINE_S)
+    done = place.run("--set", "model.path=org/whole", **hub_environ(place, NOBODY))
+    assert done.returncode == 0, done.stderr
+    assert (place.path / "models/org/whole/model.safetensors").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["model.path=org/none"], "the hub has no model org/none, no folder org/none is here, or it is private"),
+        (["model.path=org/whole", 'model.revision="v9"'], "no revision 'v9'; correct it in model.revision"),
+        (['model.revision="v9"'], "model.path 'model' is a folder, which has none"),
+    ],
+)
+def test_what_the_hub_has_not_is_said_before_anything_starts(place, hub, words, sentence):
+    done = place.run(*(word for text in words for word in ("--set", text)), **hub_environ(place, hub.url))
+    assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+    assert not place.folder.exists()

@@ -1,0 +1,246 @@
+"""`tba data prepare`, from the hub and by a program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.errors import ConfigError
+from tba_cli.programs import run_program
+from tests.support.buffer import SERVICE_PATHS
+from tests.support.hub_server import HubServer, commit_of
+from tests.support.waits import until
+
+# ---- `tba data prepare` against a hub on loopback -------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    import torch
+    from safetensors.torch import load_file
+
+    from tba_cli.starter_models.tiny import make
+
+    place = tmp_path_factory.mktemp("hub")
+    make("gsm8k_data", place / "data", seed=0)
+    make("gpt_neox_reward", place / "whole", seed=0)
+    make("gpt_neox_reward", place / "pickled", seed=1)
+    torch.save(load_file(place / "pickled" / "model.safetensors"), place / "pickled" / "pytorch_model.bin")
+    (place / "pickled" / "model.safetensors").unlink()
+    for file in place.joinpath("pickled").glob("tokenizer*"):
+        file.unlink()
+    (place / "whole" / "pytorch_model.bin").write_bytes(b"not wanted where there are safetensors")
+    repositories = {
+        "models/org/whole": place / "whole",
+        "models/org/pickled": place / "pickled",
+        "models/org/gated": place / "whole",
+        "datasets/org/gsm8k": place / "data",
+    }
+    server = HubServer(repositories, gated=frozenset({"models/org/gated"}))
+    yield server
+    server.close()
+
+
+def prepare(
+    place: Path,
+    hub_url: str,
+    items: list[dict[str, Any]],
+    *,
+    words: tuple[str, ...] = ("data", "prepare"),
+    offline: str = "0",
+    **changes: Any,
+) -> tuple[int, str]:
+    """Run the command, or another one, in a folder; returns exit code and output."""
+    part = {
+        "task": "gsm8k",
+        "dataset": "data/gsm8k",
+        "subset": "main",
+        "template": "{question}\n",
+        "data": {"answer": {"column": "answer", "extract": "after", "marker": "####"}},
+    }
+    document = {
+        "run": {"name": "r"},
+        "model": {"path": "models/whole"},
+        "data": {"train": part, "heldout": {**part, "split": "test"}},
+        "searcher": {"max_prompt_tokens": 96, "max_response_tokens": 16},
+        "prepare": items,
+        **changes,
+    }
+    (place / "recipe.json").write_text(json.dumps(document))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environ |= {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *SERVICE_PATHS))),
+        "HF_HOME": str(place / "hf"),
+        "HF_ENDPOINT": hub_url,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_OFFLINE": offline,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tba_cli.main", *words, "recipe.json"]
+    done = subprocess.run(
+        command,
+        cwd=place,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+DATA = {"path": "data/gsm8k", "kind": "dataset", "hub": "org/gsm8k"}
+WHOLE = {"path": "models/whole", "kind": "model", "hub": "org/whole"}
+PICKLED = {"path": "models/pickled", "kind": "model", "hub": "org/pickled", "tokenizer": "org/whole"}
+
+
+def test_everything_is_fetched_converted_and_checked_once(tmp_path, hub):
+    code, output = prepare(tmp_path, hub.url, [DATA, WHOLE, PICKLED])
+    assert code == 0, output
+    assert f"models/whole: model org/whole, fetched, commit {commit_of('models/org/whole')[:12]}" in output
+    assert "models/pickled: GPTNeoXForSequenceClassification, " in output
+    assert "of 62 are longer than searcher.max_prompt_tokens (96)" in output
+    assert "46 prompts of split train; the first:" in output
+    pickled = {file.name for file in (tmp_path / "models/pickled").iterdir()}
+    assert {"model.safetensors", "tokenizer.json"} <= pickled
+    assert not {name for name in pickled if name.endswith(".bin")}, "no pickle stays"
+    assert not (tmp_path / "models/whole/pytorch_model.bin").exists()
+
+    before = len(hub.downloads)
+    code, output = prepare(tmp_path, hub.url, [DATA, WHOLE, PICKLED], searcher={"max_prompt_tokens": 4})
+    assert output.count("here already") == 3
+    assert len(hub.downloads) == before
+    assert (code, "every prompt is longer than searcher.max_prompt_tokens (4)" in output) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({**WHOLE, "hub": "org/none"}, "error: the hub has no model org/none, or it is private: check the name"),
+        ({**WHOLE, "revision": "v9"}, "error: model org/whole has no revision 'v9'"),
+        ({**WHOLE, "hub": "org/gated"}, "error: model org/gated is behind a licence: accept it at"),
+        ({**WHOLE, "files": ["*.nothing"]}, "error: model org/whole "),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_a_sentence(tmp_path, hub, item, message):
+    code, output = prepare(tmp_path, hub.url, [item])
+    assert (code, message in output) == (2, True), output
+    assert "Traceback" not in output
+
+
+def test_doctor_asks_the_hub_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:
+    words, num_sent = ("doctor", "--for", "trainer", "--check", "hub", "--config"), len(hub.downloads)
+    code, output = prepare(tmp_path, hub.url, [{**WHOLE, "hub": "org/gated"}], words=words)
+    assert (code, "FAIL hub: model org/gated is behind a licence" in output) == (1, True), output
+    code, output = prepare(tmp_path, hub.url, [WHOLE], words=words)
+    assert (code, "ok   hub: the hub gives access to model org/whole" in output) == (0, True), output
+    assert len(hub.downloads) == num_sent, "nothing was fetched"
+    code, output = prepare(tmp_path, hub.url, [WHOLE], words=words, offline="1")
+    assert (code, "-    hub: models/whole is not here" in output) == (0, True), output
+    (tmp_path / "models" / "whole").mkdir(parents=True)
+    assert "hub:" not in prepare(tmp_path, hub.url, [WHOLE], words=words)[1]
+    code, output = prepare(tmp_path, hub.url, [WHOLE], words=("doctor", "--check", "hup", "--config"))
+    assert (code, "error: --check hup is not known; there are releases, gpu" in output) == (2, True), output
+
+
+def test_without_a_network_it_says_so(tmp_path):
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [WHOLE])
+    assert (code, "error: model org/whole could not be fetched" in output) == (2, True), output
+    assert "this needs a network" in output
+
+
+def test_what_cannot_be_fetched_says_what_to_do(tmp_path):
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [{"path": "m", "kind": "model", "manual": "ask Ana"}])
+    assert (code, "error: m (model) cannot be fetched: ask Ana" in output) == (2, True), output
+
+
+def test_weights_that_were_cut_short_are_found(tmp_path):
+    from tba_cli.starter_models.convert import check
+    from tba_cli.starter_models.tiny import make
+
+    make("llama_chat", tmp_path / "m", seed=0)
+    found = check(tmp_path / "m", ["4", "4 apples and 4 cats"])
+    assert found["architecture"] == "LlamaForCausalLM"
+    short, long = found["text_tokens"]
+    assert 0 < short < long
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="is cut short or not a safetensors file"):
+        check(tmp_path / "m", [])
+    (tmp_path / "m" / "model.safetensors.index.json").write_text('{"weight')
+    with pytest.raises(ConfigError, match=r"model.safetensors.index.json is damaged"):
+        check(tmp_path / "m", [])
+
+
+def test_a_maker_that_does_not_exist_is_named(tmp_path):
+    item = {"path": "m", "kind": "model", "maker": "lama"}
+    code, output = prepare(tmp_path, "http://127.0.0.1:9", [item])
+    assert (code, "error: there is no maker 'lama'; the makers are gsm8k_data, " in output) == (2, True), output
+
+
+# ---- The programs that `tba setup` and `tba data prepare` start -----------------------------------------------------
+
+
+SLEEPER = """
+import os, pathlib, sys, time
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".half").write_text(str(os.getpid()))
+os.replace(path.with_suffix(".half"), path)
+time.sleep(3600)
+"""
+PARENT = """
+import pathlib, sys
+from tba_cli import programs
+class Told(programs.OrphanReaper):
+    def add(self, pid):
+        super().add(pid)
+        pathlib.Path(sys.argv[1]).with_suffix(".told").touch()
+programs.OrphanReaper = Told
+programs.run_program("sleeper", sys.argv[1:])
+"""
+"""Says when the reaper knows the program: a kill before that leaves the program alone."""
+TALKER = "import sys; print('out', sys.argv[1]); sys.exit('error: it went wrong' if sys.argv[1] == 'bad' else 0)"
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_program_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    pid_path = tmp_path / "pid"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(pid_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    try:
+        until("the program runs", pid_path.exists)
+        until("the reaper knows it", pid_path.with_suffix(".told").exists)
+        pid = int(pid_path.read_text())
+        assert not is_gone(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+    until("the program is gone", lambda: is_gone(pid))
+
+
+def test_what_a_program_says_is_returned_or_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talker.py").write_text(TALKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_program("talker", ["good"]) == "out good\n"
+    with pytest.raises(ConfigError, match=r"^it went wrong$"):
+        run_program("talker", ["bad"])

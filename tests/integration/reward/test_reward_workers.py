@@ -1,0 +1,307 @@
+"""Worker processes: an item ends with a number or a reason for every fault of a rule, and no other item fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import uvloop
+from tba_reward.process_pool.fork_server_client import ForkServerClient
+from tba_reward.process_pool.job import WorkerRule
+from tba_reward.process_pool.pool import WorkerPool
+from tba_reward.scorer import Failure, Item, Outcome
+
+RULE = WorkerRule(function="tests.support.reward_faults:misbehave")
+COUNT = "tests.support.reward_faults:num_loaded"
+MEMORY_BYTES = 1 << 30
+LONG_S = 60.0
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """The loop that the service runs on."""
+    return uvloop.EventLoopPolicy()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def losses() -> list[str]:
+    """The reasons why workers of the pool were lost."""
+    return []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(losses: list[str]) -> AsyncIterator[WorkerPool]:
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    pool = WorkerPool(num_workers=2, max_memory_bytes=MEMORY_BYTES, start_timeout_s=LONG_S, on_loss=losses.append)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+def item(response: str, **data: Any) -> Item:
+    return Item(prompt="", response=response, data=data)
+
+
+def reasons(outcomes: list[Outcome]) -> list[str | None]:
+    return [outcome.reason if isinstance(outcome, Failure) else None for outcome in outcomes]
+
+
+async def until(what: str, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "detail"),
+    [
+        ("fine", None, ""),
+        ("raise", "exception", "StubbornError: broken scorer"),
+        ("exit", "exception", "SystemExit: 3"),
+        ("timeout", "exception", "TimeoutError: the scorer's own timeout"),
+        ("bad_data", "bad_data", "no such thing"),
+        ("ambiguous", "ambiguous", "this or that"),
+        ("surrogate", "exception", "ValueError: lone ? surrogate"),
+        ("nan", "not_finite", "the score is nan"),
+        ("inf", "not_finite", "the score is -inf"),
+        ("text", "exception", "the score is '1.0', not a number"),
+        ("none", "exception", "the score is None, not a number"),
+        ("print", None, ""),
+        ("fork", None, ""),
+        ("crash", "crashed", "the worker died (exit code 7)"),
+        ("segfault", "crashed", "the worker died (killed by SIGSEGV)"),
+        ("eat", "out_of_memory", f"it needs more than {MEMORY_BYTES} bytes of memory"),
+    ],
+)
+async def test_every_way_to_fail_has_its_reason_and_the_others_are_scored(
+    pool: WorkerPool, how: str, reason: str | None, detail: str
+) -> None:
+    outcomes = await pool.score(RULE, [item("fine"), item(how), *[item("fine")] * 20], LONG_S)
+    assert reasons(outcomes) == [None, reason, *[None] * 20]
+    assert [outcome for outcome in outcomes if not isinstance(outcome, Failure)] == [0.5] * (22 - (reason is not None))
+    if isinstance(failure := outcomes[1], Failure):
+        assert failure.detail == detail
+
+
+async def test_one_that_hangs_is_killed_at_its_deadline_and_what_was_behind_it_is_scored(
+    pool: WorkerPool, losses: list[str], tmp_path: Path
+) -> None:
+    losses.clear()
+    pids = tmp_path / "pids"
+    items = [item("fine"), item("hang", pid_file=str(pids)), *[item("fine")] * 50, item("hang", pid_file=str(pids))]
+    outcomes = await pool.score(RULE, items, 0.5)
+    assert reasons(outcomes) == [None, "too_slow", *[None] * 50, "too_slow"]
+    assert isinstance(outcomes[1], Failure)
+    assert outcomes[1].detail.startswith("no result after 0.5 s of CPU time, ")
+    assert losses == ["too_slow"] * 2
+    hung = [int(pid) for pid in pids.read_text().split()]
+    await until("they are gone", lambda: not any(map(is_running, hung)))
+
+
+async def test_a_deadline_is_cpu_time_and_waiting_takes_none(pool: WorkerPool) -> None:
+    """On a busy machine, the item takes longer than its deadline by the clock on the wall."""
+    assert await pool.score(RULE, [item("sleep", for_s=3.0)], 2.0) == [0.5]
+
+
+async def test_one_that_waits_for_ever_is_killed_by_the_clock_on_the_wall(
+    pool: WorkerPool, losses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses.clear()
+    monkeypatch.setattr("tba_reward.process_pool.worker_handle.WALL_SLACK_S", 0.5)
+    (outcome,) = await pool.score(RULE, [item("sleep", for_s=10 * LONG_S)], 0.5)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == "timeout"
+    assert re.fullmatch(r"no result after [0-9.]+ s, 0\.[0-9]+ s of CPU time; the worker was killed", outcome.detail)
+    assert losses == ["timeout"]
+
+
+async def test_what_lies_behind_a_slow_item_is_taken_by_a_worker_that_has_nothing_to_do(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Both hang for longer than this test; nothing waits for that."""
+    pid_file = str(tmp_path / "pids")
+    hanging = asyncio.create_task(pool.score(RULE, [item("hang", pid_file=pid_file)], LONG_S))
+    await until("it hangs", lambda: Path(pid_file).exists() and bool(Path(pid_file).read_text()))
+    async with asyncio.timeout(LONG_S / 2):
+        assert await pool.score(RULE, [item("fine")] * 40, LONG_S) == [0.5] * 40
+    assert not hanging.done()
+    hanging.cancel()
+
+
+async def test_what_hangs_is_not_taken_from_a_worker_that_still_loads_its_rule_to_be_loaded_once_more(
+    tmp_path: Path,
+) -> None:
+    """Else it would hang in both as soon as both have loaded it."""
+    fresh = WorkerPool(num_workers=2, max_memory_bytes=None, start_timeout_s=LONG_S)
+    try:
+        await fresh.start()
+        rule = WorkerRule(function=RULE.function, prepare="tests.support.reward_faults:prepare", params={"load_s": 1.0})
+        pid_file = tmp_path / "pids"
+        hanging = asyncio.create_task(fresh.score(rule, [item("hang", pid_file=str(pid_file))], 10 * LONG_S))
+        await until("it hangs", lambda: pid_file.exists() and bool(pid_file.read_text()))
+        async with asyncio.timeout(LONG_S):
+            assert await fresh.score(rule, [item("fine")] * 4, LONG_S) == [0.5] * 4
+        assert len(pid_file.read_text().split()) == 1
+        hanging.cancel()
+    finally:
+        await fresh.close()
+
+
+async def test_nobody_waits_for_a_batch_that_was_cancelled(pool: WorkerPool, tmp_path: Path) -> None:
+    pid_file = str(tmp_path / "pids")
+    task = asyncio.create_task(pool.score(RULE, [item("hang", pid_file=pid_file)] * 20, 10 * LONG_S))
+    await until("both workers hang", lambda: Path(pid_file).exists() and Path(pid_file).read_text().count("\n") == 2)
+    task.cancel()
+    async with asyncio.timeout(LONG_S):
+        assert await pool.score(RULE, [item("fine")] * 4, LONG_S) == [0.5] * 4
+
+
+@pytest.mark.parametrize("how", ["child", "daemon"])
+async def test_what_a_rule_has_started_ends_with_its_worker(pool: WorkerPool, tmp_path: Path, how: str) -> None:
+    pid_file = tmp_path / "pid"
+    task = asyncio.create_task(pool.score(RULE, [item(how, child_file=str(pid_file))], 10 * LONG_S))
+    await until("it has started a process", lambda: pid_file.exists() and bool(pid_file.read_text()))
+    pid = int(pid_file.read_text())
+    assert is_running(pid)
+    task.cancel()
+    await until("it is gone", lambda: not is_running(pid))
+
+
+async def test_an_item_that_was_only_in_the_way_of_a_crash_is_scored_by_another_worker(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    pid_file = str(tmp_path / "pids")
+    task = asyncio.create_task(pool.score(RULE, [item("sleep", pid_file=pid_file, for_s=0.2), item("fine")], LONG_S))
+    await until("it has begun", lambda: Path(pid_file).exists() and bool(Path(pid_file).read_text()))
+    os.kill(int(Path(pid_file).read_text().split()[0]), signal.SIGKILL)
+    assert await task == [0.5, 0.5]
+
+
+async def test_an_item_that_cannot_be_sent_is_malformed(pool: WorkerPool) -> None:
+    items = [item("\udc80"), item("fine"), item("fine", number=object()), item("fine", big=10**400)]
+    assert reasons(await pool.score(RULE, items, LONG_S)) == ["malformed", None, "malformed", None]
+
+
+async def test_a_preloaded_rule_is_loaded_once_for_all_workers(pool: WorkerPool) -> None:
+    rule = WorkerRule(function=COUNT, prepare="tests.support.reward_faults:prepare", params={"n": 1}, preload=True)
+    await pool.prepare(rule)
+    assert pool.health(rule) == "ok"
+    assert set(await pool.score(rule, [item("")] * 50, LONG_S)) == {1.0}
+    own = WorkerRule(function=COUNT, prepare="tests.support.reward_faults:prepare", params={"n": 2})
+    assert set(await pool.score(own, [item("")] * 50, LONG_S)) == {2.0}, "each worker loads it before its first item"
+
+
+@pytest.mark.parametrize(
+    ("function", "how", "sentence"),
+    [
+        ("no_such_module:f", None, "no_such_module:f could not be loaded: ModuleNotFoundError"),
+        ("tests.support.reward_faults:nothing", None, "has no attribute 'nothing'"),
+        ("tests.support.reward_faults:misbehave", "raise", "could not be loaded: StubbornError: broken scorer"),
+        ("tests.support.reward_faults:misbehave", "exit", "could not be loaded: SystemExit: 3"),
+        ("tests.support.reward_faults:misbehave", "crash", "exit code 7 while it was loaded"),
+    ],
+)
+async def test_a_rule_that_cannot_be_loaded_says_why_and_leaves_the_others_alone(
+    pool: WorkerPool, function: str, how: str | None, sentence: str
+) -> None:
+    prepare = None if how is None else "tests.support.reward_faults:prepare_badly"
+    rule = WorkerRule(function=function, prepare=prepare, params={"how": how})
+    await pool.prepare(rule)
+    assert sentence in pool.health(rule)
+    (outcome,) = await pool.score(rule, [item("fine")], LONG_S)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == "exception"
+    assert sentence in outcome.detail
+    assert await pool.score(RULE, [item("fine")], LONG_S) == [0.5]
+
+
+async def test_a_rule_that_hangs_while_it_is_loaded_has_a_deadline_of_its_own(tmp_path: Path) -> None:
+    pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=2.0)
+    rule = WorkerRule(
+        function=RULE.function, prepare="tests.support.reward_faults:prepare_badly", params={"how": "hang"}
+    )
+    await pool.start()
+    await pool.prepare(rule)
+    assert pool.health(rule) == f"{RULE.function} was not loaded within 2 s"
+    assert reasons(await pool.score(rule, [item("fine")], LONG_S)) == ["exception"]
+    await pool.close()
+
+
+async def test_many_batches_of_good_and_bad_items_at_once_each_end_as_they_must(pool: WorkerPool) -> None:
+    expected = {"fine": None, "raise": "exception", "nan": "not_finite", "crash": "crashed", "hang": "too_slow"}
+    draw = random.Random(1)
+    batches = [draw.choices(list(expected), weights=[80, 10, 5, 5, 0], k=60) for _ in range(5)]
+    for batch in batches[:3]:
+        batch[draw.randrange(60)] = "hang"
+    scored = await asyncio.gather(*(pool.score(RULE, [item(how) for how in batch], 0.5) for batch in batches))
+    for batch, outcomes in zip(batches, scored, strict=True):
+        assert reasons(outcomes) == [expected[how] for how in batch]
+
+
+async def test_the_pool_starts_a_fork_server_that_died_again_and_loses_nothing(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    pid_file = str(tmp_path / "pids")
+    sleepers = [item("sleep", pid_file=pid_file, for_s=0.2)] * 2
+    task = asyncio.create_task(pool.score(RULE, [*sleepers, *[item("fine")] * 20], LONG_S))
+    await until("both have begun", lambda: Path(pid_file).exists() and Path(pid_file).read_text().count("\n") >= 2)
+    worker = int(Path(pid_file).read_text().split()[0])
+    server = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(server, signal.SIGKILL)
+    assert await task == [0.5] * 22
+    # the sleepers may have been done before the kill
+    await until("the pool is well", lambda: pool.health(RULE) == "ok")
+    await until("the worker is gone", lambda: not is_running(worker))
+
+
+async def test_workers_that_end_at_once_are_a_problem_that_is_named_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is killed before it gets anything to do."""
+    pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=LONG_S)
+    losses: list[int] = []
+    forks = ForkServerClient.fork
+
+    def fork(server: ForkServerClient, worker: int, end: socket.socket) -> None:
+        forks(server, worker, end)
+        if not losses and server is pool._server:  # not the one of the other tests
+            losses.append(worker)
+            server.kill(worker)
+
+    monkeypatch.setattr(ForkServerClient, "fork", fork)
+    monkeypatch.setattr("tba_reward.process_pool.pool.RESTART_S", 0.01)
+    await pool.start()
+    await until("it is named", lambda: "worker processes do not start: they end at once" in pool.health(RULE))
+    assert await pool.score(RULE, [item("fine")], LONG_S) == [0.5]
+    assert pool.health(RULE) == "ok"
+    await pool.close()
+
+
+async def test_a_pool_that_is_closed_leaves_no_process_and_no_item_without_an_answer(tmp_path: Path) -> None:
+    pool = WorkerPool(num_workers=1, max_memory_bytes=None, start_timeout_s=LONG_S)
+    await pool.start()
+    pid_file = tmp_path / "pids"
+    task = asyncio.create_task(pool.score(RULE, [item("hang", pid_file=str(pid_file))] * 3, LONG_S))
+    await until("it hangs", lambda: pid_file.exists() and bool(pid_file.read_text()))
+    await pool.close()
+    assert reasons(await task) == ["unreachable"] * 3, "nothing is wrong with the items: they may be asked again"
+    assert not is_running(int(pid_file.read_text()))
+    assert reasons(await pool.score(RULE, [item("fine")], LONG_S)) == ["unreachable"]

@@ -1,0 +1,353 @@
+"""The deliveries of a searcher: in time, late, at a drain, and at the end of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tba_searcher.engines.engine import Completion
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.generation.delivery import Delivery
+from tba_searcher.generation.evaluation_results import ResultBuilder
+from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.generation.visits import Visit
+from tba_searcher.service import Clients, Searcher
+from tba_searcher.waits import WaitRegistry
+
+from tba.api import (
+    EvalResult,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    LeaseReturn,
+    RunCommand,
+    ScoreItem,
+    ScoreResult,
+    VersionRequest,
+)
+from tba.clients import BufferClient, RewardClient
+from tba.config import parse_recipe
+from tba.errors import UnavailableError
+from tba.versions import START, PolicyVersion
+from tba.wire import Sampling, VersionSpan, encode_rollout
+from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.leases import lease, request_eval
+from tests.support.reward_server import RewardServer
+from tests.support.searcher_loop import LoopWorld, start_loop_world
+from tests.support.searcher_world import World, publish_version, sigterm, start_world
+from tests.support.tiny_model import make_tiny_model, make_tiny_tokenizer
+from tests.support.waits import DEADLINE_S, until
+
+# ---- Delivery against a real buffer ---------------------------------------------------------------------------------
+
+
+async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
+    tmp_path: Path, serve_buffer: ServeBuffer
+):
+    limit_bytes = 64 * 1024
+    served = serve_buffer(buffer={"max_body_bytes": limit_bytes})
+    client = served.client()
+    client.upload_prompts(make_prompts(1))
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    # the searcher believes in a larger limit than the buffer has: cutting by bytes alone cannot save it
+    document = served.recipe.model_dump(mode="json")
+    document["buffer"]["max_body_bytes"] = 4 * limit_bytes
+    status = SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry())
+    delivery = Delivery(
+        parse_recipe(document, where="test"),
+        buffer=client,
+        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
+        codec=TextCodec(tmp_path),
+        results=ResultBuilder(reference_sums=None, embedder=None),
+        reference=None,
+        status=status,
+    )
+    small = [encode_rollout(make_rollout()) for _ in range(5)]
+    large = encode_rollout(make_rollout(num_tokens=limit_bytes // 8))
+    status.num_unpushed = 6
+    await delivery._push([*small[:2], large, *small[2:]])
+    assert client.stats().num_rollouts == 5
+    assert status.counts["rollouts_pushed"] == 5
+    assert status.counts["rollouts_refused"] == 1
+    assert status.num_unpushed == 0
+
+
+async def test_results_of_an_evaluation_that_has_expired_are_given_up_and_the_searcher_continues(
+    tmp_path: Path, serve_buffer: ServeBuffer
+):
+    served = serve_buffer()
+    client = served.client()
+    client.upload_prompts(make_prompts(1, 3))
+    info = request_eval(client, start_lineage(client), timeout_s=1000.0)
+    (item,) = lease(client, 1).leases
+    later(client, 1001.0)
+    assert client.get_eval(info.eval_id).state == "expired"
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    status = SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry())
+    delivery = Delivery(
+        served.recipe,
+        buffer=client,
+        reward=RewardClient("http://127.0.0.1:1", retry_s=0),
+        codec=TextCodec(tmp_path),
+        results=ResultBuilder(reference_sums=None, embedder=None),
+        reference=None,
+        status=status,
+    )
+    result = EvalResult(lease_id=item.lease_id, rewards=[1.0] * 2, num_response_tokens=[5] * 2)
+    await delivery._report([(Visit(lease=item, prompt_tokens=(1,), pinned=START), result)])
+    assert status.counts["evals_reported"] == 0
+    assert client.get_eval(info.eval_id).state == "expired"
+
+
+def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Delivery:
+    """One that scores; what it would push stays in its queue."""
+    make_tiny_tokenizer().save_pretrained(folder)
+    return Delivery(
+        make_recipe(reward={"url": reward.url, **section}),
+        buffer=BufferClient("http://127.0.0.1:1", retry_s=0),
+        reward=RewardClient(reward.url, retry_s=0),
+        codec=TextCodec(folder),
+        results=ResultBuilder(reference_sums=None, embedder=None),
+        reference=None,
+        status=SearcherStatus(searcher_id="s", run="test", waits=WaitRegistry()),
+    )
+
+
+def score_items(number: int) -> list[ScoreItem]:
+    return [ScoreItem(item_id=str(n), task="addition", prompt="p", response=f"r{n}") for n in range(number)]
+
+
+async def test_what_is_refused_together_is_scored_in_halves(tmp_path: Path, reward: RewardServer) -> None:
+    def refusal(items: list[dict[str, Any]]) -> tuple[int, dict[str, Any]] | None:
+        is_refused = len(items) > 2 or any(item["item_id"] == "4" for item in items)
+        return (413, {"detail": "too large"}) if is_refused else None
+
+    reward.refusal = refusal
+    delivery = scoring_delivery(tmp_path, reward)
+    results = await delivery._request_scores(score_items(7))
+    scored = [result.item_id if isinstance(result, ScoreResult) else result for result in results]
+    assert scored[:4] + scored[5:] == ["0", "1", "2", "3", "5", "6"]
+    assert "the reward service refused the request" in scored[4], "it alone is pending"
+
+
+@pytest.mark.parametrize(("kind", "is_sent"), [("python", True), ("exact", False)])
+async def test_a_python_function_gets_the_tokens_of_a_response(
+    tmp_path: Path, reward: RewardServer, kind: str, is_sent: bool
+) -> None:
+    spec = {"kind": kind, **({"function": "tests.support.trl_rewards:num_tokens"} if kind == "python" else {})}
+    delivery = scoring_delivery(tmp_path, reward, tasks={"addition": {"scorers": [spec]}})
+    (prompt,) = make_prompts(1)
+    item = Lease(
+        lease_id="l",
+        kind="train",
+        visit_id="train-1",
+        prompt=prompt,
+        num_rollouts=1,
+        temperature=1.0,
+        expires_in_s=60.0,
+    )
+    visit = Visit(lease=item, prompt_tokens=(1,), pinned=None)
+    visit.completions.append(
+        Completion(
+            request_id="train-1-0",
+            response_tokens=np.array([5, 6, 7], np.int32),
+            sampler_logprobs=np.zeros(3, np.float32),
+            sampling=Sampling(temperature=1.0),
+            finish_reason="length",
+            version_spans=(VersionSpan(version=START, start=0, end=3),),
+            started_at_s=0.0,
+            finished_at_s=1.0,
+        )
+    )
+    delivery.put(visit)
+    await delivery._score([visit])
+    assert reward.asked[0].get("response_tokens") == ([5, 6, 7] if is_sent else None)
+
+
+# ---- A searcher that is stopped returns every lease that it can, also those that are granted meanwhile --------------
+
+
+MakeWorld = Callable[..., LoopWorld]
+
+
+class HeldBuffer(BufferClient):
+    """Grants leases, but holds back the replies until `answers` is set."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.granted, self.answers = threading.Event(), threading.Event()
+        self.is_away = False
+        """The next call for leases fails."""
+        self.num_asked = self.num_failing_returns = 0
+
+    def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Claim visits, and hold the answer."""
+        self.num_asked += 1
+        reply = super().lease(request)
+        self.granted.set()
+        self.answers.wait(DEADLINE_S)
+        if self.is_away:
+            raise UnavailableError("no answer")
+        return reply
+
+    def return_leases(self, request: LeaseReturn) -> None:
+        """Give leases back, after so many that are lost on the way."""
+        if self.num_failing_returns:
+            self.num_failing_returns -= 1
+            raise UnavailableError("no answer")
+        super().return_leases(request)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, serve_buffer: ServeBuffer, model: Path) -> Iterator[MakeWorld]:
+    reward = RewardServer()
+
+    def make(**searcher: Any) -> LoopWorld:
+        return start_loop_world(tmp_path, serve_buffer, reward, model, searcher=searcher)
+
+    yield make
+    reward.stop()
+
+
+def held(world: LoopWorld) -> HeldBuffer:
+    """The buffer as the loop sees it from now on."""
+    buffer = HeldBuffer(world.served.url)
+    world.loop._buffer = world.loop._leases._buffer = buffer
+    return buffer
+
+
+async def stopped_while_leases_are_granted(world: LoopWorld, buffer: HeldBuffer) -> asyncio.Task[None]:
+    """The loop, which drains; the buffer has granted leases of which the searcher does not know yet."""
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(until, "leases", buffer.granted.is_set)
+    assert world.client.stats().leases["open"] > 0
+    world.stop.set()
+    await asyncio.to_thread(until, "the drain", lambda: world.status.state != "running")
+    await asyncio.wait({task}, timeout=0.5)  # one that did not wait for the answer would end now
+    return task
+
+
+async def test_leases_that_are_granted_while_it_drains_go_back(make_world: MakeWorld) -> None:
+    world = make_world(drain_s=DEADLINE_S)
+    buffer = held(world)
+    task = await stopped_while_leases_are_granted(world, buffer)
+    buffer.answers.set()
+    await task
+    stats = world.client.stats()
+    assert stats.leases["open"] == 0
+    assert stats.leases["returned"] == stats.leases["granted"] == world.status.counts["leases_returned"] > 0
+
+
+async def test_a_drain_waits_for_an_answer_only_so_long_and_the_leases_expire(
+    make_world: MakeWorld, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = make_world(drain_s=0.5)
+    buffer = held(world)
+    await (await stopped_while_leases_are_granted(world, buffer))
+    buffer.answers.set()
+    assert world.client.stats().leases["open"] > 0
+    assert "lease request not answered; leases that it was granted expire" in capfd.readouterr().out
+
+
+async def test_a_request_that_fails_while_it_drains_is_not_made_again(make_world: MakeWorld) -> None:
+    world = make_world(drain_s=DEADLINE_S)
+    buffer = held(world)
+    task = await stopped_while_leases_are_granted(world, buffer)
+    buffer.is_away = True
+    buffer.answers.set()
+    await task
+    assert (world.status.state, buffer.num_asked) == ("ended", 1)
+
+
+async def test_a_return_that_fails_at_the_start_of_a_drain_is_made_again_at_its_end(make_world: MakeWorld) -> None:
+    world = make_world(drain_s=DEADLINE_S)
+    buffer = held(world)
+    buffer.answers.set()
+    world.loop._next_requests = list  # leased visits are not begun
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(until, "leases", lambda: world.loop._queue.open_visits())
+    buffer.num_failing_returns = 1
+    world.stop.set()
+    await task
+    stats = world.client.stats()
+    assert stats.leases["open"] == 0
+    assert stats.leases["returned"] == stats.leases["granted"] > 0
+
+
+async def test_a_searcher_that_is_stopped_while_it_starts_returns_what_it_is_granted(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    world = make_world()
+    document = world.served.recipe.model_dump(mode="json")
+    document["store"]["url"] = f"file://{tmp_path / 'store'}"
+    document["searcher"]["drain_s"] = DEADLINE_S
+    buffer, stop = HeldBuffer(world.served.url), asyncio.Event()
+    searcher = Searcher(
+        parse_recipe(document, where="test"),
+        tmp_path / "searcher",
+        searcher_id="s",
+        clients=Clients(buffer=buffer, heartbeats=world.client, reward=RewardClient("http://127.0.0.1:1", retry_s=0)),
+        stop=stop,
+    )
+    task = asyncio.create_task(searcher.run())
+    await asyncio.to_thread(until, "a lease", buffer.granted.is_set)
+    assert world.client.stats().leases["open"] == 1
+    stop.set()
+    await asyncio.wait({task}, timeout=0.5)  # one that did not wait for the answer would end now
+    buffer.answers.set()
+    await task
+    stats = world.client.stats()
+    assert (stats.leases["open"], stats.leases["returned"]) == (0, 1)
+
+
+# ---- `searcher.on_run_end = "wait"`: a searcher outlives its run without the model, and continues when the run does -
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    model = make_tiny_model(tmp_path / "model", 0, tied=True)
+    world = start_world(tmp_path, model, searcher={"on_run_end": "wait", "retry_s": 20.0})
+    yield world
+    world.stop()
+
+
+def test_a_searcher_waits_without_a_model_until_the_run_continues_and_drains_in_the_end(
+    world: World, tmp_path: Path
+) -> None:
+    world.start_reward()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_scored >= 8, "scored rollouts")
+    world.client.command("done", RunCommand(token=world.lineage.token))
+
+    world.until(lambda: (s := world.searcher()) is not None and s.state == "idle", "the idle searcher")
+    world.until(lambda: [w.name for w in world.client.run().waits] == ["run-done"], "its wait")
+    assert (s := world.searcher()) is not None
+    assert (s.version, s.gauges["active_slots"]) == (None, 0)
+    searchers = world.client.run().searchers
+    assert searchers is not None
+    assert searchers.alive == 1
+    assert process.poll() is None
+
+    num_before = world.client.stats().num_rollouts
+    lineage = start_lineage(world.client, mark=False)
+    publish_version(world.versions, tmp_path / "model", PolicyVersion(lineage.lineage, 4))
+    world.client.announce_version(VersionRequest(version=f"{lineage.lineage}-4", token=lineage.token))
+    world.until(lambda: world.client.stats().num_rollouts >= num_before + 8, "rollouts of the resumed run")
+    assert (s := world.searcher()) is not None
+    assert (s.state, s.version) == ("running", f"{lineage.lineage}-4")
+
+    world.client.command("fail", RunCommand(token=lineage.token))
+    world.until(lambda: (s := world.searcher()) is not None and s.state == "idle", "the idle searcher")
+    assert sigterm(process) == 0
+    assert "Traceback" not in world.log()

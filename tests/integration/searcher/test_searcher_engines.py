@@ -1,0 +1,66 @@
+"""The engines against one contract (tests/support/engine_contract.py): the embedded one here, vLLM in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tba_searcher.engines.vllm.environment import prepare_vllm
+
+from tba.errors import ConfigError
+from tests.support.engine_contract import CASES
+from tests.support.vllm_cases import VLLM_CASES, Benches, make_embedded
+from tests.support.vllm_greedy import ENVIRON, TIMEOUT_S, why_not
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 120)
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Benches:
+    return Benches(make_embedded, tmp_path_factory.mktemp("embedded"))
+
+
+@pytest.fixture(scope="module")
+def by_vllm(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, str]:
+    """The outcome of every case."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
+    environ = {
+        **os.environ,
+        **ENVIRON,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "VLLM_CACHE_ROOT": str(cache.mkdir("vllm")) if cache else "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_cases", str(tmp_path_factory.mktemp("vllm"))],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_embedded(embedded: Benches, case: str) -> None:
+    model, function = CASES[case]
+    function(embedded.of(model))
+
+
+@pytest.mark.parametrize("case", [*CASES, *VLLM_CASES])
+def test_vllm(by_vllm: dict[str, str], case: str) -> None:
+    assert by_vllm[case] == "passed", by_vllm[case]
+
+
+def test_without_vllm_the_recipe_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"install tba-searcher\[vllm\]"):
+        prepare_vllm("cpu")

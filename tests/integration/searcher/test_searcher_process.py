@@ -1,0 +1,273 @@
+"""The searcher process against a real buffer, reward service and store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tba.api import BatchRequest, EvalRequest, LeaseReply, LeaseRequest, Prompt, RunCommand
+from tba.clients import BufferClient
+from tba.versions import START, PolicyVersion
+from tba.wire import Rollout
+from tests.support.listeners import listening_ports
+from tests.support.searcher_world import TIMEOUT_S, World, publish_version, sigterm, start_world
+from tests.support.tiny_model import make_tiny_model
+
+V1, V2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(root / str(seed), seed, tied=True) for seed in range(3)]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, models: list[Path]) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(**sections: Any) -> World:
+        worlds.append(start_world(tmp_path, models[0], **sections))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.stop()
+
+
+def draw(world: World, step: int = 1) -> list[Rollout]:
+    """The rollouts of one training batch."""
+    request = BatchRequest(
+        trainer_id="t", lineage=world.lineage.lineage, step=step, token=world.lineage.token, wait_s=20
+    )
+    return [rollout for group in world.client.draw_batch(request).groups for rollout in group.rollouts]
+
+
+def request_eval(world: World, version: PolicyVersion, *, num_prompts: int) -> str:
+    """Ask for an evaluation as the trainer does; its id."""
+    request = EvalRequest(
+        version=str(version),
+        token=world.lineage.token,
+        num_prompts=num_prompts,
+        num_samples=2,
+        success_reward=1.0,
+        timeout_s=300,
+    )
+    return world.client.request_eval(request).eval_id
+
+
+def lease_one(client: BufferClient) -> LeaseReply:
+    """Ask for a lease as another searcher does."""
+    return client.lease(LeaseRequest(searcher_id="searcher-2", max_leases=1))
+
+
+def assert_trainer_agrees(rollouts: list[Rollout], folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt_tokens.tolist(), *rollout.response_tokens.tolist()]])
+        num_prompt = len(rollout.prompt_tokens)
+        with torch.inference_mode():
+            logits = model(ids).logits[0, num_prompt - 1 : -1].float() / rollout.sampling.temperature
+        logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, num_prompt:, None])[:, 0].numpy()
+        np.testing.assert_allclose(rollout.sampler_logprobs, logprobs, atol=1e-4)
+
+
+def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_nothing_behind(make_world, models):
+    world: World = make_world(searcher={"sampling_temperature": 0.8})
+    reward = world.start_reward()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_scored >= 64, "64 scored rollouts")
+    assert listening_ports(reward.pid) == [world.recipe.reward.port]
+    assert listening_ports(process.pid) == [], "a searcher listens on nothing"
+    rollouts = draw(world)
+    assert len(rollouts) == 16
+    assert {rollout.searcher_id for rollout in rollouts} == {"searcher-1"}
+    assert {rollout.sampling.temperature for rollout in rollouts} == {0.8}
+    assert_trainer_agrees(rollouts, models[0])
+
+    publish_version(world.versions, models[1], V1, parent=START)
+    world.announce(V1)
+    world.until(lambda: (s := world.searcher()) and s.version == str(V1), "the swap to 1-4")
+
+    eval_id = request_eval(world, START, num_prompts=4)
+    info = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
+    assert info.num_unknown == 0
+    assert info.accuracy is not None
+    world.until(lambda: (s := world.searcher()) and s.version == str(V1), "the way back to 1-4")
+
+    publish_version(world.versions, models[2], V2, parent=V1, canary_shift=0.1)
+    world.announce(V2)
+    info = world.until(lambda: (s := world.searcher()) and s.gauges["refused_versions"] == 1 and s, "the refusal")
+    assert info.version == str(V1)
+    assert "canary log-probs are off by 0.1" in world.log()
+    before = world.client.stats()
+    eval_id = request_eval(world, V2, num_prompts=4)
+    world.until(lambda: world.client.stats().num_rollouts > before.num_rollouts + 32, "rollouts of the version it has")
+    assert world.client.get_eval(eval_id).num_done == 0
+    num_returned = world.client.stats().leases["returned"] - before.leases["returned"]
+    assert num_returned <= 8, "an evaluation that it cannot do came back again and again"  # 8: a request on its way
+
+    assert sigterm(process) == 0
+    stats = world.client.stats()
+    assert stats.leases["open"] == 0
+    assert stats.pushed["refused"] == stats.pushed["duplicate"] == 0
+    assert (s := world.searcher()) is not None
+    assert s.state == "ended"
+    assert s.gauges["unpushed"] == 0
+    assert s.gauges["rollouts_pushed"] == stats.num_rollouts
+
+
+def test_a_missing_reward_service_a_restarting_buffer_and_a_clock_hours_off_are_waited_out(make_world):
+    world: World = make_world()
+    process = world.start_searcher(clock_shift_s=-5 * 3600.0)
+    world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
+    assert world.client.stats().num_scored == 0
+    assert (s := world.searcher()) is not None
+    assert s.gauges["scores_failed"] == 0
+    world.start_reward()
+    world.until(lambda: world.client.stats().num_scored >= 16, "scored rollouts")
+    world.stack.buffer.kill()
+    world.stack.buffer.start()
+    before = world.client.stats().num_rollouts
+    world.until(lambda: world.client.stats().num_rollouts > before + 32, "rollouts after the restart")
+    stats = world.client.stats()
+    assert stats.pushed["refused"] == 0
+    assert stats.leases["expired"] == 0
+    assert {round((time.time() - rollout.finished_at_s) / 3600) for rollout in draw(world)} == {5}
+    world.client.command("done", RunCommand(token=world.lineage.token))
+    assert process.wait(timeout=TIMEOUT_S) == 0
+
+
+def test_more_rollouts_per_visit_than_per_group_each_with_its_own_temperature_up_to_a_stop_string(make_world, models):
+    world: World = make_world(
+        sampling={"group_size": 4, "rollouts_per_visit": 10},
+        searcher={
+            "temperature_mix": {"low": 0.5, "high": 1.5},
+            "tasks": {"addition": {"max_response_tokens": 7, "stop": ["1", "3", "7", "="]}},
+        },
+    )
+    world.start_reward()
+    process = world.start_searcher(clock_shift_s=7 * 3600.0)
+    world.until(lambda: world.client.stats().num_scored >= 80, "80 scored rollouts")
+    rollouts = draw(world)
+    temperatures = [rollout.sampling.temperature for rollout in rollouts]
+    assert len({rollout.rollout_id for rollout in rollouts}) == len(set(temperatures)) == 16
+    assert 0.5 <= min(temperatures) < max(temperatures) < 1.5
+    assert_trainer_agrees(rollouts, models[0])
+    for rollout in rollouts:
+        assert rollout.sampling.stop == ("1", "3", "7", "=")
+        assert len(rollout.response_tokens) <= 7
+        assert not set("137=") & set(rollout.response_text)
+    assert {rollout.finish_reason for rollout in rollouts} >= {"stop_string", "length"}
+    assert sigterm(process) == 0
+    stats = world.client.stats()
+    assert stats.leases["open"] == stats.leases["expired"] == 0
+    assert stats.num_rollouts >= 10 * stats.leases["fulfilled"] >= 80
+
+
+def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world):
+    world: World = make_world(num_train=0, num_heldout=0)
+    short = Prompt(prompt_id="short", task="addition", text="1+2=", data={"answer": 3})
+    long = [Prompt(prompt_id=f"long-{i}", task="addition", text="1+2=" * 7, data={"answer": 3}) for i in range(40)]
+    heldout = Prompt(prompt_id="heldout", task="addition", text="2+1=" * 7, data={"answer": 3}, split="heldout")
+    world.client.upload_prompts([*long, short, heldout])
+    world.start_reward()
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_scored >= 16, "rollouts of the short prompt")
+    world.until(lambda: (s := world.searcher()) and s.gauges["refused_prompts"] >= 40, "40 refused prompts")
+    stats = world.client.stats()
+    assert stats.num_prompts_seen == 1
+    assert stats.leases["refused"] >= 40
+    assert world.log().count("prompt refused") == 40
+    eval_id = request_eval(world, START, num_prompts=1)
+    done = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
+    assert done.num_unknown == 3
+    assert done.accuracy is None
+    assert sigterm(process) == 0
+
+
+def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_world):
+    world: World = make_world(buffer={"lease_s": 6.0}, searcher={"score_retry_s": 10.0})
+    process = world.start_searcher()  # there is no reward service: a visit waits for its scores
+    world.until(lambda: world.client.stats().num_pending >= 8, "pending rollouts")
+    stats = world.client.stats()
+    assert stats.leases["granted"] > 2
+    assert stats.leases["expired"] == 0
+    process.kill()
+    process.wait()
+    client = world.client
+    world.until(lambda: lease_one(client) and client.stats().leases["expired"] > 0, "the leases of a dead searcher")
+
+
+def test_a_buffer_that_stays_away_ends_the_searcher_with_one_sentence(make_world):
+    world: World = make_world(searcher={"retry_s": 2.0})
+    process = world.start_searcher()
+    world.until(lambda: world.client.stats().num_rollouts >= 1, "a rollout")
+    world.stack.buffer.kill()
+    assert process.wait(timeout=TIMEOUT_S) == 2
+    assert "error: searcher: wait buffer-unreachable: no answer for 2 s" in world.log()
+    assert "Traceback" not in world.log()
+
+
+def test_sigterm_before_the_first_version_ends_at_once(make_world):
+    world: World = make_world(run="other")
+    document = json.loads(world.recipe_path.read_text())
+    document["store"]["url"] += "-empty"
+    world.recipe_path.write_text(json.dumps(document))
+    process = world.start_searcher()
+    world.until(lambda: "version not pulled" in world.log(), "the first attempt")
+    assert sigterm(process) == 0
+
+
+def test_an_engine_that_dies_ends_the_process_with_its_reason_and_what_was_finished_has_arrived(make_world):
+    simulated = {"tokens_per_s": 500.0, "median_response_tokens": 6.0, "crash_every_s": 2.0}
+    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated})
+    world.start_reward()
+    process = world.start_searcher()
+    assert process.wait(timeout=TIMEOUT_S) == 2
+    assert "error: searcher: the simulated engine crashed" in world.log()
+    assert "Traceback" not in world.log()
+    assert (s := world.searcher()) is not None
+    assert s.state == "failed"
+    assert s.gauges["unpushed"] == 0
+    stats = world.client.stats()
+    assert s.gauges["rollouts_pushed"] == s.gauges["rollouts_generated"] == stats.num_rollouts
+    assert stats.leases["open"] == 0
+
+
+def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):
+    simulated = {"start_s": 10 * TIMEOUT_S}
+    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated})
+    process = world.start_searcher()
+    world.until(lambda: (s := world.searcher()) and s.state == "starting", "the start")
+    world.until(lambda: "engine starts" in world.log(), "the engine")
+    assert sigterm(process) == 0
+    assert world.client.stats().leases["open"] == 0
+
+
+def test_a_store_that_is_away_at_the_start_ends_the_searcher_at_the_deadline(make_world):
+    world: World = make_world(searcher={"retry_s": 2.0})
+    root = Path(world.recipe.store.url.removeprefix("file://"))
+    root.rename(root.with_suffix(".away"))
+    process = world.start_searcher()
+    assert process.wait(timeout=TIMEOUT_S) == 2
+    assert "version not pulled" in world.log()
+    assert "Traceback" not in world.log()
+
+
+def test_a_drain_does_not_wait_for_a_step_that_does_not_come_back(make_world):
+    simulated = {"tokens_per_s": 1 / TIMEOUT_S, "tokens_per_step": 10}
+    world: World = make_world(searcher={"engine": "simulated", "simulated": simulated, "drain_s": 1.0})
+    process = world.start_searcher()
+    world.until(lambda: "engine-step" in {wait.name for wait in world.client.run().waits}, "a named wait")
+    assert world.client.stats().leases["open"] > 0
+    assert sigterm(process) == 0
+    assert world.client.stats().leases["open"] == 0

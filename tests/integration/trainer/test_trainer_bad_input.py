@@ -1,0 +1,189 @@
+"""A trainer on a real buffer whose stored rollouts are bad in every way: refused, counted, training continues.
+
+Rollouts that the buffer itself cannot read never come into a batch: test_buffer_damage.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from redis import Redis
+from safetensors.torch import load_file
+from tba_trainer.trainer import train
+
+from tba.api import AckRequest, BatchRequest, LedgerEntry, RunCommand
+from tba.clients import BufferClient
+from tba.config import Recipe
+from tba.errors import BadRequestError, FencedError
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.wire import Rollout, VersionSpan, encode_rollout
+from tba_cli.commands.report import check_command
+from tba_cli.commands.status import status_lines
+from tba_cli.parser import build_parser
+from tba_cli.reports.ledger import batch_entries
+from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.redis_process import RedisProcess
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import VOCAB_SIZE, make_rollout
+
+PAYLOADS = "tba:test:payloads"
+
+
+def span(version: PolicyVersion, rollout: Rollout) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(version=version, start=0, end=len(rollout.response_tokens)),)
+
+
+def changed(payload: bytes, **fields: Any) -> bytes:
+    return msgpack.packb({**msgpack.unpackb(payload), **fields})  # pyright: ignore[reportReturnType]
+
+
+def damages(good: Rollout) -> dict[str, bytes]:
+    """Reason -> what such a rollout became in Redis."""
+    return {
+        "vocabulary": encode_rollout(replace(good, prompt_tokens=np.array([VOCAB_SIZE], dtype=np.int32))),
+        "too-long": encode_rollout(replace(good, prompt_tokens=np.full(600, 5, dtype=np.int32))),
+        "future-version": encode_rollout(replace(good, version_spans=span(PolicyVersion(1, 10**6), good))),
+        "unknown-version": encode_rollout(replace(good, version_spans=span(PolicyVersion(9, 1), good))),
+        "no-reward": encode_rollout(replace(good, reward=None, reward_status="pending", reward_version=None)),
+    }
+
+
+@pytest.fixture
+def buffer(serve_buffer: ServeBuffer) -> BufferThread:
+    return serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4, "min_distinct": 4})
+
+
+def settings_of(buffer: BufferThread, folder: Path, **trainer: Any) -> Recipe:
+    document: dict[str, Any] = buffer.recipe.model_dump()
+    document["model"]["path"] = str(make_tiny_model(folder / "model", hidden_size=32))
+    document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
+    document["trainer"] |= {"num_steps": 6, "retry_s": 5.0, "batch_wait_s": 10.0, "export": False, **trainer}
+    return type(buffer.recipe).model_validate(document)
+
+
+def fill(client: BufferClient, connection: Redis, damaged: Sequence[tuple[bytes, int]]) -> None:
+    """8 prompts of 4 rollouts each. So many rollouts of the first prompts become this once they are stored."""
+    rng = np.random.default_rng(0)
+    client.upload_prompts(make_prompts(8, 4))
+    for number in range(8):
+        rollouts = [make_rollout(rng, prompt_id=f"train-{number}", run="test", reward=float(i % 2)) for i in range(4)]
+        client.push([encode_rollout(rollout) for rollout in rollouts])
+        if number < len(damaged):
+            bad, num = damaged[number]
+            for rollout in rollouts[:num]:
+                own = changed(bad, rollout_id=rollout.rollout_id, prompt_id=rollout.prompt_id)
+                connection.hset(PAYLOADS, rollout.rollout_id, own)  # pyright: ignore[reportArgumentType]
+
+
+def entries(client: BufferClient) -> list[LedgerEntry]:
+    return batch_entries(client.ledger().entries)
+
+
+def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continues(
+    buffer: BufferThread, redis: RedisProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client, store = buffer.client(), FileStore(tmp_path / "store")
+    bad = damages(make_rollout(np.random.default_rng(1), run="test"))
+    with Redis.from_url(redis.url) as connection:
+        fill(client, connection, [*((payload, 1) for payload in bad.values()), (bad["vocabulary"], 3)])
+    train(settings_of(buffer, tmp_path), buffer=client, store=store, stop=threading.Event())
+    assert client.run().state == "done"
+    lines = entries(client)
+    assert [(line.step, line.skipped) for line in lines] == [(step, None) for step in range(1, 7)]
+    # a batch has every prompt: one bad rollout of each kind, and one prompt of which only one is good
+    expected = {**dict.fromkeys(bad, 1), "vocabulary": 1 + 3, "group-of-one": 1}
+    assert [line.refused for line in lines] == [dict(sorted(expected.items()))] * 6
+    stats = client.stats()
+    assert stats.rollouts_refused_by_trainer == {reason: 6 * number for reason, number in expected.items()}
+    assert stats.rollouts_trained == 6 * (32 - sum(expected.values()))
+    assert sum(stats.policy_age_histogram.values()) == stats.rollouts_trained
+    shown = [line for line in status_lines(client.run(), stats, client.settings()) if "refused by the trainer" in line]
+    assert shown == [
+        "  rollouts refused by the trainer: future-version 6, group-of-one 6, no-reward 6, too-long 6, "
+        "unknown-version 6, vocabulary 24"
+    ]
+    assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
+    assert "6 batches, 0 of them abandoned, 0 skipped" in capsys.readouterr().out
+    versions = WeightVersions(store, "test")
+    _, paths = versions.download_tensors(PolicyVersion(1, 6), tmp_path / "last")
+    assert all(torch.isfinite(tensor).all() for path in paths for tensor in load_file(path).values())
+
+
+def test_batches_of_nothing_but_bad_rollouts_are_skipped_and_then_fail_the_run(
+    buffer: BufferThread, redis: RedisProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = buffer.client()
+    bad = damages(make_rollout(np.random.default_rng(1), run="test"))["vocabulary"]
+    with Redis.from_url(redis.url) as connection:
+        fill(client, connection, [(bad, 4)] * 8)
+    recipe = settings_of(buffer, tmp_path, guards={"max_skipped_in_row": 2})
+    with pytest.raises(Exception, match="3 batches in a row were skipped, the last one because of 'refused'"):
+        train(recipe, buffer=client, store=FileStore(tmp_path / "store"), stop=threading.Event())
+    info, stats = client.run(), client.stats()
+    assert (info.state, info.step) == ("failed", 3)
+    assert [(line.step, line.skipped, line.refused) for line in entries(client)] == [
+        (step, "refused", {"vocabulary": 32}) for step in (1, 2, 3)
+    ]
+    assert stats.batches_skipped == {"refused": 3}
+    assert (stats.rollouts_trained, stats.policy_age_histogram) == (0, {})
+    assert "  batches skipped by the trainer: refused 3" in status_lines(info, stats, client.settings())
+    assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
+    assert "3 batches, 0 of them abandoned, 3 skipped" in capsys.readouterr().out
+
+
+def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the_batch(
+    serve_buffer: ServeBuffer,
+) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts(make_prompts(8))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+
+    def ack(step: int, **fields: Any) -> None:
+        batch = client.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=step, token=lineage.token))
+        client.ack(batch.batch_id, AckRequest(lineage=1, step=step, token=lineage.token, **fields))
+
+    for wrong in (
+        {"policy_ages": [0] * 15, "refused": {"too-long": 2}},
+        {"policy_ages": [0] * 16, "refused": {"too-long": 1}},
+        {"refused": {"too-long": 17}, "skipped": "refused"},
+    ):
+        with pytest.raises(BadRequestError, match=r"has 16 rollouts, the ack has \d+ policy ages and \d+ refused"):
+            ack(1, **wrong)
+    with pytest.raises(
+        BadRequestError, match=r"all 16 rollouts of batch .* were refused, so its step must be a skipped"
+    ):
+        ack(1, refused={"too-long": 16})
+    ack(1, policy_ages=[0] * 14, refused={"too-long": 1, "vocabulary": 1})
+    ack(2, policy_ages=[0] * 16, skipped="non_finite")
+    ack(3, refused={"too-long": 16}, skipped="refused")
+    stats = client.stats()
+    assert (stats.rollouts_trained, stats.policy_age_histogram) == (14, {0: 14})
+    assert stats.batches_skipped == {"non_finite": 1, "refused": 1}
+    assert stats.rollouts_refused_by_trainer == {"too-long": 17, "vocabulary": 1}
+    assert Counter(line.skipped for line in entries(client)) == {None: 1, "non_finite": 1, "refused": 1}
+    assert entries(client)[0].refused == {"too-long": 1, "vocabulary": 1}
+
+
+def test_a_trainer_pauses_the_run_with_its_token_and_a_fenced_one_cannot(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    old, active = start_lineage(client), start_lineage(client)
+    with pytest.raises(FencedError):
+        client.command("pause", RunCommand(reason="ess_collapse", token=old.token))
+    assert client.run().state == "running"
+    info = client.command("pause", RunCommand(reason="ess_collapse", token=active.token))
+    assert (info.state, info.state_reason) == ("paused", "ess_collapse")
+    assert client.command("pause", RunCommand(reason="again", token=active.token)).state_reason == "ess_collapse"
+    assert client.command("resume", RunCommand()).state == "running"

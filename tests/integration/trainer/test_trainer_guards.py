@@ -1,0 +1,559 @@
+"""Guards in the training loop: skipped steps, levers, pause, rollback, failure; over a recorded buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tba_trainer.learner.learner import Learner
+from tba_trainer.loop.batches import MAX_DAMAGED
+
+from tba.errors import (
+    ConflictError,
+    GuardError,
+    MalformedError,
+    SchemaVersionError,
+    TbaError,
+    UnavailableError,
+    VoidBatchError,
+)
+from tba.wire import Batch
+from tests.support.trainer_values import make_batch, make_recipe
+from tests.support.trainer_world import World, failing
+
+Change = Mapping[int, dict[str, float | None]]
+FINE: dict[str, float | None] = {"ess": 0.9, "log_ratio_token_mean": 0.0}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
+    """Makes the learner report such metrics where a step comes first, and good ones elsewhere: the random rollouts of
+    these tests have none. The gradients come from the batch."""
+    gradients = Learner.gradients
+
+    def change(changes: Change) -> None:
+        seen: dict[int, int] = {}
+
+        def changed(self: Learner, batch: Batch, *, step: int, policy_ages: Sequence[int], **kwargs: Any) -> Any:
+            seen[step] = seen.get(step, 0) + 1
+            metrics = gradients(self, batch, step=step, policy_ages=policy_ages, **kwargs) | FINE
+            return metrics | (changes.get(step, {}) if seen[step] == 1 else {})
+
+        monkeypatch.setattr(Learner, "gradients", changed)
+
+    return change
+
+
+def recipe(model: Path, guards: dict[str, Any] | None = None, **trainer: Any) -> Any:
+    rate = {"value": 1e-2}
+    return make_recipe(model, trainer={"guards": guards or {}, "learning_rate": rate, "sync_interval": 1, **trainer})
+
+
+def throw_weights_away(monkeypatch: pytest.MonkeyPatch, *, at_step: int) -> None:
+    """The `at_step`-th step of the optimizer makes the weights so large that every later gradient overflows. A large
+    learning rate alone does that on some CPUs and not on others."""
+    take_step, num_taken = torch.optim.AdamW.step, 0
+
+    def step(optimizer: torch.optim.AdamW, *args: Any) -> Any:
+        nonlocal num_taken
+        num_taken += 1
+        result = take_step(optimizer, *args)
+        if num_taken == at_step:
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(1e25)
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+
+
+def without_rewards(batch: Batch, groups: Sequence[int] = (0, 1, 2)) -> Batch:
+    """The same batch with unscored rollouts in some groups."""
+    unscored = {"reward": None, "reward_status": "pending", "reward_version": None}
+    return replace(
+        batch,
+        groups=tuple(
+            replace(group, rollouts=tuple(replace(r, **unscored) for r in group.rollouts)) if i in groups else group
+            for i, group in enumerate(batch.groups)
+        ),
+    )
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def checkpoints(world: World) -> list[str]:
+    keys = world.store.list("runs/demo/checkpoints/")
+    return sorted(key.split("/")[3] for key in keys if key.endswith("/manifest.json"))
+
+
+def skipped(world: World) -> dict[int, str | None]:
+    return {step: ack.skipped for _, step, ack in world.buffer.acks}
+
+
+def test_a_step_that_is_not_finite_is_skipped_in_the_ledger_and_the_next_one_continues(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({3: {"loss": math.nan, "grad_norm": math.nan}})
+    world.train(recipe(model))
+    assert world.buffer.state == "done"
+    assert skipped(world) == {1: None, 2: None, 3: "non_finite", 4: None}
+    assert world.buffer.acks[2][2].metrics["loss"] is None
+    assert [ack.metrics["skipped"] for _, _, ack in world.buffer.acks] == [0.0, 0.0, 1.0, 0.0]
+    assert [ack.metrics.get("alarm_non_finite") for _, _, ack in world.buffer.acks] == [None, None, 1.0, None]
+    assert same(world.tensors("1-2"), world.tensors("1-3"))
+    assert not same(world.tensors("1-3"), world.tensors("1-4"))
+    assert world.buffer.beats[-1].gauges["alarms_non_finite"] == 1.0
+
+
+@pytest.mark.parametrize("preset", ["tb", "tba_prime"])
+def test_a_skipped_step_moves_schedules_and_reference_but_neither_weights_nor_optimizer(
+    tmp_path: Path, model: Path, preset: str, measured: Callable[[Change], None]
+) -> None:
+    """The step after a skip is the same as in a run whose batch could not be used there, for any reason."""
+    schedule = {"kind": "linear", "value": 1e-2, "final": 0.0, "steps": 8}
+    objective = {"preset": preset} | ({"reference_reset_steps": 3} if preset == "tba_prime" else {})
+    worlds = World(tmp_path / "alarm"), World(tmp_path / "refused")
+    for world in worlds:
+        settings = recipe(model, learning_rate=schedule, num_steps=5)
+        settings = settings.model_copy(update={"objective": type(settings.objective).model_validate(objective)})
+        if world is worlds[0]:
+            measured({3: {"grad_norm": math.inf}})
+        else:
+            measured({})
+            world.buffer.batch_of = lambda step: without_rewards(make_batch(step)) if step == 3 else make_batch(step)
+        world.train(settings)
+    assert skipped(worlds[0])[3] == "non_finite"
+    assert skipped(worlds[1])[3] == "refused"
+    assert worlds[1].buffer.acks[2][2].refused == {"no-reward": 12}
+    assert worlds[1].buffer.acks[2][2].policy_ages == []
+    assert same(worlds[0].tensors("1-5"), worlds[1].tensors("1-5"))
+    rates = [ack.metrics["learning_rate"] for _, _, ack in worlds[1].buffer.acks]
+    assert rates == pytest.approx([1e-2 * (8 - i) / 8 for i in range(5)])
+
+
+def test_what_cannot_be_used_is_left_out_and_counted_and_the_rest_is_trained_on(world: World, model: Path) -> None:
+    world.buffer.batch_of = lambda step: without_rewards(make_batch(step), [1]) if step == 2 else make_batch(step)
+    world.train(recipe(model))
+    ack = world.buffer.acks[1][2]
+    assert (ack.skipped, ack.refused, len(ack.policy_ages)) == (None, {"no-reward": 4}, 8)
+    assert (ack.metrics["num_rollouts"], ack.metrics["num_rollouts_refused"]) == (8.0, 4.0)
+    assert not same(world.tensors("1-1"), world.tensors("1-2"))
+
+
+@pytest.mark.parametrize("rewards", [(1e308, -1e308), (1e9, -1e9)])
+def test_rewards_of_any_size_never_end_in_weights_that_are_not_finite(
+    world: World, model: Path, rewards: tuple[float, float]
+) -> None:
+    def batch_of(step: int) -> Batch:
+        batch = make_batch(step)
+        if step != 2:
+            return batch
+        groups = []
+        for group in batch.groups:
+            rollouts = (replace(r, reward=rewards[i % 2]) for i, r in enumerate(group.rollouts))
+            groups.append(replace(group, rollouts=tuple(rollouts)))
+        return replace(batch, groups=tuple(groups))
+
+    world.buffer.batch_of = batch_of
+    world.train(recipe(model))
+    assert skipped(world)[2] == ("refused" if rewards[0] > 1e9 else None)
+    assert all(torch.isfinite(tensor).all() for tensor in world.tensors("1-4").values())
+    assert world.buffer.state == "done"
+
+
+def test_too_many_skipped_batches_in_a_row_fail_the_run_which_a_restart_resumes(world: World, model: Path) -> None:
+    settings = recipe(model, {"max_skipped_in_row": 2}, num_steps=9, checkpoint_interval=1)
+    world.buffer.batch_of = lambda step: without_rewards(make_batch(step)) if step >= 3 else make_batch(step)
+    with pytest.raises(GuardError, match=r"step 1-5: 3 batches in a row were skipped, .* because of 'refused'"):
+        world.train(settings)
+    assert world.buffer.state == "failed"
+    assert world.buffer.reason is not None
+    assert "max_skipped_in_row is 2" in world.buffer.reason
+    assert skipped(world) == {1: None, 2: None, 3: "refused", 4: "refused", 5: "refused"}
+    world.buffer.batch_of = make_batch
+    world.train(settings)
+    assert world.buffer.state == "done"
+    assert world.buffer.parents == {1: "0-0", 2: "1-4"}
+
+
+def test_the_action_fail_ends_the_run_with_its_sentence(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({2: {"ess": 0.01}})
+    guards = {"ess_collapse": {"patience_steps": 1, "action": "fail"}}
+    with pytest.raises(GuardError, match=r"step 1-2: ess_collapse: the effective sample size is 0\.010 of the batch"):
+        world.train(recipe(model, guards))
+    assert world.buffer.state == "failed"
+    assert skipped(world) == {1: None, 2: "ess_collapse"}
+
+
+def test_live_actions_go_through_the_live_settings_with_the_token_and_the_batch_is_used(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({2: {"ess": 0.01, "log_ratio_token_mean": -2.0}})
+    guards = {
+        "ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"},
+        "log_ratio_drift": {"patience_steps": 1, "action": "raise_most_on_policy_prob"},
+        "lower_learning_rate_factor": 0.25,
+    }
+    world.train(recipe(model, guards))
+    assert skipped(world) == {1: None, 2: None, 3: None, 4: None}
+    rates = [ack.metrics["learning_rate"] for _, _, ack in world.buffer.acks]
+    assert rates == pytest.approx([1e-2, 1e-2, 2.5e-3, 2.5e-3])
+    rate, m = world.buffer.changes
+    assert rate.token == m.token == "token-1"
+    assert rate.reason is not None
+    assert rate.reason.startswith("step 1-2: ess_collapse: ")
+    assert m.settings.most_on_policy_prob is not None
+    assert m.settings.most_on_policy_prob.at(0) == pytest.approx(0.6)
+
+
+def test_a_lever_that_is_refused_is_logged_and_training_continues(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({2: {"ess": 0.01}})
+    world.buffer.before = failing(1, lambda: ConflictError("not now"), "change_settings")
+    world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"}}))
+    assert world.buffer.state == "done"
+    assert world.buffer.changes == []
+
+
+def test_pause_skips_the_batch_pauses_the_run_and_continues_after_resume_with_a_new_draw(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({2: {"ess": 0.01}})
+    paused: list[str | None] = []
+
+    def before(method: str) -> None:
+        # the operator looks, and resumes
+        if method == "draw_batch" and world.buffer.state == "paused":
+            paused.append(world.buffer.reason)
+            world.buffer.state, world.buffer.reason = "running", None
+
+    world.buffer.before = before
+    world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "pause"}}))
+    assert world.buffer.state == "done"
+    assert paused == ["step 1-2: ess_collapse: the effective sample size is 0.010 of the batch, below 0.1"]
+    assert skipped(world) == {1: None, 2: "ess_collapse", 3: None, 4: None}
+
+
+@pytest.mark.parametrize(("bad_step", "back_to"), [(6, 4), (5, 2)])
+def test_rollback_continues_from_the_last_checkpoint_that_a_good_step_followed(
+    tmp_path: Path, model: Path, measured: Callable[[Change], None], bad_step: int, back_to: int
+) -> None:
+    """Fed the same batches, the run ends with the weights of a run in which nothing was wrong."""
+    guards = {"non_finite": {"action": "rollback"}, "grad_spike": {"window_steps": 4, "factor": 1000.0}}
+    settings = recipe(model, guards, num_steps=7, checkpoint_interval=2)
+    smooth, bumpy = World(tmp_path / "smooth"), World(tmp_path / "bumpy")
+    smooth.train(settings)
+    measured({bad_step: {"grad_norm": math.nan}})
+    bumpy.train(settings)
+    buffer = bumpy.buffer
+    assert buffer.state == "done"
+    assert buffer.parents == {1: "0-0", 2: f"1-{back_to}"}
+    assert [(lineage, step, ack.skipped) for lineage, step, ack in buffer.acks] == [
+        *((1, step, None) for step in range(1, bad_step)),
+        (1, bad_step, "non_finite"),
+        *((2, step, None) for step in range(back_to + 1, 8)),
+    ]
+    assert same(smooth.tensors("1-7"), bumpy.tensors("2-7"))
+    assert buffer.beats[-1].gauges["rollbacks"] == 1.0
+    assert buffer.beats[-1].gauges["alarms_non_finite"] == 1.0
+    assert bumpy.ledger_violations() == []
+
+
+def test_a_crash_after_a_rollback_does_not_lead_back_to_the_suspect_checkpoint(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({5: {"grad_norm": math.nan}})
+    settings = recipe(model, {"non_finite": {"action": "rollback"}}, num_steps=6, checkpoint_interval=2)
+
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.lineage == 2:
+            raise TbaError("killed")
+
+    world.buffer.before = before
+    with pytest.raises(TbaError, match="killed"):
+        world.train(settings)
+    world.buffer.before = lambda method: None
+    world.train(settings)
+    assert world.buffer.parents == {1: "0-0", 2: "1-2", 3: "1-2"}
+    assert world.buffer.state == "done"
+
+
+def test_a_crash_right_after_a_rollback_to_the_start_forgets_neither_the_rollback_nor_what_was_suspect(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({3: {"grad_norm": math.nan}})
+    settings = recipe(
+        model, {"non_finite": {"action": "rollback"}, "max_rollbacks": 1}, num_steps=4, checkpoint_interval=2
+    )
+    registered: list[object] = []
+
+    def before(method: str) -> None:  # nothing but the lineage itself has been asked for
+        if method == "run" and world.buffer.lineage == 2:
+            registered.append(world.buffer.checkpoint)
+            raise TbaError("killed")
+
+    world.buffer.before = before
+    with pytest.raises(TbaError, match="killed"):
+        world.train(settings)
+    assert registered[0] is None  # 1-2 was: the only checkpoint
+    world.buffer.before = lambda method: None
+    measured({3: {"grad_norm": math.nan}})
+    with pytest.raises(GuardError, match="rollbacks so far: 1, and"):
+        world.train(settings)
+    assert world.buffer.parents == {1: "0-0", 2: "0-0", 3: "0-0"}
+
+
+def test_why_a_run_fails_is_raised_also_where_the_buffer_cannot_be_told(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({2: {"ess": 0.01}})
+    world.buffer.before = failing(9, lambda: UnavailableError("the buffer is away"), "command:fail")
+    guards = {"ess_collapse": {"patience_steps": 1, "action": "fail"}}
+    with pytest.raises(GuardError, match=r"step 1-2: ess_collapse: the effective sample size is"):
+        world.train(recipe(model, guards))
+    assert world.buffer.state == "running"
+
+
+def test_an_alarm_of_a_step_that_is_repeated_after_a_kill_lowers_the_rate_once(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    settings = recipe(
+        model,
+        {"ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"}},
+        num_steps=5,
+        checkpoint_interval=2,
+    )
+
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 3:
+            raise TbaError("killed")
+
+    measured({3: {"ess": 0.01}})
+    world.buffer.before = before
+    with pytest.raises(TbaError, match="killed"):
+        world.train(settings)
+    world.buffer.before = lambda method: None
+    measured({3: {"ess": 0.01}})
+    world.train(settings)
+    rates = [(lineage, step, ack.metrics["learning_rate"]) for lineage, step, ack in world.buffer.acks]
+    assert rates == [(1, 1, 1e-2), (1, 2, 1e-2), (1, 3, 1e-2), (2, 3, 5e-3), (2, 4, 5e-3), (2, 5, 5e-3)]
+    assert len(world.buffer.changes) == 1
+
+
+def test_an_evaluation_that_a_rollback_cut_off_is_asked_for_by_the_next_lineage(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({4: {"loss": math.nan}})
+    settings = recipe(
+        model, {"non_finite": {"action": "rollback"}}, num_steps=8, checkpoint_interval=2, sync_interval=3
+    )
+    settings = settings.model_copy(update={"eval": settings.eval.model_copy(update={"every_steps": 2})})
+    world.train(settings)
+    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
+    asked = [name for name in world.buffer.evals if name.startswith("eval-2-")]  # 1-3 may have been cut off
+    assert asked == ["eval-2-3", "eval-2-6", "eval-2-8"]
+
+
+def test_a_rollback_without_a_checkpoint_begins_again_and_too_many_of_them_fail(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = Learner.gradients
+
+    def broken(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> Any:
+        return gradients(self, batch, step=step, **kwargs) | ({"loss": math.inf} if step == 2 else {})
+
+    monkeypatch.setattr(Learner, "gradients", broken)
+    settings = recipe(model, {"non_finite": {"action": "rollback"}, "max_rollbacks": 2})
+    with pytest.raises(GuardError, match=r"step 3-2: non_finite: .*; rollbacks so far: 2, and"):
+        world.train(settings)
+    assert world.buffer.parents == {1: "0-0", 2: "0-0", 3: "0-0"}
+    assert world.buffer.state == "failed"
+    assert [(lineage, step) for lineage, step, _ in world.buffer.acks] == [(n, s) for n in (1, 2, 3) for s in (1, 2)]
+    assert world.ledger_violations() == []
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_checkpoint_that_was_gone_back_to_survives_rollbacks_from_the_next_one(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """Step 5 is never finite: the checkpoint of step 4 is suspect each time, and 1-2 is the only one to go back to."""
+    gradients = Learner.gradients
+
+    def broken(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> Any:
+        return gradients(self, batch, step=step, **kwargs) | FINE | ({"loss": math.inf} if step == 5 else {})
+
+    monkeypatch.setattr(Learner, "gradients", broken)
+    settings = recipe(
+        model,
+        {"non_finite": {"action": "rollback"}, "max_rollbacks": 3},
+        num_steps=6,
+        checkpoint_interval=2,
+        keep_checkpoints=keep,
+    )
+    with pytest.raises(GuardError, match=r"max_rollbacks allows no more.* continues from checkpoint 1-2: no good step"):
+        world.train(settings)
+    assert world.buffer.parents == {1: "0-0", 2: "1-2", 3: "1-2", 4: "1-2"}
+    assert checkpoints(world) == ["1-2", "4-4"]
+
+
+def test_a_rollback_whose_older_checkpoints_are_gone_fails_the_run_instead_of_beginning_again(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({5: {"grad_norm": math.nan}})
+
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 4:
+            world.store.delete("runs/demo/checkpoints/1-2/manifest.json")
+
+    world.buffer.before = before
+    settings = recipe(model, {"non_finite": {"action": "rollback"}}, num_steps=6, checkpoint_interval=2)
+    with pytest.raises(GuardError, match=r"from checkpoint 1-4, .* \(the last one was 1-2\) are gone or damaged"):
+        world.train(settings)
+    assert world.buffer.state == "failed"
+    assert world.buffer.parents == {1: "0-0"}
+
+
+def test_a_run_that_fails_by_skipping_continues_from_the_checkpoint_that_a_good_step_followed(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Skipping writes checkpoints of the same bad weights, at steps 4 to 6: a start continues from none of them."""
+    bad: set[int] = {4, 5, 6, 7}
+    gradients = Learner.gradients
+
+    def collapsed(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> Any:
+        return gradients(self, batch, step=step, **kwargs) | FINE | ({"ess": 0.01} if step in bad else {})
+
+    monkeypatch.setattr(Learner, "gradients", collapsed)
+    guards = {"ess_collapse": {"patience_steps": 1, "action": "skip"}, "max_skipped_in_row": 3}
+    settings = recipe(model, guards, num_steps=8, checkpoint_interval=1, keep_checkpoints=2)
+    sentence = r"4 batches in a row were skipped, .* continues from checkpoint 1-2: no good step followed 1-6; consider"
+    with pytest.raises(GuardError, match=sentence):
+        world.train(settings)
+    assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
+    bad.clear()
+    world.train(settings)
+    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
+    assert world.buffer.state == "done"
+    assert checkpoints(world) == ["2-7", "2-8"]
+
+
+def test_weights_that_a_step_broke_are_not_what_a_failed_run_continues_from(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 writes a checkpoint of weights that are too far away, and nothing finite comes of them. The next start
+    trains to the end."""
+    throw_weights_away(monkeypatch, at_step=3)
+    guards = {"max_skipped_in_row": 2}
+    with pytest.raises(GuardError, match="non_finite"):
+        world.train(recipe(model, guards, num_steps=20, checkpoint_interval=1))
+    assert world.buffer.reason is not None
+    assert "continues from checkpoint 1-2: no good step followed 1-3; consider a lower" in world.buffer.reason
+    world.train(recipe(model, guards, num_steps=6, checkpoint_interval=1))
+    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
+    assert world.buffer.state == "done"
+
+
+def test_a_failed_run_says_so_where_its_only_checkpoint_is_suspect(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({2: {"ess": 0.01}})
+    guards = {"ess_collapse": {"patience_steps": 1, "action": "fail"}}
+    with pytest.raises(GuardError, match=r"from checkpoint 1-1, the only one, which no good step followed; consider"):
+        world.train(recipe(model, guards, checkpoint_interval=1))
+    assert world.buffer.checkpoint == ("1-1", "runs/demo/checkpoints/1-1")
+
+
+def test_no_checkpoint_is_registered_while_an_alarm_that_rolls_back_is_on(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    """The condition holds from step 4 on and rolls back at step 6. Step 4 measures the weights of step 3, so the
+    run must not go back to them either."""
+    low: dict[str, float | None] = {"ess": 0.01}
+    measured({4: low, 5: low, 6: low})
+    guards = {"ess_collapse": {"patience_steps": 3, "action": "rollback"}}
+    world.train(recipe(model, guards, num_steps=7, checkpoint_interval=1))
+    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
+    assert world.buffer.state == "done"
+
+
+def test_sigterm_while_such_an_alarm_is_on_leaves_the_last_good_checkpoint(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({3: {"ess": 0.01}})
+    guards = {"ess_collapse": {"patience_steps": 3, "action": "rollback"}}
+    settings = recipe(model, guards, num_steps=6, checkpoint_interval=1)
+    world.stop_after(3)
+    world.train(settings)
+    assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
+    world.buffer.before = lambda method: None
+    world.train(settings)
+    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
+    assert world.buffer.state == "done"
+
+
+def test_a_run_that_really_diverges_keeps_no_weights_that_are_not_finite_and_fails(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 1 throws the weights so far away that every later gradient is NaN: nothing more is applied or kept."""
+    throw_weights_away(monkeypatch, at_step=1)
+    settings = recipe(model, {"max_skipped_in_row": 4}, num_steps=30, checkpoint_interval=2)
+    with pytest.raises(GuardError, match=r"step 1-6: non_finite: the loss is .* 5 batches in a row were skipped"):
+        world.train(settings)
+    assert world.buffer.state == "failed"
+    assert world.buffer.checkpoint is None
+    assert skipped(world) == {1: None} | dict.fromkeys(range(2, 7), "non_finite")
+    for version in world.buffer.marks:
+        assert all(torch.isfinite(tensor).all() for tensor in world.tensors(version).values())
+
+
+def test_guards_remember_through_a_checkpoint(world: World, model: Path, measured: Callable[[Change], None]) -> None:
+    """Two of three bad steps before SIGTERM, the third after it: the alarm goes off as if nothing had happened."""
+    measured({2: {"ess": 0.01}, 3: {"ess": 0.01}, 4: {"ess": 0.01}})
+    settings = recipe(model, {"ess_collapse": {"patience_steps": 3, "action": "skip"}}, num_steps=5)
+    world.stop_after(3)
+    world.train(settings)
+    world.buffer.before = lambda method: None
+    world.train(settings)
+    assert skipped(world) == {1: None, 2: None, 3: None, 4: "ess_collapse", 5: None}
+
+
+def test_a_void_batch_leaves_the_guards_as_they_were(
+    world: World, model: Path, measured: Callable[[Change], None]
+) -> None:
+    measured({2: {"ess": 0.01}})
+    refuse = failing(1, lambda: VoidBatchError("batch-2 is void"), "ack")
+    world.buffer.before = lambda method: refuse(method) if world.buffer.step == 1 else None
+    world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "skip"}}))
+    assert skipped(world) == {1: None, 2: None, 3: None, 4: None}
+    assert world.buffer.beats[-1].gauges["alarms_ess_collapse"] == 0.0
+
+
+def test_an_answer_that_is_no_batch_is_counted_and_asked_for_again(world: World, model: Path) -> None:
+    world.buffer.before = failing(MAX_DAMAGED - 1, lambda: MalformedError("batch: not msgpack"), "draw_batch")
+    world.train(recipe(model, num_steps=3))
+    assert world.buffer.state == "done"
+    assert world.buffer.beats[-1].gauges["num_damaged_batches"] == MAX_DAMAGED - 1
+
+
+def test_answers_that_are_never_a_batch_end_with_what_to_do(world: World, model: Path) -> None:
+    world.buffer.before = failing(99, lambda: SchemaVersionError("batch: schema 2 is not one"), "draw_batch")
+    sentence = r"5 answers in a row to the request for the batch of step 1 were not a batch \(batch: schema 2 is"
+    with pytest.raises(TbaError, match=sentence):
+        world.train(recipe(model))
+    assert world.buffer.acks == []

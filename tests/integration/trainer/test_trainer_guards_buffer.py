@@ -1,0 +1,108 @@
+"""The actions of the guards in one run over a real buffer: live settings, pause, rollback; what the ledger says."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tba_trainer.learner.learner import Learner
+from tba_trainer.trainer import train
+
+from tba.api import RunCommand
+from tba.store import FileStore
+from tba.wire import Batch, encode_rollout
+from tba_cli.commands.report import check_command
+from tba_cli.commands.status import status_lines
+from tba_cli.parser import build_parser
+from tba_cli.reports.ledger import batch_entries
+from tests.support.buffer import make_prompts
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_rollout
+from tests.support.waits import DEADLINE_S, until
+
+FINE = {"ess": 0.9, "log_ratio_token_mean": 0.0, "grad_norm": 1.0}
+FIRST_TIME = {
+    4: {
+        "ess": 0.01,
+        "log_ratio_token_mean": -3.0,
+    },  # two live changes; the batch is used
+    7: {"loss": math.nan, "grad_norm": math.nan},  # rollback to step 5
+    9: {"grad_norm": 1e6},  # pause
+}
+GUARDS = {
+    "ess_collapse": {"patience_steps": 1, "action": "lower_learning_rate"},
+    "log_ratio_drift": {"patience_steps": 1, "action": "raise_most_on_policy_prob"},
+    "non_finite": {"action": "rollback"},
+    "grad_spike": {"action": "pause", "window_steps": 4},
+    "raise_most_on_policy_prob_by": 0.3,
+}
+
+
+def test_levers_pause_and_rollback_over_a_real_buffer(
+    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradients, seen = Learner.gradients, set[int]()
+
+    def changed(self: Learner, batch: Batch, *, step: int, policy_ages: Sequence[int], **kwargs: Any) -> Any:
+        first = FIRST_TIME.get(step, {}) if step not in seen else {}
+        seen.add(step)
+        return gradients(self, batch, step=step, policy_ages=policy_ages, **kwargs) | FINE | first
+
+    monkeypatch.setattr(Learner, "gradients", changed)
+    buffer = serve_buffer()
+    document: dict[str, Any] = buffer.recipe.model_dump()
+    document["model"]["path"] = str(make_tiny_model(tmp_path / "model", hidden_size=32))
+    document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
+    document["trainer"] |= {"num_steps": 10, "checkpoint_interval": 5, "retry_s": 120.0, "batch_wait_s": 120.0}
+    document["trainer"] |= {"guards": GUARDS, "export": False, "learning_rate": {"value": 1e-3}}
+    client, rng = buffer.client(), np.random.default_rng(0)
+    client.upload_prompts(make_prompts(8, 4))
+    rollouts = [make_rollout(rng, prompt_id=f"train-{i % 8}", run="test", reward=float(i % 3)) for i in range(48)]
+    client.push([encode_rollout(rollout) for rollout in rollouts])
+
+    recipe, store = type(buffer.recipe).model_validate(document), FileStore(tmp_path / "store")
+    trainer = threading.Thread(
+        target=train,
+        args=(recipe,),
+        kwargs={"buffer": buffer.client(retry_s=120.0), "store": store, "stop": threading.Event()},
+        daemon=True,
+    )
+    trainer.start()
+    until("the run is paused", lambda: client.run().state == "paused" or not trainer.is_alive())
+    paused = client.run()
+    assert (paused.state, paused.step) == ("paused", 9)
+    assert paused.state_reason is not None
+    assert paused.state_reason.startswith("step 2-9: grad_spike: the gradient norm is 1e+06")
+    client.command("resume", RunCommand())
+    trainer.join(timeout=DEADLINE_S)
+
+    info = client.run()
+    assert (info.state, info.step, info.parents) == ("done", 10, {1: "0-0", 2: "1-5"})
+    lines = batch_entries(client.ledger().entries)
+    assert [(line.lineage, line.step, line.skipped, line.abandoned) for line in lines] == [
+        *((1, step, None, False) for step in range(1, 6)),
+        (1, 6, None, True),
+        (1, 7, "non_finite", True),
+        *((2, step, None, False) for step in (6, 7, 8)),
+        (2, 9, "grad_spike", False),
+        (2, 10, None, False),
+    ]
+    # a change holds from the next step on, also after the rollback
+    rates = {(line.lineage, line.step): line.metrics["learning_rate"] for line in lines}
+    assert [rates[1, 4], rates[1, 5], rates[2, 6], rates[2, 10]] == pytest.approx([1e-3, 5e-4, 5e-4, 5e-4])
+    assert lines[-1].most_on_policy_prob == pytest.approx(0.8)
+    assert [(change.role, list(change.changes)) for change in client.settings().changes] == [
+        ("trainer", ["learning_rate"]),
+        ("trainer", ["most_on_policy_prob"]),
+    ]
+    assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
+    assert "12 batches, 2 of them abandoned, 2 skipped, trainer starts: 2" in capsys.readouterr().out
+    shown = status_lines(info, client.stats(), client.settings())
+    assert "    alarms so far: ess_collapse 1, grad_spike 1, log_ratio_drift 1, non_finite 1" in shown
+    assert "  batches skipped by the trainer: grad_spike 1, non_finite 1" in shown

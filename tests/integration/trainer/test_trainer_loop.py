@@ -1,0 +1,503 @@
+"""The whole trainer over a recorded buffer and a real store: publishing, checkpoints, resume, failures, fencing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba.errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    FencedError,
+    RunFailedError,
+    StoreUnavailableError,
+    TbaError,
+    UnavailableError,
+    VoidBatchError,
+    WaitTimeoutError,
+)
+from tba.store import FileStore
+from tba.versions import PolicyVersion
+from tba.wire import Batch
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_batch, make_recipe
+from tests.support.trainer_world import World, failing
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_run_publishes_in_order_checkpoints_evaluates_exports_and_is_done(world: World, model: Path) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 5, "sync_interval": 2, "checkpoint_interval": 3}))
+    buffer = world.buffer
+    assert buffer.state == "done"
+    assert [str(v) for v in world.versions.versions()] == ["0-0", "1-2", "1-4", "1-5"]
+    assert buffer.marks == ["0-0", "1-2", "1-4", "1-5"]
+    assert [world.versions.manifest(v).parent for v in world.versions.versions()] == [None, "0-0", "1-2", "1-4"]
+    assert [(lineage, step) for lineage, step, _ in buffer.acks] == [(1, s) for s in range(1, 6)]
+    assert buffer.checkpoint == ("1-5", "runs/demo/checkpoints/1-5")
+    assert list(buffer.evals) == ["eval-0-0", "eval-1-2", "eval-1-4", "eval-1-5"]
+    assert [buffer.evals[f"eval-{v}"].num_prompts for v in ("0-0", "1-2", "1-5")] == [512, 128, 512]
+    exported = {key.rpartition("/")[2] for key in world.store.list("runs/demo/export/")}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported
+
+
+def test_the_export_is_the_last_published_version(world: World, model: Path, tmp_path: Path) -> None:
+    world.train(make_recipe(model, model={"dtype": "bfloat16"}))
+    folder = tmp_path / "export"
+    for key in world.store.list("runs/demo/export/"):
+        world.store.get_file(key, folder / key.rpartition("/")[2])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    published = world.tensors("1-4")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(p, published[name]) for name, p in loaded.named_parameters())
+    assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "01"
+
+
+def test_metrics_of_every_step_reach_the_ledger(world: World, model: Path) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 2}))
+    for _, _, ack in world.buffer.acks:
+        names = (
+            "loss reward_mean accuracy policy_age_mean policy_age_max ess log_ratio_mean kl_to_ref grad_norm beta",
+            "learning_rate num_tokens step_s wait_s train_s num_unique_rollouts logprob_gap_on_policy",
+        )
+        assert set(" ".join(names).split()) <= ack.metrics.keys()
+        assert ack.metrics["reward_mean"] == ack.metrics["accuracy"]
+        assert len(ack.policy_ages) == 12
+    assert [ack.policy_ages[0] for _, _, ack in world.buffer.acks] == [0, 1]
+    assert [ack.metrics["logprob_gap_on_policy"] is None for _, _, ack in world.buffer.acks] == [False, True]
+
+
+@pytest.mark.parametrize("preset", ["tb", "tba_prime"])
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: Path, model: Path, preset: str) -> None:
+    """Batches repeat rollouts, so that the reference cache matters; the reference is reset on the way."""
+    recipe = make_recipe(
+        model,
+        trainer={"num_steps": 8, "sync_interval": 3, "shuffle_rewards": True, "learning_rate": {"value": 1e-2}},
+        objective={"preset": preset, "beta": 0.1} | ({} if preset == "tb" else {"reference_reset_steps": 3}),
+    )
+
+    def batch_of(step: int) -> Batch:
+        first, second = make_batch(step % 3), make_batch(10 + step)
+        return replace(second, groups=(*second.groups[:2], first.groups[step % 2]))
+
+    whole, broken = World(tmp_path / "whole"), World(tmp_path / "broken")
+    whole.buffer.batch_of = broken.buffer.batch_of = batch_of
+    whole.train(recipe)
+    broken.stop_after(4)
+    broken.train(recipe)
+    assert broken.buffer.state == "running"
+    assert broken.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+    broken.buffer.before = lambda method: None
+    broken.train(recipe)
+
+    assert broken.buffer.parents == {1: "0-0", 2: "1-4"}
+    assert [(n, s) for n, s, _ in broken.buffer.acks] == [(1, s) for s in range(1, 5)] + [(2, s) for s in range(5, 9)]
+    expected, found = whole.tensors("1-8"), broken.tensors("2-8")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    start = whole.tensors("0-0")
+    assert not all(torch.equal(expected[name], start[name]) for name in expected)
+    losses = [[ack.metrics["loss"] for _, _, ack in w.buffer.acks] for w in (whole, broken)]
+    assert losses[0] == losses[1]
+
+
+def test_a_resumed_lineage_announces_its_parents_weights_under_its_own_name(world: World, model: Path) -> None:
+    world.stop_after(3)
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
+    world.buffer.before = lambda method: None
+    world.train(make_recipe(model, trainer={"sync_interval": 2}))
+    marks = [mark for mark in world.buffer.marks if mark != "1-2"]  # the stop may come before it is published
+    assert marks == ["0-0", "2-3", "2-4"]
+    assert world.versions.manifest(PolicyVersion(2, 3)).parent == "1-3"
+    assert "eval-2-3" not in world.buffer.evals
+
+
+def test_a_restart_without_a_checkpoint_begins_again_at_the_starting_model(world: World, model: Path) -> None:
+    world.buffer.before = failing(1, lambda: TbaError("killed"), "ack")
+    with pytest.raises(TbaError, match="killed"):
+        world.train(make_recipe(model))
+    assert world.buffer.state == "running"
+    world.train(make_recipe(model))
+    assert world.buffer.parents == {1: "0-0", 2: "0-0"}
+    assert world.buffer.marks == ["0-0", "0-0", "2-4"]
+
+
+def test_another_starting_model_under_the_same_run_is_refused(world: World, model: Path, tmp_path: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
+    with pytest.raises(ConfigError, match=r"model\.path does not hold the model"):
+        world.train(make_recipe(other))
+
+
+def test_another_policy_temperature_under_the_same_run_is_refused(world: World, model: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    with pytest.raises(ConfigError, match=r"policy_temperature is 0\.7, but this run has trained with 1"):
+        world.train(make_recipe(model, model={"policy_temperature": 0.7}))
+    assert world.buffer.lineage == 1
+
+
+def test_another_dtype_under_the_same_run_is_named_as_such(world: World, model: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    with pytest.raises(ConfigError, match=r"model\.dtype is bfloat16, but this run began with float32"):
+        world.train(make_recipe(model, model={"dtype": "bfloat16"}))
+    assert world.buffer.lineage == 1
+
+
+def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World, model: Path) -> None:
+    world.stop_after(1)
+    world.train(make_recipe(model))
+    key = "runs/demo/checkpoints/1-1/model-00001.safetensors"
+    data = bytearray(world.store.get(key))
+    data[-1] ^= 1
+    world.store.put(key, bytes(data))
+    with pytest.raises(TbaError, match=f"object {key} in .* is damaged"):
+        world.train(make_recipe(model))
+    assert world.buffer.lineage == 1
+
+
+def test_a_stop_during_the_final_evaluation_leaves_the_run_resumable_and_the_resume_evaluates(
+    world: World, model: Path
+) -> None:
+    world.buffer.eval_state = "pending"
+    world.buffer.before = lambda method: world.stop.set() if method == "get_eval" else None
+    world.train(make_recipe(model))
+    assert world.buffer.state == "running"
+    assert world.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+    world.buffer.eval_state = "done"
+    world.buffer.before = lambda method: None
+    world.train(make_recipe(model))
+    assert world.buffer.state == "done"
+    assert world.buffer.marks[-1] == "2-4"
+    assert world.buffer.evals["eval-2-4"].num_prompts == 512
+    assert len(world.buffer.acks) == 4
+    last, resumed = world.tensors("1-4"), world.tensors("2-4")
+    assert all(torch.equal(last[name], tensor) for name, tensor in resumed.items())
+
+
+@pytest.mark.parametrize("away", ["checkpoints", "export"])
+def test_a_stop_while_the_end_cannot_be_stored_says_what_is_kept_and_leaves_the_run_resumable(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch, away: str
+) -> None:
+    put_file = FileStore.put_file
+
+    def never(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if f"/{away}/" in key and world.buffer.step == 4:
+            world.stop.set()
+            raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    recipe = make_recipe(model, trainer={"checkpoint_interval": 3, "retry_s": 60.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put_file", never)
+        if away == "checkpoints":
+            said = r"stopped at step 4 without a checkpoint of it \(the store is away\); a resume repeats .* after 3"
+            with pytest.raises(StoreUnavailableError, match=said):
+                world.train(recipe)
+        else:
+            world.train(recipe)
+    assert world.buffer.state == "running"
+    last = "1-3" if away == "checkpoints" else "1-4"
+    assert world.buffer.checkpoint == (last, f"runs/demo/checkpoints/{last}")
+    world.train(recipe)
+    assert world.buffer.state == "done"
+    assert world.buffer.marks[-1] == "2-4"
+    assert world.store.list("runs/demo/export/")
+
+
+def test_what_a_crash_left_without_a_manifest_is_deleted_by_the_next_start_and_nothing_else(
+    world: World, model: Path
+) -> None:
+    world.stop_after(3)
+    world.train(make_recipe(model, trainer={"checkpoint_interval": 1, "sync_interval": 1, "keep_checkpoints": 9}))
+    world.buffer.before = lambda method: None
+    kept = set(world.store.list("runs/demo/"))
+    halves = [f"runs/demo/{kind}/1-9/model.safetensors" for kind in ("weights", "checkpoints")]
+    own = [f"runs/demo/{kind}/2-9/model.safetensors" for kind in ("weights", "checkpoints")]  # as if just being written
+    others = ["runs/demo/weights/0-0/extra", "runs/demo/checkpoints/notes/model.safetensors"]
+    for key in (*halves, *own, *others):
+        world.store.put(key, b"half")
+    world.store.delete("runs/demo/weights/1-2/manifest.json")  # half deleted
+    kept = {key for key in kept if "/weights/1-2/" not in key}
+    world.train(make_recipe(model, trainer={"checkpoint_interval": 9, "keep_checkpoints": 9}))
+    left = set(world.store.list("runs/demo/"))
+    assert left >= kept | {*own, *others}
+    assert not left & set(halves)
+    assert not any("/weights/1-2/" in key for key in left)
+
+
+def test_old_checkpoints_and_versions_are_deleted(world: World, model: Path) -> None:
+    world.train(
+        make_recipe(model, trainer={"num_steps": 9, "sync_interval": 1, "keep_versions": 2, "checkpoint_interval": 2})
+    )
+    checkpoints = {key.split("/")[3] for key in world.store.list("runs/demo/checkpoints/")}
+    assert checkpoints == {"1-8", "1-9"}
+    kept = [str(v) for v in world.versions.versions()]
+    assert kept[0] == "0-0"
+    assert kept[-2:] == ["1-8", "1-9"]
+    assert len(kept) < 9
+
+
+def test_a_failed_checkpoint_is_tried_again_at_the_next_sync(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store refuses the checkpoint of step 6. Step 7 does not repeat it, the sync at step 8 does."""
+    put_file, tried = FileStore.put_file, []
+
+    def sometimes(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if "/checkpoints/" in key and path.name == "model-00001.safetensors":
+            tried.append(world.buffer.step)
+            if world.buffer.step < 8:
+                raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", sometimes)
+    world.train(make_recipe(model, trainer={"num_steps": 11, "sync_interval": 4, "checkpoint_interval": 6}))
+    assert tried == [6, 8, 11]
+
+
+def test_training_continues_while_the_store_refuses_versions(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is away from the first version on until step 6 is done; then everything is published in order."""
+    put_file = FileStore.put_file
+
+    def sometimes(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if "/weights/1-" in key and world.buffer.step < 6:
+            raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", sometimes)
+    world.train(make_recipe(model, trainer={"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 100}))
+    assert world.buffer.marks == ["0-0", "1-2", "1-4", "1-6"]
+    assert world.buffer.state == "done"
+
+
+def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_says_why(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file = FileStore.put_file
+
+    def never(self: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
+        if "/weights/1-" in key:
+            raise StoreUnavailableError("the store is away")
+        put_file(self, key, path, create_only=create_only)
+
+    monkeypatch.setattr(FileStore, "put_file", never)
+    trainer = {"num_steps": 50, "sync_interval": 1, "max_unpublished_versions": 2, "retry_s": 1.5}
+    with pytest.raises(WaitTimeoutError, match=r"2 weight versions .* within 1.5 s \(the store is away\)"):
+        world.train(make_recipe(model, trainer=trainer))
+    assert world.buffer.step == 3  # versions 1 and 2 wait, the third has no place
+    assert world.buffer.state == "running"
+    waits = {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
+    assert "unpublished-versions" in waits
+
+
+def test_a_version_is_announced_again_while_the_buffer_is_away_and_never_before_it_exists(
+    world: World, model: Path
+) -> None:
+    fail = failing(2, lambda: UnavailableError("the buffer is away"), "announce_version")
+
+    def before(method: str) -> None:
+        if method == "announce_version":
+            assert len(world.versions.versions()) == len(world.buffer.marks) + 1
+        fail(method)
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"sync_interval": 2, "retry_s": 20.0}))
+    assert world.buffer.marks == ["0-0", "1-2", "1-4"]
+
+
+def test_a_fenced_trainer_stops_and_writes_nothing_more(world: World, model: Path) -> None:
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 2:
+            world.buffer.lineage = 2  # a newer trainer has started
+
+    world.buffer.before = before
+    with pytest.raises(FencedError):
+        world.train(make_recipe(model, trainer={"num_steps": 9, "sync_interval": 1, "checkpoint_interval": 9}))
+    assert world.buffer.step == 2
+    assert world.buffer.state == "running"
+    assert world.store.list("runs/demo/checkpoints/") == []
+    assert world.store.list("runs/demo/export/") == []
+
+
+def test_a_publisher_that_is_fenced_ends_the_training(world: World, model: Path) -> None:
+    def before(method: str) -> None:
+        if method == "announce_version" and world.buffer.step >= 1:
+            raise FencedError("a newer lineage owns the run")
+        if method == "ack":
+            time.sleep(0.05)
+
+    world.buffer.before = before
+    with pytest.raises(FencedError):
+        world.train(make_recipe(model, trainer={"num_steps": 400, "sync_interval": 1}))
+    assert world.buffer.marks == ["0-0"]
+
+
+def test_a_batch_that_expired_touches_no_weight_and_is_drawn_again_for_the_same_step(
+    tmp_path: Path, model: Path
+) -> None:
+    smooth, bumpy = World(tmp_path / "smooth"), World(tmp_path / "bumpy")
+    bumpy.buffer.before = failing(2, lambda: VoidBatchError("batch batch-1 is void"), "ack")
+    for world in (smooth, bumpy):
+        world.train(make_recipe(model))
+        assert [step for _, step, _ in world.buffer.acks] == [1, 2, 3, 4]
+    assert [step for _, step in bumpy.buffer.drawn].count(1) == 3
+    expected, found = smooth.tensors("1-4"), bumpy.tensors("1-4")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:
+    world.buffer.before = failing(99, lambda: VoidBatchError("batch is void"), "ack")
+    with pytest.raises(TbaError, match=r"5 batches in a row were void before step 1 .* raise buffer\.batch_deadline_s"):
+        world.train(make_recipe(model))
+    assert world.buffer.acks == []
+
+
+def test_an_ack_that_is_refused_for_another_reason_ends_the_trainer_and_a_restart_continues(
+    world: World, model: Path
+) -> None:
+    """A ledger that lost its last lines: no batch deadline helps there."""
+
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 2:
+            raise ConflictError("step 3 cannot be acked: the last acked step of lineage 1 is 1")
+
+    world.buffer.before = before
+    with pytest.raises(TbaError, match=r"disagree about step 3: .* start the trainer again") as caught:
+        world.train(make_recipe(model, trainer={"checkpoint_interval": 1}))
+    assert "batch_deadline_s" not in str(caught.value)
+    assert world.buffer.drawn.count((1, 3)) == 1
+    world.buffer.before = lambda method: None
+    world.train(make_recipe(model))
+    assert [(lineage, step) for lineage, step, _ in world.buffer.acks] == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
+def test_no_batch_ends_with_the_name_of_the_wait(world: World, model: Path) -> None:
+    world.buffer.before = failing(
+        9999, lambda: BusyError("too few rollouts", retry_after_s=0.05, wait="rollouts"), "draw_batch"
+    )
+    with pytest.raises(WaitTimeoutError, match=r"no batch for step 1 within 1 s: the wait is 'rollouts'"):
+        world.train(make_recipe(model, trainer={"batch_wait_s": 1.0}))
+
+
+def test_a_paused_run_does_not_use_up_the_wait_for_a_batch(world: World, model: Path) -> None:
+    until = time.monotonic() + 2.0
+
+    def before(method: str) -> None:
+        if method == "draw_batch" and time.monotonic() < until:
+            raise BusyError("paused", retry_after_s=0.05, wait="run-paused")
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"batch_wait_s": 1.5}))
+    assert world.buffer.state == "done"
+    assert "run-paused" in {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
+
+
+def test_a_stopping_run_is_published_checkpointed_exported_and_done(world: World, model: Path) -> None:
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 2:
+            world.buffer.state = "stopping"
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"num_steps": 50, "sync_interval": 10}))
+    last = f"1-{world.buffer.step}"
+    assert world.buffer.step in (3, 4)  # the batch drawn ahead is still used
+    assert world.buffer.marks == ["0-0", last]
+    assert world.buffer.checkpoint is not None
+    assert world.buffer.checkpoint[0] == last
+    assert world.store.list("runs/demo/export/")
+    assert world.buffer.state == "done"
+    assert world.buffer.reason is not None
+    assert world.buffer.reason.startswith(f"trained to version {last}, step {world.buffer.step} of 50: ")
+
+
+def test_a_run_that_the_buffer_has_failed_stays_failed(world: World, model: Path) -> None:
+    def before(method: str) -> None:
+        if method == "ack" and world.buffer.step == 2:
+            world.buffer.state = "failed"
+
+    world.buffer.before = before
+    with pytest.raises(RunFailedError, match="the run has failed"):
+        world.train(make_recipe(model, trainer={"num_steps": 50, "sync_interval": 10}))
+    assert world.buffer.state == "failed"
+    assert world.store.list("runs/demo/export/") == []
+
+
+def test_max_train_s_ends_the_run_early(world: World, model: Path) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 100_000, "max_train_s": 0.5}))
+    assert world.buffer.state == "done"
+    assert world.buffer.step < 100_000
+    assert world.buffer.reason is not None
+    assert f"step {world.buffer.step} of 100000: trainer.max_train_s (0.5 s) is over" in world.buffer.reason
+
+
+def test_a_run_that_is_over_is_not_trained_again(world: World, model: Path) -> None:
+    world.buffer.state = "done"
+    with pytest.raises(ConflictError, match="run 'demo' is done"):
+        world.train(make_recipe(model))
+    assert world.buffer.lineage == 0
+
+
+def test_heartbeats_and_acks_show_how_long_was_waited_in_all_also_for_batches_that_were_refused(
+    world: World, model: Path
+) -> None:
+    refuse = failing(2, lambda: VoidBatchError("batch is void"), "ack")
+
+    def before(method: str) -> None:
+        if method == "draw_batch":
+            time.sleep(0.15)
+        refuse(method)
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"num_steps": 10, "prefetch_batches": 0}))
+    acked = [ack.metrics for _, _, ack in world.buffer.acks]
+    waited_s = [metrics["waited_s_total"] or 0.0 for metrics in acked]
+    assert waited_s == sorted(waited_s)
+    assert waited_s[-1] > sum(metrics["wait_s"] or 0.0 for metrics in acked) + 0.2  # two more draws
+    assert waited_s[-1] - waited_s[3] < (acked[-1]["train_s"] or 0.0) - (acked[3]["train_s"] or 0.0)
+    last = world.buffer.beats[-1]
+    assert last.kind == "trainer"
+    assert last.state == "done"
+    assert last.version == PolicyVersion(1, 10)
+    assert last.gauges["step"] == 10
+    assert last.gauges["waited_s_total"] == waited_s[-1]
+    assert last.gauges["num_unpublished_versions"] == 0
+
+
+def test_a_missing_model_folder_is_one_sentence(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path .*nowhere.* holds no model \(no config\.json\)"):
+        world.train(make_recipe(tmp_path / "nowhere"))
+
+
+def test_a_model_without_a_tokenizer_is_one_sentence(world: World, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "mute", hidden_size=32)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match=r"model\.path .*mute holds no tokenizer"):
+        world.train(make_recipe(folder))
+    assert world.buffer.lineage == 0
+
+
+def test_an_unusable_device_is_one_sentence(world: World, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.device 'nonsense' cannot be used"):
+        world.train(make_recipe(model, trainer={"device": "nonsense"}))
+
+
+def test_a_damaged_model_file_is_one_sentence(world: World, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "damaged", hidden_size=32)
+    (folder / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ConfigError, match=r"model\.path .*damaged.* cannot be loaded: "):
+        world.train(make_recipe(folder))

@@ -1,0 +1,103 @@
+"""Two gloo processes with a sharded model against one process with the whole: the same training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tba.config import Recipe
+from tba_cli.sizing import Load, estimate, shape_of_folder
+from tests.support.tiny_model import Architecture, make_tiny_model
+from tests.support.trainer_team import Trained, run_alone, run_team
+from tests.support.trainer_values import make_recipe
+
+NUM_STEPS = 3
+TOLERANCE = 1e-5
+MICRO_BATCH_TOKENS = 24
+"""Groups of the recorded batches have 20 to 60 tokens: they span micro-batches and processes."""
+
+
+def recipe_of(folder: Path, architecture: Architecture, tied: bool, **sections: dict[str, Any]) -> Recipe:
+    model = make_tiny_model(folder / "model", architecture=architecture, tied=tied, hidden_size=32)
+    document: dict[str, dict[str, Any]] = {
+        "trainer": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "learning_rate": {"value": 1e-3}},
+        "objective": {"preset": "tba_prime", "reference_reset_steps": 2, "beta": {"value": 0.1}},
+        "store": {"shard_bytes": 20_000},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return make_recipe(model, **document)
+
+
+def assert_same_training(one: Trained, two: Trained) -> None:
+    for ours, theirs in zip(one.metrics, two.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            other = theirs[name]
+            if value is None or other is None:
+                assert value is other, name
+            else:
+                assert math.isclose(value, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE), (name, value, other)
+    assert one.tensors.keys() == two.tensors.keys()
+    for name, tensor in one.tensors.items():
+        torch.testing.assert_close(two.tensors[name], tensor, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_two_processes_train_as_one_and_one_continues_from_their_checkpoint(tmp_path: Path) -> None:
+    """With groups that span micro-batches and processes, a reference that is reset, and files of bounded size."""
+    recipe = recipe_of(tmp_path, "llama", False)
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    two = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=NUM_STEPS)
+    assert_same_training(one, two)
+    assert one.num_computed == two.num_computed  # all processes know the ref log-probs that one computed
+    assert [path.name for path in two.paths] == [path.name for path in one.paths]
+    assert max(path.stat().st_size for path in two.paths) < recipe.store.shard_bytes + 4096  # and the header
+    assert len(two.paths) > 1
+
+    # 2 -> 1; 1 -> 2 is below, to the bit
+    expected = run_alone(tmp_path / "one-one", recipe, num_steps=NUM_STEPS, resume=one)
+    back = run_alone(tmp_path / "two-one", recipe, num_steps=NUM_STEPS, resume=two)
+    assert_same_training(expected, back)
+
+
+def test_a_restored_checkpoint_is_to_the_bit_what_the_other_number_of_processes_saved(tmp_path: Path) -> None:
+    """No step between restore and capture: weights, moments, reference and cache go through the shards unchanged. Tied
+    weights, bfloat16 published, activations recomputed."""
+    recipe = recipe_of(tmp_path, "qwen2", True, model={"dtype": "bfloat16"}, trainer={"gradient_checkpointing": True})
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    sharded = run_team(tmp_path / "sharded", recipe, num_ranks=2, num_steps=0, resume=one)
+    saved, again = one.checkpoint(), sharded.checkpoint()
+    assert saved.keys() == again.keys() == {"model", "optimizer", "ref_logprobs", "reference"}
+    for section, tensors in saved.items():
+        assert tensors.keys() == again[section].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, again[section][name]), (section, name)
+    assert all(torch.equal(one.tensors[name], sharded.tensors[name]) for name in one.tensors)
+    assert sharded.canary == pytest.approx(one.canary, abs=1e-5)
+
+
+def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="LoRA needs the extra tba-trainer[lora]")
+    recipe = recipe_of(tmp_path, "gpt_neox", False, model={"lora": {"rank": 4, "alpha": 8.0}})
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    two = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=NUM_STEPS)
+    assert_same_training(one, two)
+    adapter = two.checkpoint()["model"]
+    assert adapter.keys() == one.checkpoint()["model"].keys()
+    assert all(".lora_" in name for name in adapter)
+
+
+@pytest.mark.parametrize(("checkpointing", "vocab_size"), [(False, 2048), (True, 2048), (True, 64)])
+def test_a_rank_holds_what_tba_sizing_says(tmp_path: Path, checkpointing: bool, vocab_size: int) -> None:
+    """Two processes in bfloat16, counted tensor by tensor. Without checkpointing each of them holds, beside its half of
+    the state, 16-bit copies of all weights; with it, only the copies of the active layer."""
+    model = make_tiny_model(tmp_path / "model", hidden_size=128, num_layers=8, vocab_size=vocab_size)
+    trainer = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "compute_dtype": "bfloat16", "num_processes": 2}
+    recipe = make_recipe(model, trainer={**trainer, "gradient_checkpointing": checkpointing})
+    measured = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=2, count_bytes=True).peak_bytes
+    load = Load(prompt_tokens=5, response_tokens=12, step_s=1.0, num_searchers=1, concurrent_rollouts=1)
+    assert measured <= estimate(recipe, shape_of_folder(model), load).trainer_gpu_bytes <= 1.15 * measured

@@ -1,0 +1,270 @@
+"""Runs of a trainer whose settings change, whose versions are missing, and that are tracked."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tba_trainer.learner.learner import Learner
+
+from tba.api import SettingsRequest
+from tba.config import parse_live
+from tba.errors import ConfigError, DigestError
+from tba.store import ObjectStore
+from tba.wire import Batch
+from tba_cli.reports.ledger import active_steps, lineage_tree
+from tests.support.trainer_values import make_recipe
+from tests.support.trainer_world import World
+
+# ---- A damaged checkpoint costs steps, not the run ------------------------------------------------------------------
+
+
+CHECKPOINTS = "runs/demo/checkpoints"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def stopped_after(world: World, model: Path, step: int) -> None:
+    world.stop_after(step)
+    world.train(make_recipe(model, trainer={"checkpoint_interval": 1, "keep_checkpoints": 3, "num_steps": 6}))
+    world.buffer.before = lambda method: None
+
+
+def flip(store: ObjectStore, key: str) -> None:
+    data = bytearray(store.get(key))
+    data[-1] ^= 1
+    store.put(key, bytes(data))
+
+
+DAMAGE: dict[str, Callable[[ObjectStore, str], None]] = {
+    "a bit": lambda store, key: flip(store, f"{key}/optimizer-00001.safetensors"),
+    "a file": lambda store, key: store.delete(f"{key}/model-00001.safetensors"),
+    "the manifest": lambda store, key: store.delete(f"{key}/manifest.json"),
+    "nonsense": lambda store, key: store.put(f"{key}/manifest.json", b"{}"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_the_next_older_checkpoint_is_resumed_from_and_the_steps_after_it_are_abandoned(
+    tmp_path: Path, model: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, world = World(tmp_path / "whole"), World(tmp_path / "damaged")
+    stopped_after(world, model, 4)
+    DAMAGE[damage](world.store, f"{CHECKPOINTS}/1-4")
+    recipe = make_recipe(model, trainer={"checkpoint_interval": 1, "keep_checkpoints": 3, "num_steps": 6})
+    world.train(recipe)
+    assert world.buffer.parents == {1: "0-0", 2: "1-3"}  # the steps after 1-3 are abandoned in the ledger
+    assert [(n, s) for n, s, _ in world.buffer.acks if n == 2] == [(2, 4), (2, 5), (2, 6)]
+    said = capsys.readouterr().out
+    assert "checkpoint_damaged" in said
+    assert "resumed_from=1-3" in said
+    whole.train(recipe)
+    expected, found = whole.tensors("1-6"), world.tensors("2-6")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_only_checkpoints_of_the_active_lineage_are_fallen_back_to(world: World, model: Path) -> None:
+    """1-3 was abandoned by lineage 2, which began at 1-2: it is not in the history of 2-3."""
+    stopped_after(world, model, 3)
+    flip(world.store, f"{CHECKPOINTS}/1-3/model-00001.safetensors")
+    stopped_after(world, model, 4)  # the buffer still says step 3, so this one stops after its first
+    assert world.buffer.parents[2] == "1-2"
+    assert world.buffer.checkpoint == ("2-3", f"{CHECKPOINTS}/2-3")
+    flip(world.store, f"{CHECKPOINTS}/1-3/model-00001.safetensors")  # whole again
+    flip(world.store, f"{CHECKPOINTS}/2-3/model-00001.safetensors")
+    world.train(make_recipe(model, trainer={"num_steps": 6}))
+    assert world.buffer.parents[3] == "1-2"
+
+
+def test_without_a_whole_one_the_damage_of_the_registered_one_is_told_and_no_lineage_is_taken(
+    world: World, model: Path
+) -> None:
+    stopped_after(world, model, 2)
+    for version in ("1-1", "1-2"):
+        flip(world.store, f"{CHECKPOINTS}/{version}/model-00001.safetensors")
+    with pytest.raises(DigestError, match=r"checkpoints/1-2/model.*damaged"):
+        world.train(make_recipe(model, trainer={"num_steps": 6}))
+    assert world.buffer.lineage == 1
+
+
+# ---- A trainer whose live settings change between two steps ---------------------------------------------------------
+
+
+RATE, NEW_RATE = 1e-3, 2e-4
+FALLING = {"kind": "linear", "value": 0.4, "final": 0.2, "steps": 10}
+
+
+def change_during_ack(world: World, step: int, **settings: Any) -> None:
+    """Change settings while the ack of `step` is under way, so that its reply is the first to tell of it."""
+    acked: list[int] = []
+
+    def before(method: str) -> None:
+        if method == "ack":
+            acked.append(len(acked) + 1)
+            if acked[-1] == step:
+                world.buffer.change_settings(SettingsRequest(settings=parse_live(settings)))
+
+    world.buffer.before = before
+
+
+def of_acks(world: World, name: str) -> list[float | None]:
+    return [ack.metrics[name] for _, _, ack in world.buffer.acks]
+
+
+def test_a_change_holds_from_the_step_after_the_ack_that_told_of_it(world: World, model: Path) -> None:
+    trainer = {"num_steps": 8, "sync_interval": 2, "learning_rate": RATE, "checkpoint_interval": 4}
+    change_during_ack(world, 3, learning_rate=NEW_RATE, beta=FALLING, eval_every_steps=2)
+    world.train(make_recipe(model, trainer=trainer, objective={"beta": 0.1}, eval={"every_steps": 100}))
+    assert of_acks(world, "learning_rate") == [RATE] * 3 + [NEW_RATE] * 5
+    assert of_acks(world, "beta") == pytest.approx([0.1] * 3 + [0.4 - 0.02 * step for step in range(3, 8)])
+    assert [ack.settings_revision for _, _, ack in world.buffer.acks] == [0] * 3 + [1] * 5
+    assert list(world.buffer.evals) == ["eval-0-0", "eval-1-4", "eval-1-6", "eval-1-8"]
+
+
+def test_a_trainer_that_resumes_continues_with_what_was_changed_and_its_checkpoint_says_with_what(
+    world: World, model: Path
+) -> None:
+    recipe = make_recipe(model, trainer={"num_steps": 6, "sync_interval": 2, "learning_rate": RATE})
+    change_during_ack(world, 2, learning_rate=NEW_RATE)
+    change = world.buffer.before
+    world.stop_after(4)
+    stop = world.buffer.before
+    world.buffer.before = lambda method: (change(method), stop(method))[0]
+    world.train(recipe)
+    state = json.loads(world.store.get("runs/demo/checkpoints/1-4/state.json"))
+    assert state["settings_revision"] == 1
+    world.buffer.before = lambda method: None
+    world.train(recipe)
+    assert world.buffer.parents[2] == "1-4"
+    assert of_acks(world, "learning_rate") == [RATE] * 2 + [NEW_RATE] * 4
+    assert [ack.settings_revision for _, _, ack in world.buffer.acks] == [0, 0, 1, 1, 1, 1]
+
+
+# ---- metrics.jsonl of whole trainers --------------------------------------------------------------------------------
+
+
+def tracked(world: World) -> dict[str, str]:
+    return {"metrics_path": str(world.folder / "metrics.jsonl")}
+
+
+def lines_of(world: World, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (world.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def active(world: World) -> list[dict[str, Any]]:
+    """The steps of the active lineage, by what the file alone says."""
+    starts, steps = lines_of(world, "start"), lines_of(world, "step")
+    tree = lineage_tree({line["lineage"]: line["parent"] for line in starts})
+    last = max(line["step"] for line in steps if line["lineage"] == starts[-1]["lineage"])
+    ranges = active_steps(tree, lineage=starts[-1]["lineage"], step=last)
+    return [line for line in steps if line["step"] in ranges.get(line["lineage"], ())]
+
+
+def test_every_step_and_every_evaluation_is_in_the_file_with_the_numbers_of_the_ledger(
+    world: World, model: Path
+) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 4, "sync_interval": 2}, tracking=tracked(world)))
+    assert [(line["lineage"], line["step"], line["parent"]) for line in lines_of(world, "start")] == [(1, 0, "0-0")]
+    steps = lines_of(world, "step")
+    assert [(line["lineage"], line["step"]) for line in steps] == [(1, step) for step in range(1, 5)]
+    for line, (_, _, ack) in zip(steps, world.buffer.acks, strict=True):
+        assert line["metrics"] == ack.metrics
+        assert line["run"] == "demo"
+    evaluations = {line["eval_id"]: (line["lineage"], line["step"]) for line in lines_of(world, "evaluation")}
+    assert evaluations == {"eval-0-0": (0, 0), "eval-1-2": (1, 2), "eval-1-4": (1, 4)}
+    assert len(lines_of(world, "evaluation")) == 3
+    assert world.buffer.beats[-1].gauges["num_tracking_dropped"] == 0
+
+
+def test_after_a_kill_the_file_tells_the_steps_that_count_from_those_that_were_made_again(
+    world: World, model: Path
+) -> None:
+    recipe = make_recipe(
+        model, trainer={"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 2}, tracking=tracked(world)
+    )
+
+    def killed(method: str) -> None:
+        if method == "ack" and world.buffer.step == 3:
+            raise KeyboardInterrupt
+
+    world.buffer.before = killed
+    with pytest.raises(KeyboardInterrupt):
+        world.train(recipe)
+    world.buffer.before = lambda method: None
+    world.train(recipe)
+    assert [line["parent"] for line in lines_of(world, "start")] == ["0-0", "1-2"]
+    made = [(line["lineage"], line["step"]) for line in lines_of(world, "step")]
+    assert made == [(1, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5), (2, 6)]
+    assert [(line["lineage"], line["step"]) for line in active(world)] == [(1, 1), (1, 2), *made[3:]]
+    ids = [line["eval_id"] for line in lines_of(world, "evaluation")]
+    assert sorted(ids) == sorted({"eval-0-0", "eval-1-2", "eval-2-4", "eval-2-6"})
+
+
+def test_a_rollback_is_a_start_and_a_skipped_step_says_why(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients, bad = Learner.gradients, [4]
+
+    def once_bad(self: Learner, batch: Batch, *, step: int, **kwargs: Any) -> dict[str, float | None]:
+        metrics = gradients(self, batch, step=step, **kwargs)
+        if step in bad:
+            bad.clear()
+            metrics["loss"] = math.nan
+        return metrics
+
+    monkeypatch.setattr(Learner, "gradients", once_bad)
+    trainer = {"num_steps": 6, "checkpoint_interval": 2, "guards": {"non_finite": {"action": "rollback"}}}
+    world.train(make_recipe(model, trainer=trainer, tracking=tracked(world)))
+    assert [line["parent"] for line in lines_of(world, "start")] == ["0-0", "1-2"]
+    skipped = {(line["lineage"], line["step"]): line.get("skipped") for line in lines_of(world, "step")}
+    assert skipped == {(1, 1): None, (1, 2): None, (1, 3): None, (1, 4): "non_finite"} | {
+        (2, n): None for n in range(3, 7)
+    }
+    assert [(line["lineage"], line["step"]) for line in active(world)] == [
+        (1, 1),
+        (1, 2),
+        *((2, n) for n in range(3, 7)),
+    ]
+
+
+def test_a_disk_that_takes_nothing_is_counted_and_ends_no_training(world: World, model: Path) -> None:
+    world.train(make_recipe(model, trainer={"num_steps": 2}, tracking={"metrics_path": "/dev/full"}))
+    assert world.buffer.state == "done"
+    assert world.buffer.beats[-1].gauges["num_tracking_failed"] >= 3
+
+
+def test_what_cannot_be_tracked_is_refused_before_a_lineage_is_taken(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.metrics_path .* cannot be written"):
+        world.train(make_recipe(model, tracking={"metrics_path": str(world.folder)}))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "trackio", None)
+        with pytest.raises(ConfigError, match=r"pip install -e './services/trainer\[trackio\]'"):
+            world.train(make_recipe(model, tracking={**tracked(world), "trackio": {"project": "p"}}))
+    assert world.buffer.lineage == 0
+
+
+def test_a_buffer_that_does_not_answer_does_not_hold_up_the_end(world: World, model: Path) -> None:
+    answered = threading.Event()
+
+    def before(method: str) -> None:
+        if method == "run" and threading.current_thread().name == "tracking-evaluations":
+            assert answered.wait(60)
+
+    world.buffer.before = before
+    world.train(make_recipe(model, trainer={"num_steps": 2}, tracking={**tracked(world), "close_s": 0.1}))
+    assert world.buffer.state == "done"
+    assert [line["step"] for line in lines_of(world, "step")] == [1, 2]
+    answered.set()

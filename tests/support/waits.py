@@ -1,0 +1,20 @@
+"""Waiting in tests: for something to become true, never for a time to pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+DEADLINE_S = 180.0
+"""Deadline of every single wait: long enough for a machine that does ten other things."""
+T = TypeVar("T")
+
+
+def until(what: str, condition: Callable[[], T], *, deadline_s: float = DEADLINE_S, every_s: float = 0.05) -> T:
+    """Poll until `condition` holds, and return what it returned."""
+    deadline = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(every_s)
+    return value

@@ -1,0 +1,136 @@
+"""The bodies of REST, and endpoints of older releases."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tba_buffer.api.app import RENAMED_ENDPOINTS, build_app
+
+from tba.api import Lease, LeaseReply, LeaseRequest, LineageRequest, Prompt, RunInfo, Stats
+from tba.api.prompts import MAX_DATA_LEVELS
+from tba.api.run import SearchersInfo
+from tba.fields import MAX_DIGITS, control_character_error
+from tests.support.buffer import make_recipe
+from tests.support.history_values import RUN_INFO, stats
+
+# ---- REST bodies refuse what could not be stored or sent on ---------------------------------------------------------
+
+
+TOO_LONG = 10**MAX_DIGITS
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), "\ud800", ["\ud800"], {"x": float("nan")}, TOO_LONG, [{"x": -TOO_LONG}]]
+)
+def test_prompt_data_is_plain_json(value: object):
+    with pytest.raises(ValidationError):
+        Prompt(prompt_id="p", task="exact", text="t", data={"answer": value})
+
+
+def test_prompt_data_may_be_nested_and_of_any_language():
+    data = {"answer": "zwölf", "parts": [1, 2.5, None, {"a": True}]}
+    assert Prompt(prompt_id="p", task="exact", text="t", data=data).data == data
+
+
+def read_back(prompt: Prompt) -> Prompt:
+    """Return the prompt after the catalog stored it and a searcher got it."""
+    stored = Prompt.model_validate_json(json.dumps(prompt.model_dump(), sort_keys=True, ensure_ascii=False).encode())
+    lease = Lease(
+        lease_id="l", kind="train", visit_id="v", prompt=stored, num_rollouts=1, temperature=1.0, expires_in_s=1.0
+    )
+    reply = LeaseReply(leases=[lease], latest_version=None, run_state="running")
+    return LeaseReply.model_validate_json(reply.model_dump_json().encode()).leases[0].prompt
+
+
+@pytest.mark.parametrize("levels", [1, MAX_DATA_LEVELS - 1, MAX_DATA_LEVELS, MAX_DATA_LEVELS + 1, 198, 5000])
+def test_prompt_data_may_be_nested_so_deep_that_every_reader_reads_it(levels: int):
+    data: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        data = {"x": data}
+    if levels <= MAX_DATA_LEVELS:
+        prompt = Prompt(prompt_id="p", task="exact", text="t", data=data)
+        assert read_back(prompt) == prompt
+    else:
+        with pytest.raises(ValidationError, match="nested deeper than 32 levels; flatten it"):
+            Prompt(prompt_id="p", task="exact", text="t", data=data)
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(1 - 10**MAX_DIGITS, 10**MAX_DIGITS - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+names = texts.filter(lambda text: text != "" and control_character_error(text) is None)
+
+
+@given(st.dictionaries(texts, values, max_size=4), names, texts.filter(len))
+def test_whatever_is_accepted_is_read_back_as_it_was(data: dict[str, Any], name: str, text: str):
+    prompt = Prompt(prompt_id=name, task=name, text=text, data=data)
+    assert read_back(prompt) == prompt
+
+
+def test_every_lease_request_has_an_id_of_its_own_that_travels_with_it():
+    first, second = (LeaseRequest(searcher_id="s", max_leases=1) for _ in range(2))
+    assert first.request_id != second.request_id
+    assert LeaseRequest.model_validate_json(first.model_dump_json()).request_id == first.request_id
+
+
+def test_every_trainer_start_has_an_unguessable_id_of_its_own_that_travels_with_it():
+    first, second = (LineageRequest(trainer_id="t", parent="0-0") for _ in range(2))
+    assert first.request_id != second.request_id
+    assert len(bytes.fromhex(first.request_id)) * 8 == 128
+    assert LineageRequest.model_validate_json(first.model_dump_json()).request_id == first.request_id
+
+
+# ---- Endpoints of older releases ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "path"), RENAMED_ENDPOINTS)
+async def test_an_old_endpoint_names_the_new_one(method: str, path: str) -> None:
+    app = build_app(make_recipe(), None)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app") as client:
+        reply = await client.request(method, path, json={"version": "1-1", "token": "t"})
+    assert (reply.status_code, reply.json()["type"]) == (404, "urn:tba:problem:not-found")
+    assert reply.json()["detail"] == f"{method} {path} is now {method} {RENAMED_ENDPOINTS[method, path]}"
+    assert method.lower() in app.openapi()["paths"][RENAMED_ENDPOINTS[method, path]]
+
+
+def test_announcements_of_versions_are_renamed() -> None:
+    assert RENAMED_ENDPOINTS["POST", "/v1/marks"] == "/v1/versions"
+
+
+def test_replies_and_reports_of_an_older_release_are_read() -> None:
+    """`tba report` reads history.json of runs that ended under 0.2; an upgrade asks a buffer of 0.2."""
+    document = stats().model_dump()
+    old = dict(document)
+    for now, before in {
+        "epoch": "replica",
+        "checkpoint_position": "base_position",
+        "num_publications": "num_marks",
+    }.items():
+        old[before] = old.pop(now)
+    assert Stats.model_validate(old) == stats()
+    run = RunInfo.model_validate(RUN_INFO | {"damaged": {"num": {"prompt": 1}, "items": []}})
+    old = run.model_dump()
+    old["unreadable"], old["searchers"] = old.pop("damaged"), None
+    if run.searchers is not None:
+        old["searchers"] = run.searchers.model_dump() | {"wanted": run.searchers.desired}
+        del old["searchers"]["desired"]
+    assert RunInfo.model_validate(old) == run
+    searchers = SearchersInfo(revision=1, desired=4, source="operator", alive=3, backend="local")
+    before = searchers.model_dump()
+    before["wanted"] = before.pop("desired")
+    assert SearchersInfo.model_validate(before) == searchers

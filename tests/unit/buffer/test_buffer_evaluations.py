@@ -1,0 +1,209 @@
+"""Numbers of evaluations, and the best version by them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from tba_buffer.prompts.evaluation_summary import (
+    EvaluationUnit,
+    count_unknown,
+    find_best_version,
+    summarise,
+    summarise_first,
+)
+
+from tba.config.evaluation import EvalSection
+from tba.evaluation.statistics import pass_at_k
+
+# ---- Evaluation numbers ---------------------------------------------------------------------------------------------
+
+
+def unit_results(**changes: Any) -> dict[str, Any]:
+    return {"rewards": [1.0, 0.0], "num_response_tokens": [2, 4], **changes}
+
+
+def test_accuracy_is_the_mean_over_prompts_of_the_share_of_known_successes() -> None:
+    results = {
+        EvaluationUnit("e", "sample", 0): {"rewards": [1.0, 0.0], "num_response_tokens": [2, 4]},
+        EvaluationUnit("e", "sample", 1): {"rewards": [None, 1.5], "num_response_tokens": [6, 8]},
+        EvaluationUnit("e", "sample", 2): {"rewards": [None, None], "num_response_tokens": [1, 1]},
+        EvaluationUnit("e", "greedy", 0): {"rewards": [0.0], "num_response_tokens": [100]},
+        EvaluationUnit("e", "greedy", 1): {"rewards": [None], "num_response_tokens": [100]},
+        EvaluationUnit("e", "greedy", 2): {"rewards": [1.0], "num_response_tokens": [100]},
+    }
+    summary = summarise(results, success_reward=1.0)
+    assert summary.accuracy == 0.75
+    assert summary.greedy_accuracy == 0.5
+    assert summary.mean_reward == 2.5 / 3
+    assert summary.mean_response_tokens == 22 / 6
+    assert summary.num_unknown == 4
+    first = summarise_first(results, 1, success_reward=1.0)
+    assert (first.accuracy, first.greedy_accuracy, first.num_unknown) == (0.5, 0.0, 0)
+    assert count_unknown(results, 3) == {"sample": 3, "greedy": 1}
+    assert count_unknown(results, 2) == {"sample": 1, "greedy": 1}
+
+
+def test_nothing_known_gives_no_number() -> None:
+    results = {EvaluationUnit("e", "sample", 0): unit_results(rewards=[None, None])}
+    summary = summarise(results, success_reward=1.0, pass_at=[1, 2])
+    assert summary.accuracy is None
+    assert summary.mean_reward is None
+    assert summary.pass_at == {1: None, 2: None}
+    assert (summary.kl_to_reference, summary.distinct_1, summary.embedding_distance) == (None, None, None)
+    assert summary.num_unknown == 2
+
+
+@pytest.mark.parametrize(("num_samples", "num_successes"), [(5, 0), (5, 1), (5, 3), (5, 5), (1, 1)])
+def test_pass_at_k_is_the_share_of_the_choices_of_k_samples_that_hold_a_success(
+    num_samples: int, num_successes: int
+) -> None:
+    outcomes = [i < num_successes for i in range(num_samples)]
+    for k in range(1, num_samples + 1):
+        choices = list(combinations(outcomes, k))
+        assert pass_at_k(num_samples, num_successes, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_pass_at_k_takes_only_prompts_of_which_k_scores_are_known() -> None:
+    results = {
+        EvaluationUnit("e", "sample", 0): unit_results(rewards=[1.0, 0.0, 0.0]),
+        EvaluationUnit("e", "sample", 1): unit_results(rewards=[0.0, None, None]),
+    }
+    summary = summarise(results, success_reward=1.0, pass_at=[1, 2, 3])
+    assert summary.pass_at[1] == summary.accuracy == pytest.approx((1 / 3 + 0) / 2)
+    assert summary.pass_at[2] == pytest.approx(2 / 3)
+    assert summary.pass_at[3] == 1.0
+
+
+def test_kl_is_the_mean_over_samples_and_diversity_the_mean_over_prompts_of_the_samples_alone() -> None:
+    results = {
+        EvaluationUnit("e", "sample", 0): unit_results(log_ratios=[1.0, -0.5], distinct_1=0.5, distinct_3=None),
+        EvaluationUnit("e", "sample", 1): unit_results(log_ratios=[None, 4.0], distinct_1=0.25, embedding_distance=0.1),
+        EvaluationUnit("e", "greedy", 0): unit_results(rewards=[1.0], log_ratios=[100.0], distinct_1=1.0),
+    }
+    summary = summarise(results, success_reward=1.0)
+    assert summary.kl_to_reference == 1.5
+    assert (summary.distinct_1, summary.distinct_2, summary.distinct_3) == (0.375, None, None)
+    assert summary.embedding_distance == 0.1
+
+
+# ---- The best version -----------------------------------------------------------------------------------------------
+
+
+SECTION = EvalSection(num_prompts=4, num_prompts_final=16)
+
+
+def document(version: str, accuracy: float | None, *, num_prompts: int = 4, at_s: float = 1.0, **changes: Any) -> dict:
+    return {
+        "eval_id": f"eval-{version}",
+        "version": version,
+        "state": "done",
+        "num_prompts": num_prompts,
+        "num_samples": 1,
+        "success_reward": 1.0,
+        "summary": {"accuracy": accuracy, "finished_at_s": at_s},
+        **changes,
+    }
+
+
+def best(*documents: dict, section: EvalSection = SECTION, num_heldout: int = 100) -> tuple[str, float] | None:
+    found = find_best_version(documents, section, num_heldout=num_heldout)
+    return None if found is None else (found.version, found.value)
+
+
+def test_the_highest_value_wins_and_a_tie_keeps_the_one_that_finished_first() -> None:
+    early, late = document("1-8", 0.5, at_s=2.0), document("1-4", 0.5, at_s=3.0)
+    assert best(document("0-0", 0.25), late, early) == ("1-8", 0.5)
+    assert best(early, document("1-12", 0.75, at_s=9.0)) == ("1-12", 0.75)
+    found = find_best_version([early], SECTION, num_heldout=100)
+    assert found is not None
+    assert (found.metric, found.num_prompts, found.num_samples) == ("accuracy", 4, 1)
+
+
+def test_nothing_finished_or_nothing_known_is_no_best_version() -> None:
+    assert best() is None
+    assert best(document("0-0", None)) is None
+    assert best(document("0-0", 1.0, state="pending")) is None
+
+
+def test_only_evaluations_of_the_same_kind_are_compared() -> None:
+    plain = document("1-4", 0.2)
+    assert best(plain, document("1-8", 0.9, num_samples=2)) == ("1-4", 0.2)
+    assert best(plain, document("1-8", 0.9, success_reward=0.5)) == ("1-4", 0.2)
+    assert best(plain, document("1-8", 0.9, num_prompts=16)) == ("1-4", 0.2)
+
+
+def test_an_evaluation_on_more_prompts_counts_with_its_numbers_on_the_first_ones() -> None:
+    larger = document("1-8", 0.1, num_prompts=16, first={"num_prompts": 4, "numbers": {"accuracy": 0.9}})
+    assert best(document("1-4", 0.2), larger) == ("1-8", 0.9)
+    assert best(larger, section=EvalSection(num_prompts=8)) is None
+    # fewer held-out prompts than the recipe wants: all evaluations are on all of them
+    assert best(document("1-4", 0.2, num_prompts=3), num_heldout=3) == ("1-4", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"), [("greedy_accuracy", "1-4"), ("mean_reward", "1-8"), ("pass@2", "1-12")]
+)
+def test_the_metric_is_the_recipes(metric: str, expected: str) -> None:
+    section = EvalSection(num_prompts=4, num_samples=2, pass_at=[2], best_metric=metric)
+    documents = [
+        document("1-4", 0.0, num_samples=2, summary={"greedy_accuracy": 0.5, "finished_at_s": 1.0}),
+        document("1-8", 0.0, num_samples=2, summary={"mean_reward": 0.5, "finished_at_s": 2.0}),
+        document("1-12", 0.0, num_samples=2, summary={"pass_at": {"2": 0.5}, "finished_at_s": 3.0}),
+    ]
+    assert best(*documents, section=section) == (expected, 0.5)
+
+
+def of_unknown(metric: str, **unknown: int) -> tuple[str, float] | None:
+    """The best of one with everything known and value 0.5, and one with value 1 and so many unknown scores, of 200
+    prompts with 2 samples."""
+    section = EvalSection(num_prompts=200, num_samples=2, pass_at=[2], best_metric=metric)
+    values = [{"accuracy": v, "greedy_accuracy": v, "pass_at": {"2": v}, "mean_reward": v} for v in (0.5, 1.0)]
+    total = sum(unknown.values())
+    documents = [
+        document("1-4", 0.0, num_prompts=200, num_samples=2, summary={**values[0], "finished_at_s": 1.0}),
+        document(
+            "1-8",
+            0.0,
+            num_prompts=200,
+            num_samples=2,
+            summary={**values[1], "finished_at_s": 2.0, "num_unknown": total},
+            first={
+                "num_prompts": 200,
+                "numbers": {**values[1], "num_unknown": total},
+                "num_unknown": {"sample": 0, "greedy": 0, **unknown},
+            },
+        ),
+    ]
+    return best(*documents, section=section, num_heldout=200)
+
+
+@pytest.mark.parametrize(
+    ("metric", "most"), [("accuracy", 4), ("mean_reward", 4), ("pass@2", 2), ("greedy_accuracy", 2)]
+)
+def test_an_evaluation_of_which_too_much_is_unknown_is_not_compared(metric: str, most: int) -> None:
+    kind, other = ("greedy", "sample") if metric == "greedy_accuracy" else ("sample", "greedy")
+    assert of_unknown(metric, **{kind: most, other: 100}) == ("1-8", 1.0)
+    assert of_unknown(metric, **{kind: most + 1}) == ("1-4", 0.5)
+    assert of_unknown(metric, **{kind: 399}) == ("1-4", 0.5)
+
+
+def test_an_evaluation_of_an_older_release_is_not_compared_where_any_scores_are_unknown() -> None:
+    old = {"accuracy": 0.9, "finished_at_s": 1.0}
+    assert best(document("1-4", 0.2), document("1-8", 0.9, summary={**old, "num_unknown": 1})) == ("1-4", 0.2)
+    assert best(document("1-4", 0.2), document("1-8", 0.9, summary={**old, "num_unknown": 0})) == ("1-8", 0.9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_samples": 4, "pass_at": [8]}, "raise num_samples"),
+        ({"best_metric": "pass@2"}, "nor a pass@K"),
+        ({"best_metric": "loss"}, "neither one of accuracy"),
+        ({"embedding_model": "encoder"}, "raise num_samples"),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_sentence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalSection.model_validate(changes)

@@ -1,0 +1,385 @@
+"""The index is a function of the log: compared with a plain model after any events, however it got them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tba_buffer.index import priorities, tables
+from tba_buffer.index.log import Event, Publication
+from tba_buffer.index.priorities import SumTree
+from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
+from tba_buffer.index.tables import PromptSet, csr_indices, group_by
+from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
+
+from tba.versions import PolicyVersion
+from tests.support.index_values import Item, make_added, make_evicted, make_index, make_rescored, rollout_id_at
+
+VERSIONS = [PolicyVersion(0, 0), PolicyVersion(1, 4), PolicyVersion(1, 8), PolicyVersion(2, 4)]
+NUM_PROMPTS = 5
+
+items = st.builds(
+    Item,
+    prompt=st.integers(0, NUM_PROMPTS - 1),
+    reward=st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]),
+    status=st.sampled_from(["scored", "scored", "scored", "pending", "failed"]),
+    version=st.sampled_from(VERSIONS),
+    num_bytes=st.integers(1, 1000),
+)
+shares = st.lists(st.floats(0, 0.999), max_size=12)
+steps = st.one_of(
+    st.tuples(st.just("push"), st.lists(items, min_size=1, max_size=12)),
+    st.tuples(st.just("push"), st.lists(items, min_size=1, max_size=12)),
+    st.tuples(st.just("evict"), shares),
+    st.tuples(st.just("evict oldest"), st.integers(0, 30)),
+    st.tuples(st.just("rescore"), st.lists(st.tuples(st.floats(0, 0.999), items), max_size=6)),
+    st.tuples(st.just("mark"), st.sampled_from(VERSIONS)),
+)
+index_settings = st.builds(
+    IndexSettings,
+    num_publications_kept=st.just(4),
+    recent_window=st.sampled_from(["arrival", "version"]),
+    recent_versions=st.integers(1, 2),
+    min_distinct=st.integers(1, 3),
+    big_prompt=st.sampled_from([2, 512]),
+)
+
+
+@dataclass
+class Model:
+    """The stored rollouts, as a dictionary."""
+
+    settings: IndexSettings
+    position: int = 0
+    stored: dict[int, Item] = field(default_factory=dict)
+    publications: list[Publication] = field(default_factory=list)
+
+    def step(self, kind: str, value) -> Event:
+        """The event of one step; the model takes it too."""
+        first, self.position = self.position + 1, self.position + (len(value) if kind == "push" else 1)
+        positions = list(self.stored)
+        if kind == "push":
+            self.stored.update({first + number: item for number, item in enumerate(value)})
+            return make_added(first, value)
+        if kind == "mark":
+            publication = Publication(first, value)
+            self.publications = [*self.publications, publication][-self.settings.num_publications_kept :]
+            return publication
+        if kind == "rescore":
+            changes = {positions[int(at * len(positions))]: item for at, item in value} if positions else {}
+            for at, item in changes.items():
+                old = self.stored[at]
+                self.stored[at] = replace(item, prompt=old.prompt, version=old.version)
+            return make_rescored(first, {**changes, first + 10**6: Item()})
+        gone = (
+            positions[:value]
+            if kind == "evict oldest"
+            else [positions[int(at * len(positions))] for at in value if positions]
+        )
+        for at in gone:
+            self.stored.pop(at, None)
+        return make_evicted(first, [*gone, *gone[:1], first])
+
+    def positions(self, status: str | None = "scored", prompt: int | None = None) -> list[int]:
+        """Stored positions, ascending."""
+        return [
+            at
+            for at, item in sorted(self.stored.items())
+            if status in (None, item.status) and prompt in (None, item.prompt)
+        ]
+
+    def recent(self) -> list[int]:
+        """Positions of scored rollouts that are recent."""
+        if self.settings.recent_window == "arrival":
+            after = self.publications[-2].position if len(self.publications) > 1 else 0
+            return [at for at in self.positions() if at > after]
+        newest = list(dict.fromkeys(publication.version for publication in reversed(self.publications)))[
+            : self.settings.recent_versions
+        ]
+        return [at for at in self.positions() if not self.publications or self.stored[at].version in newest]
+
+
+def check_counts(index: Index, model: Model) -> None:
+    stored = model.stored.values()
+    assert index.position == model.position
+    assert index.publications == model.publications
+    assert (index.num_live, index.num_scored) == (len(stored), len(model.positions()))
+    assert (index.num_pending, index.num_failed) == (len(model.positions("pending")), len(model.positions("failed")))
+    assert index.payload_bytes == sum(item.num_bytes for item in stored)
+    assert index.versions() == {v: n for v in sorted(VERSIONS) if (n := sum(item.version == v for item in stored))}
+    recent = model.recent()
+    for prompt in range(len(index.counts)):
+        scored = model.positions(prompt=prompt)
+        assert index.counts[prompt] == len(scored)
+        assert index.live_counts[prompt] == len(model.positions(None, prompt))
+        assert index.successes[prompt] == sum(model.stored[at].reward >= 1 for at in scored)
+        assert index.recent_counts[prompt] == sum(model.stored[at].prompt == prompt for at in recent)
+    assert index.num_drawable == np.count_nonzero(index.counts >= model.settings.min_distinct)
+
+
+def check_rows(index: Index, model: Model) -> None:
+    def positions(rows: np.ndarray) -> list[int]:
+        return index.column("position", rows).tolist()
+
+    everything = model.positions(None)
+    assert positions(index.live_rows()) == everything
+    assert positions(index.live_rows(newest=3)) == everything[-3:]
+    assert positions(index.oldest_rows(4)) == everything[:4]
+    assert positions(index.pending_rows(2)) == model.positions("pending")[:2]
+    assert positions(index.pending_rows(10**6)) == model.positions("pending")
+    assert positions(index.recent_rows()) == model.recent()
+    for prompt in range(NUM_PROMPTS + 1):
+        assert positions(index.prompt_rows(prompt)) == model.positions(prompt=prompt)
+        assert positions(index.prompt_rows(prompt, scored_only=False)) == model.positions(None, prompt)
+    rows = index.rows_at(np.arange(model.position + 2))
+    assert positions(rows[rows >= 0]) == everything
+    live = index.live_rows()
+    assert index.rollout_ids(live) == [rollout_id_at(at) for at in everything]
+    assert index.column("lineage", live).tolist() == [model.stored[at].version.lineage for at in everything]
+    assert index.column("step", live).tolist() == [model.stored[at].version.step for at in everything]
+    assert index.column("num_bytes", live).tolist() == [model.stored[at].num_bytes for at in everything]
+    assert index.column("token_hash", live).tolist() == [31 * at for at in everything]
+    scored = index.rows_at(np.array(model.positions(), dtype=np.int64))
+    assert index.column("reward", scored).tolist() == [model.stored[at].reward for at in model.positions()]
+
+
+def drawn(index: Index, min_distinct: int) -> list[object]:
+    """Return the content of some draws of every kind, by rollout id."""
+    results: list[object] = []
+    for seed, prioritise in enumerate(("within", "across")):
+        for replacement in (False, True):
+            draw = DrawSettings(
+                prompts_per_batch=4,
+                group_size=3,
+                most_on_policy_prob=0.5,
+                inverse_temperature=2.0,
+                uniform_share=0.1,
+                prioritise=prioritise,
+                replacement=replacement,
+                min_distinct=min_distinct,
+            )
+            if index.num_drawable:
+                slots = draw_slots(index, draw, seed)
+                results += [(slot.prompt, slot.source, index.rollout_ids(slot.rows)) for slot in slots]
+            if index.num_scored:
+                results.append(index.rollout_ids(draw_rollouts(index, draw, 3, seed)))
+    return results
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(steps, max_size=30), index_settings, st.sampled_from([4, 32]), st.lists(st.integers(1, 6), max_size=8))
+def test_any_history_leads_to_what_a_plain_model_holds(
+    history: list, configuration: IndexSettings, min_capacity: int, batches: list[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "_MIN_CAPACITY", min_capacity)  # the ring turns, grows and is compacted
+        model, index, events = Model(configuration), Index(configuration), []
+        for kind, value in history:
+            events.append(model.step(kind, value))
+            index.apply(events[-1])
+            if len(events) % 4 == 0:
+                drawn(index, configuration.min_distinct)  # from here on there are trees to be kept up to date
+        check_counts(index, model)
+        check_rows(index, model)
+
+        in_batches, todo = Index(configuration), list(events)
+        for size in [*batches, len(events) + 1]:
+            in_batches.apply_many(todo[:size])
+            del todo[:size]
+        from_checkpoint = Index(configuration)
+        from_checkpoint.restore(index.checkpoint())
+        for other in (in_batches, from_checkpoint):
+            assert other.fingerprint() == index.fingerprint()
+            assert drawn(other, configuration.min_distinct) == drawn(index, configuration.min_distinct)
+
+
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_a_full_buffer_that_turns_over_holds_what_a_plain_model_holds(
+    oldest_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of rows that are gone are used again while blocks still name them."""
+    monkeypatch.setattr(tables, "_MIN_CAPACITY", 32)
+    rng = np.random.default_rng(0)
+    configuration = IndexSettings(num_publications_kept=4, big_prompt=4)
+    model, index = Model(configuration), Index(configuration)
+    for number in range(60):
+        pushed = [Item(prompt=int(rng.integers(NUM_PROMPTS)), reward=float(rng.integers(4))) for _ in range(9)]
+        index.apply(model.step("push", pushed))
+        excess = len(model.stored) - 24
+        if excess > 0 and oldest_first:
+            index.apply(model.step("evict oldest", excess))
+        elif excess > 0:
+            index.apply(model.step("evict", rng.random(excess).tolist()))
+        if number % 10 == 9:
+            index.apply(model.step("mark", VERSIONS[number % 4]))
+        check_counts(index, model)
+        check_rows(index, model)
+        rebuilt = Index(configuration)
+        rebuilt.restore(index.checkpoint())
+        assert drawn(rebuilt, 2) == drawn(index, 2)
+
+
+def test_a_checkpoint_and_the_events_after_it_are_the_whole_log() -> None:
+    model = Model(IndexSettings())
+    events = [model.step("push", [Item(prompt=at % 3, reward=at)] * 4) for at in range(10)]
+    before, after = make_index(*events[:5]), make_index(*events)
+    restored = Index(IndexSettings())
+    restored.restore(before.checkpoint())
+    restored.apply_many(events[5:])
+    assert restored.fingerprint() == after.fingerprint()
+    with pytest.raises(ValueError, match="fresh"):
+        restored.restore(before.checkpoint())
+
+
+def test_a_gap_in_the_log_is_noticed_and_nothing_of_the_batch_is_applied() -> None:
+    index = make_index(make_added(1, [Item(), Item()]))
+    before = index.fingerprint()
+    for events in (
+        [make_added(4, [Item()])],
+        [make_added(2, [Item()])],
+        [make_added(3, [Item()]), make_evicted(5, [1])],
+    ):
+        with pytest.raises(LogGapError):
+            index.apply_many(events)
+        assert index.fingerprint() == before
+
+
+def test_a_fresh_index_begins_anywhere() -> None:
+    index = make_index(make_added(1000, [Item(), Item()]))
+    assert index.position == 1001
+    assert index.column("position", index.live_rows()).tolist() == [1000, 1001]
+
+
+def test_recent_is_what_arrived_since_the_mark_before_the_newest() -> None:
+    index = make_index(make_added(1, [Item(prompt=0)]), Publication(2, PolicyVersion(1, 0)))
+    assert index.column("prompt", index.recent_rows()).tolist() == [0]
+    index.apply(make_added(3, [Item(prompt=1)]))
+    index.apply(Publication(4, PolicyVersion(1, 4)))
+    assert index.column("prompt", index.recent_rows()).tolist() == [1]
+    index.apply(make_added(5, [Item(prompt=2)]))
+    assert index.column("prompt", index.recent_rows()).tolist() == [1, 2]
+
+
+def test_recent_by_version_is_what_the_last_publications_made() -> None:
+    old, new = PolicyVersion(1, 0), PolicyVersion(1, 4)
+    events = [
+        Publication(1, old),
+        make_added(2, [Item(prompt=0, version=old)]),
+        Publication(3, new),
+        make_added(4, [Item(prompt=1, version=old), Item(prompt=2, version=new)]),
+        Publication(6, PolicyVersion(1, 8)),
+    ]
+    for num_versions, expected in ((1, []), (2, [2]), (3, [0, 1, 2])):
+        index = make_index(*events, recent_window="version", recent_versions=num_versions)
+        assert index.column("prompt", index.recent_rows()).tolist() == expected
+
+
+def test_a_pending_rollout_takes_its_place_by_arrival_once_it_is_scored() -> None:
+    index = make_index(make_added(1, [Item(status="pending"), Item(reward=1.0), Item(status="pending")]))
+    assert index.pending_rows(5).tolist() == [0, 2]
+    index.apply(make_rescored(4, {1: Item(reward=0.5, num_bytes=30)}))
+    assert index.column("reward", index.prompt_rows(0)).tolist() == [0.5, 1.0]
+    assert (index.num_pending, index.payload_bytes) == (1, 50)
+    assert index.pending_rows(5).tolist() == [2]
+
+
+def test_memory_stays_bounded_while_rollouts_come_and_go() -> None:
+    index, sizes = make_index(), []
+    for number in range(300):
+        event = make_added(index.position + 1, [Item(prompt=(number * 7 + at) % 40) for at in range(64)])
+        index.apply(event)
+        if index.num_live > 2000:
+            gone = index.column("position", index.oldest_rows(64)).tolist()
+            index.apply(make_evicted(index.position + 1, gone))
+        sizes.append(index.memory_bytes())
+    assert index.num_live == 1984
+    assert sizes[-1] <= 1.5 * sizes[100]
+
+
+def test_versions_that_are_gone_leave_no_trace() -> None:
+    index = make_index()
+    for number in range(200):
+        items = [Item(version=PolicyVersion(1, number)), Item(version=PolicyVersion(2, number))]
+        index.apply(make_added(index.position + 1, items))
+        index.apply(make_evicted(index.position + 1, [index.position - 1, index.position]))
+    assert index.versions() == {}
+    assert len(index._versions.counts) == 16
+
+
+# ---- The sum tree answers as running sums do, whatever happened to it before ----------------------------------------
+
+
+weights_lists = st.lists(st.integers(0, 9), min_size=1, max_size=70)
+
+
+@given(
+    weights_lists,
+    st.lists(st.tuples(st.integers(0, 69), st.integers(0, 2**40)), max_size=30),
+    st.sampled_from([1, 4, 4096]),
+)
+def test_find_and_before_agree_with_running_sums(weights: list[int], changes: list[tuple[int, int]], top: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(priorities, "_TOP", top)
+        tree, model = SumTree(len(weights)), np.zeros(128, dtype=np.int64)
+        tree.build(np.array(weights))
+        model[: len(weights)] = weights
+        for leaf, weight in changes:
+            if leaf < tree.capacity:
+                tree.set(np.array([leaf]), np.array([weight]))
+                model[leaf] = weight
+        assert tree.total == model.sum()
+        assert [tree.before(leaf) for leaf in range(tree.capacity + 1)] == [
+            int(model[:leaf].sum()) for leaf in range(tree.capacity + 1)
+        ]
+        if tree.total:
+            starts = np.cumsum(model) - model
+            targets = np.unique(np.concatenate([starts[model > 0], (starts + model - 1)[model > 0]]))
+            leaves, rest = tree.find(targets)
+            assert leaves.tolist() == (np.searchsorted(np.cumsum(model), targets, side="right")).tolist()
+            assert (starts[leaves] + rest).tolist() == targets.tolist()
+
+
+@given(weights_lists, st.sets(st.integers(0, 69), min_size=1))
+def test_many_leaves_set_at_once_are_as_one_after_the_other(weights: list[int], leaves: set[int]) -> None:
+    chosen = np.array(sorted(leaf for leaf in leaves if leaf < len(weights)), dtype=np.int64)
+    at_once, one_by_one = SumTree(len(weights)), SumTree(len(weights))
+    for tree in (at_once, one_by_one):
+        tree.build(np.array(weights))
+    at_once.set(chosen, chosen + 100)
+    for leaf in chosen:
+        one_by_one.set(np.array([leaf]), np.array([leaf + 100]))
+    assert [at_once.before(leaf) for leaf in range(len(weights))] == [
+        one_by_one.before(leaf) for leaf in range(len(weights))
+    ]
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 300), st.booleans(), max_size=20), max_size=20))
+def test_a_prompt_set_knows_its_members_by_rank(rounds: list[dict[int, bool]]) -> None:
+    prompts, model = PromptSet(), set[int]()
+    prompts.grow(301)
+    for changes in rounds:
+        prompts.put(np.array(list(changes), dtype=np.int64), np.array(list(changes.values()), dtype=bool))
+        model = {p for p in model if changes.get(p, True)} | {p for p, joins in changes.items() if joins}
+        assert prompts.num == len(model)
+        assert prompts.by_rank(np.arange(prompts.num)).tolist() == sorted(model)
+    prompts.put_all(np.array([True, False, True]))
+    assert prompts.by_rank(np.arange(prompts.num)).tolist() == [0, 2]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
+def test_groups_keep_the_order_of_their_items(keys: list[int]) -> None:
+    groups = group_by(np.array(keys))
+    model = {key: [at for at, other in enumerate(keys) if other == key] for key in sorted(set(keys))}
+    assert groups.keys.tolist() == list(model)
+    assert groups.sizes.tolist() == [len(items) for items in model.values()]
+    assert groups.order.tolist() == [at for items in model.values() for at in items]
+    even = np.array([at % 2 == 0 for at in range(len(keys))])
+    assert groups.count(even).tolist() == [sum(at % 2 == 0 for at in items) for items in model.values()]
+
+
+def test_ragged_joins_ranges() -> None:
+    assert csr_indices(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
+    assert csr_indices(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)).tolist() == []

@@ -1,0 +1,160 @@
+"""Stats, rates and metrics of the buffer, against counts by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
+from tba_buffer.index.rollout_index import Index, IndexSettings
+from tba_buffer.monitoring.metrics import OTHER_WAITS, WAITS_SHOWN, shown_waits
+from tba_buffer.monitoring.stats import (
+    VERSIONS_SHOWN,
+    WINDOW_S,
+    RateWindow,
+    age_bucket,
+    age_deciles,
+    by_length,
+    stored_stats,
+)
+
+from tba.versions import START, LineageTree, PolicyVersion
+from tests.support.buffer import make_recipe
+
+# ---- Stored rollouts, in detail, against a count by hand ------------------------------------------------------------
+
+
+def index_of(versions: list[PolicyVersion], *, rewards: list[float | None], num_tokens: int = 20) -> Index:
+    index = Index(IndexSettings.of(make_recipe()))
+    records = b"".join(
+        pack_record(
+            i.to_bytes(16, "big"),
+            reward=reward,
+            version=version,
+            prompt=0,
+            num_bytes=100,
+            num_tokens=num_tokens,
+            token_hash=0,
+            status="pending" if reward is None else "scored",
+        )
+        for i, (version, reward) in enumerate(zip(versions, rewards, strict=True))
+    )
+    index.apply(RolloutsAdded(1, np.frombuffer(records, dtype=RECORD_DTYPE)))
+    return index
+
+
+def test_deciles_are_of_the_scored_rollouts_that_are_still_stored() -> None:
+    index = index_of([START] * 12, rewards=[*(float(i) for i in range(11)), None])
+    detail = stored_stats(index, LineageTree(), START)
+    assert detail.reward_deciles == [float(i) for i in range(11)]
+    index.apply(Evicted(13, np.array([11], dtype=np.uint64), "max_rollouts"))
+    detail = stored_stats(index, LineageTree(), START)
+    assert (detail.log_position, detail.reward_deciles and detail.reward_deciles[-1]) == (13, 9.0)
+    assert detail.by_length == {"17-32": 11}
+
+
+def test_ages_are_measured_along_the_active_lineage() -> None:
+    tree = LineageTree({1: START, 2: PolicyVersion(1, 10)})
+    versions = [PolicyVersion(1, 40), PolicyVersion(1, 5), PolicyVersion(2, 14), START]
+    detail = stored_stats(index_of(versions, rewards=[1.0] * 4), tree, PolicyVersion(2, 14))
+    assert detail.by_policy_age == {"0": 1, "3-4": 1, "9-16": 2}  # 0 of 2-14; 1-40 parted at 10: 4; 9 of 1-5; 14
+    assert detail.policy_age_deciles is not None
+    assert (detail.policy_age_deciles[0], detail.policy_age_deciles[-1]) == (0, 14)
+    assert list(detail.by_version) == ["2-14", "1-40", "1-5", "0-0"]
+
+
+def test_only_the_newest_versions_are_named_and_the_rest_is_counted() -> None:
+    versions = [PolicyVersion(1, step) for step in range(1, VERSIONS_SHOWN + 31)]
+    detail = stored_stats(index_of(versions, rewards=[0.0] * len(versions)), LineageTree({1: START}), versions[-1])
+    assert len(detail.by_version) == VERSIONS_SHOWN
+    assert detail.num_of_older_versions == 30
+    assert next(iter(detail.by_version)) == str(versions[-1])
+
+
+def test_an_empty_buffer_has_no_deciles() -> None:
+    detail = stored_stats(Index(IndexSettings.of(make_recipe())), LineageTree(), START)
+    assert (detail.reward_deciles, detail.policy_age_deciles, detail.by_length) == (None, None, {})
+
+
+@given(st.integers(0, 10**6))
+def test_an_age_is_in_its_bucket(age: int) -> None:
+    first, _, last = age_bucket(age).partition("-")
+    assert int(first) <= age <= int(last or first)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
+def test_age_deciles_are_nearest_ranks(ages: list[int]) -> None:
+    known = sorted(ages)
+    wanted = [known[max(0, -(-i * len(known) // 10) - 1)] for i in range(11)]
+    assert age_deciles(Counter(ages)) == wanted
+
+
+@given(st.lists(st.integers(1, 5000), max_size=60))
+def test_lengths_add_up_and_are_in_their_bucket(lengths: list[int]) -> None:
+    buckets = by_length(np.array(lengths, dtype=np.uint32))
+    assert sum(buckets.values()) == len(lengths)
+    for bucket, number in buckets.items():
+        first, last = map(int, bucket.split("-"))
+        assert number == sum(first <= length <= last for length in lengths)
+
+
+@pytest.mark.parametrize(("age", "bucket"), [(0, "0"), (1, "1"), (2, "2"), (3, "3-4"), (8, "5-8"), (9, "9-16")])
+def test_age_buckets_are_powers_of_two(age: int, bucket: str) -> None:
+    assert age_bucket(age) == bucket
+
+
+# ---- Rates come from cumulative counts ------------------------------------------------------------------------------
+
+
+def counts(generated: int = 0, evicted: int = 0, drawn: int = 0, trained: int = 0) -> dict[str, int]:
+    return {"generated": generated, "evicted": evicted, "drawn": drawn, "trained": trained}
+
+
+def test_nothing_is_known_before_a_second_has_passed() -> None:
+    window = RateWindow()
+    assert window.rates(5.0, counts(10)) is None
+    window.add(5.0, counts(10))
+    assert window.rates(5.9, counts(20)) is None
+    assert window.rates(6.0, counts(20)) is not None
+
+
+def test_rates_are_growth_per_second_over_the_window() -> None:
+    window = RateWindow()
+    for second in range(200):
+        window.add(float(second), counts(10 * second, evicted=second, drawn=20 * second))
+    rates = window.rates(199.5, counts(10 * 200, evicted=199, drawn=20 * 199))
+    assert rates is not None
+    assert WINDOW_S <= rates.window_s <= WINDOW_S + 1
+    assert rates.generated_per_s == pytest.approx((2000 - 10 * (199.5 - rates.window_s)) / rates.window_s)
+    assert rates.drawn_per_s == pytest.approx(20, rel=0.02)
+    assert rates.evicted_per_s == pytest.approx(1, rel=0.02)
+    assert rates.trained_per_s == 0
+
+
+def test_counts_of_another_redis_give_no_negative_rate() -> None:
+    window = RateWindow()
+    window.add(0.0, counts(100))
+    assert window.rates(10.0, counts(3)) is None
+
+
+# ---- Labels of metrics stay few, whatever names the components send -------------------------------------------------
+
+
+def test_rare_waits_are_counted_together() -> None:
+    waits = Counter({f"wait-{i}": 1000 - i for i in range(WAITS_SHOWN + 500)})
+    shown = shown_waits(waits)
+    assert len(shown) == WAITS_SHOWN + 1
+    assert sum(shown.values()) == waits.total()
+    assert shown["wait-0"] == 1000
+
+
+def test_a_wait_called_other_is_counted_with_the_others() -> None:
+    waits = Counter({OTHER_WAITS: 2000} | {f"wait-{i}": 1 for i in range(100)})
+    assert sum(shown_waits(waits).values()) == 2100
+
+
+def test_few_waits_are_shown_as_they_are() -> None:
+    assert shown_waits(Counter({"rollouts": 2})) == {"rollouts": 2}

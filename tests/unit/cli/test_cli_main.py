@@ -1,0 +1,321 @@
+"""The command line: errors in a sentence, flags, quick starts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.api import RescoreInfo
+from tba.config import Recipe
+from tba.service_main import service_main
+from tba.store.file import FileStore, explain_full_disk
+from tba_cli.commands import config, fork
+from tba_cli.commands.rollouts import progress_line, rescore_lines
+from tba_cli.main import main
+from tests.support.waits import DEADLINE_S
+
+# ---- `tba` and Ctrl-C during its imports, and a full disk -----------------------------------------------------------
+
+
+SLOW_IMPORT = """
+import sys, time
+
+class Slow:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[1]:
+            print("ready", flush=True)
+            try:
+                time.sleep(600)
+            except KeyboardInterrupt:
+                if name == "tba.logs":  # as weak references do it in an import: it continues
+                    time.sleep(600)
+                raise
+
+sys.meta_path.insert(0, Slow)
+from tba_cli.main import main
+sys.exit(main(["config", "schema"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["tba_cli.parser", "tba.logs", "tba_cli.commands.config"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(module: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORT, module], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+def test_a_fork_is_resumed_although_the_run_that_it_came_from_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed: list[tuple[Recipe, dict[str, Any]]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fork, "run_local", lambda recipe, **how: resumed.append((recipe, how)) or 0)
+    folder = tmp_path / "runs" / "forked"
+    folder.mkdir(parents=True)
+    document = {"run": {"name": "forked"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
+    (folder / "recipe.json").write_text(json.dumps(document))
+    assert main(["fork", "gone@1-40", "forked", "--resume"]) == 0
+    ((recipe, how),) = resumed
+    assert (recipe.run.name, how["resume"], how["folder"].path) == ("forked", True, folder)
+
+
+def test_a_full_disk_is_named_with_its_folder_and_bytes(tmp_path: Path) -> None:
+    plain = OSError(errno.ENOSPC, "No space left on device")  # as write(2) says it: without a file
+    said = explain_full_disk(plain, tmp_path / "not" / "there", size_bytes=1234567)
+    assert said is not None
+    assert said.startswith("the disk at /")
+    assert " bytes are free there, and 1,234,567 bytes were to be written (folder " in said
+    assert str(tmp_path) in said
+    assert said.endswith("); free some space")
+    named = explain_full_disk(OSError(errno.EDQUOT, "Disk quota exceeded", str(tmp_path / "x")), "/")
+    assert named is not None
+    assert "(quota)" in named
+    assert str(tmp_path) in named
+    assert explain_full_disk(OSError(errno.EACCES, "Permission denied"), tmp_path) is None
+
+
+def test_a_store_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = FileStore(tmp_path / "store")
+    store.check()
+    monkeypatch.setattr("tba.store.file.os.fsync", full)
+    for write in (lambda: store.put("a/b", b"12345"), lambda: store.put_file("a/b", Path(__file__))):
+        with pytest.raises(
+            OSError, match=r"cannot write a/b in file://.*: the disk at /.* is full: .* were to be"
+        ) as info:
+            write()
+        assert "correct store.url" not in str(info.value)
+
+
+def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(config, "schema_command", full)
+    monkeypatch.setattr("tba.service_main.configure_logging", lambda *_, **__: None)  # binds stderr
+    assert main(["config", "schema"]) == 2
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n')
+    assert service_main("buffer", full, ["--config", str(recipe)]) == 2
+    command, service = capsys.readouterr().err.splitlines()
+    assert command.startswith("error: the disk at /")
+    assert service.startswith("error: buffer: the disk at /")
+
+
+# ---- The flags of `tba`: cheap to show, and every error is one sentence ---------------------------------------------
+
+
+FORBIDDEN = ("torch", "numpy", "pydantic", "transformers", "httpx2", "rich", "matplotlib", "fastapi", "asyncio")
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from tba_cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"print('loaded:', sorted(set(sys.modules) & set({FORBIDDEN!r})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "post-train language models" in done.stdout.lower()
+    assert "loaded: []" in done.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["fly"], ["run", "x.toml", "--resume", "--fresh"], ["config"]])
+def test_wrong_words_exit_with_2_and_usage(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "usage: tba" in capsys.readouterr().err
+
+
+def test_a_missing_recipe_is_one_sentence_on_stderr(capsys):
+    assert main(["run", "nowhere.toml"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: recipe nowhere.toml does not exist; recipes that ship with tba are in recipes/\n"
+
+
+def test_an_image_without_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sentence = "error: this image holds no launcher; run this command where tba is installed\n"
+    # some commands import it at once, others only where they need it
+    monkeypatch.setattr("importlib.import_module", lambda _: absent("tba_cli.local"))
+    assert (main(["run", "recipe.toml"]), capsys.readouterr().err) == (2, sentence)
+    monkeypatch.undo()
+    monkeypatch.setattr("tba_cli.commands.status.status_command", lambda _: absent("tba_cli.local.ended_run"))
+    assert (main(["status"]), capsys.readouterr().err) == (2, sentence)
+    monkeypatch.setattr("tba_cli.commands.status.status_command", lambda _: absent("numpy"))
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        main(["status"])
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ValueError, match="does not exist"):
+        main(["run", "nowhere.toml", "--debug"])
+
+
+def test_ctrl_c_exits_with_130(monkeypatch, capsys):
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tba_cli.commands.config.schema_command", interrupted)
+    assert main(["config", "schema"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("what", ["quickstart", "quickstart@", "quickstart@1", "quickstart@1-x"])
+def test_a_fork_needs_a_run_and_a_version(what, capsys):
+    assert main(["fork", what, "new"]) == 2
+    assert "is not of the form RUN@LINEAGE-STEP" in capsys.readouterr().err
+
+
+def test_a_fork_of_a_run_that_is_not_here_needs_a_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["fork", "gone@1-40", "new"]) == 2
+    assert "there is no run 'gone' under runs/; give the recipe of the fork as well" in capsys.readouterr().err
+
+
+def test_the_buffer_of_a_run_that_never_was_cannot_be_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["buffer", "save", "end", "gone"]) == 2
+    assert "there is no run 'gone': " in capsys.readouterr().err
+
+
+# ---- `tba config` on good and bad recipes ---------------------------------------------------------------------------
+
+
+RECIPE = '[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "demo.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_check_names_an_unknown_key_and_the_nearest_one(recipe, capsys):
+    recipe.write_text(RECIPE + "[trainer]\nnum_step = 5\n")
+    assert main(["config", "check", str(recipe)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "'trainer.num_step'" in err
+    assert "'num_steps'" in err
+
+
+def test_show_prints_what_the_recipe_and_the_flags_result_in(recipe, capsys):
+    assert main(["config", "show", str(recipe), "--set", "trainer.num_steps=7"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["trainer"]["num_steps"] == 7
+    assert document["run"] == {"name": "demo", "seed": 0, "snapshot": None, "fork_version": None}
+
+
+def test_schema_describes_every_section_with_help_texts(capsys):
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["additionalProperties"] is False
+    assert "every k optimizer steps" in schema["$defs"]["TrainerSection"]["properties"]["sync_interval"]["description"]
+
+
+# ---- Names of snapshots on the command line -------------------------------------------------------------------------
+
+
+URL = ["--url", "http://127.0.0.1:1"]
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "\u00e9", ".hid", "a/b", "a" * 64, "a\n"])
+def test_a_name_that_cannot_be_one_is_an_explained_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", "save", name, *URL]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: snapshot name {name!r} cannot be used: a name is 1 to 63 of")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("source", ["nonsense", "a/b/c@1-2", "a/b@1-2", ""])
+def test_a_source_that_cannot_be_one_is_an_explained_error(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", "load", source, *URL]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: snapshot {source!r} is not of the form RUN/NAME")
+    assert error.count("\n") == 1
+
+
+def test_a_version_that_cannot_be_one_is_an_explained_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buffer", "load", "demo/end", "--version", "newest", *URL]) == 2
+    assert "'newest' is not of the form LINEAGE-STEP" in capsys.readouterr().err
+
+
+# ---- The output of `tba rescore` ------------------------------------------------------------------------------------
+
+
+JOB = RescoreInfo(
+    state="running",
+    task=None,
+    only="all",
+    started_at_s=100.0,
+    start_position=60,
+    num_total=50,
+    num_done=20,
+    num_changed=7,
+    num_failed=1,
+    num_gone=3,
+)
+
+
+def test_a_running_job_is_one_line_and_says_what_to_do() -> None:
+    first, second = rescore_lines(JOB)
+    assert first == "23 of 50 rollouts, 7 changed, 1 failed"
+    assert "tba rescore --show" in second
+
+
+def test_the_line_says_what_is_waited_for() -> None:
+    line = progress_line(JOB.model_copy(update={"problem": "http://127.0.0.1:1 does not answer"}))
+    assert line.endswith("; waits for the reward service: http://127.0.0.1:1 does not answer")
+
+
+def test_a_finished_job_compares_before_and_after() -> None:
+    done = {
+        "state": "done",
+        "finished_at_s": 102.5,
+        "num_done": 47,
+        "num_known_before": 40,
+        "num_known_after": 46,
+        "mean_reward_before": 0.25,
+        "mean_reward_after": 0.5,
+        "reward_versions": {"addition-2": 46},
+    }
+    assert rescore_lines(JOB.model_copy(update=done)) == [
+        "done after 2.5 s: 47 of 50 rollouts scored again",
+        "                    before       after",
+        "  known reward          40          46",
+        "  mean reward       0.2500      0.5000",
+        "  7 changed, 1 failed, 3 evicted before they were reached",
+        "  reward versions: addition-2 (46)",
+    ]
+
+
+def test_nothing_scored_has_no_mean() -> None:
+    lines = rescore_lines(JOB.model_copy(update={"state": "cancelled", "finished_at_s": 100.0}))
+    assert "unknown" in lines[3]
+    assert lines[-1] == "  reward versions: none"

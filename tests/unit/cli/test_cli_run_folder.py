@@ -1,0 +1,207 @@
+"""Run folders, and the run that a command means."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tba.errors import ConfigError
+from tba.tokens import operator_token
+from tba_cli.main import main
+from tba_cli.parser import build_parser
+from tba_cli.run_folder import RunFolder
+from tba_cli.run_target import open_client
+
+# ---- Run folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "demo")
+    with folder.acquire(resume=False, fresh=False):
+        folder.write_json(folder.recipe_path, {"run": {"name": "demo"}})
+    return folder
+
+
+def test_a_new_folder_is_made(tmp_path):
+    folder = RunFolder(tmp_path / "a" / "b")
+    with folder.acquire(resume=False, fresh=False):
+        assert folder.marker_path.read_text() == f"{os.getpid()}\n"
+
+
+def test_a_folder_with_a_run_needs_resume_or_fresh(begun):
+    with pytest.raises(ConfigError, match=r"--resume.*--fresh.*--run-name"), begun.acquire(resume=False, fresh=False):
+        pass
+    for flags in ({"resume": True, "fresh": False}, {"resume": False, "fresh": True}):
+        with begun.acquire(**flags):
+            pass
+
+
+def test_a_start_that_failed_before_training_needs_no_flag(tmp_path):
+    folder = RunFolder(tmp_path / "demo")
+    for _ in range(2):
+        with folder.acquire(resume=False, fresh=False):
+            folder.write_json(folder.config_path, {})
+
+
+def test_there_is_nothing_to_resume_in_a_new_folder(tmp_path):
+    with (
+        pytest.raises(ConfigError, match="no run to resume"),
+        RunFolder(tmp_path / "new").acquire(resume=True, fresh=False),
+    ):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, fresh):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not a run folder"), RunFolder(tmp_path).acquire(resume=False, fresh=fresh):
+        pass
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_two_supervisors_cannot_hold_the_same_folder(begun):
+    with (
+        begun.acquire(resume=True, fresh=False),
+        pytest.raises(ConfigError, match=f"in use by another `tba run` \\(process {os.getpid()}\\)"),
+        RunFolder(begun.path).acquire(resume=True, fresh=False),
+    ):
+        pass
+
+
+def test_clear_deletes_all_but_the_lock_and_follows_no_link(begun, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (begun.path / "link").symlink_to(outside)
+    with begun.acquire(resume=False, fresh=True):
+        begun.make_folders()
+        begun.clear()
+        assert os.listdir(begun.path) == [".tba-run"]
+    assert (outside / "kept").exists()
+
+
+def test_json_files_are_replaced_whole(begun):
+    begun.write_json(begun.summary_path, {"steps": 1})
+    begun.write_json(begun.summary_path, {"steps": 2})
+    assert json.loads(begun.summary_path.read_text()) == {"steps": 2}
+    assert not list(begun.path.glob("*.part"))
+
+
+def test_nobody_else_looks_into_a_run_folder_and_every_start_has_new_secrets(tmp_path: Path) -> None:
+    folder, before = RunFolder(tmp_path / "demo"), ""
+    folder.path.mkdir(mode=0o755)
+    for _ in range(2):
+        with folder.acquire(resume=False, fresh=False):
+            folder.make_folders()
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        files = [path for path in folder.secrets_path.rglob("*") if path.is_file()]
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+        password = folder.redis_password_path.read_text().strip()
+        assert folder.redis_conf_path.read_text() == f"requirepass {password}\n"
+        now = "".join(path.read_text() for path in files)
+        assert len(password) == 48
+        assert password not in before
+        before = now
+
+
+# ---- Which run a command talks to -----------------------------------------------------------------------------------
+
+
+def url_of(*words: str) -> str:
+    client = open_client(build_parser().parse_args(["status", *words]))
+    client.close()
+    return client.base_url
+
+
+def write_endpoints(folder: Path, port: int, *, at_s: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "endpoints.json"
+    path.write_text(json.dumps({"buffer_url": f"http://127.0.0.1:{port}", "tokens_file": None}))
+    os.utime(path, (at_s, at_s))
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two runs that are going; a third was killed, later than they began."""
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as going:
+        for name in ("older", "newer"):
+            going.enter_context(RunFolder(tmp_path / "runs" / name).acquire(resume=False, fresh=True))
+        write_endpoints(tmp_path / "runs" / "older", 1111, at_s=1000)
+        write_endpoints(tmp_path / "runs" / "newer", 2222, at_s=2000)
+        write_endpoints(tmp_path / "runs" / "killed", 3333, at_s=3000)
+        yield tmp_path
+
+
+def test_the_newest_run_is_the_default(two_runs):
+    assert url_of() == "http://127.0.0.1:2222"
+
+
+def test_a_run_is_found_by_name_by_folder_or_by_url(two_runs):
+    assert url_of("older") == "http://127.0.0.1:1111"
+    assert url_of("--run-dir", str(two_runs / "runs" / "older")) == "http://127.0.0.1:1111"
+    assert url_of("--url", "http://buffer:8700/") == "http://buffer:8700"
+
+
+def test_no_run_at_all_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run is in progress under runs/"):
+        url_of()
+
+
+def test_a_run_that_was_killed_is_a_clear_error_though_it_left_its_addresses(two_runs):
+    with pytest.raises(ConfigError, match="run 'killed' is not in progress"):
+        url_of("killed")
+
+
+def test_a_run_that_has_no_addresses_yet_is_a_clear_error(two_runs):
+    (two_runs / "runs" / "older" / "endpoints.json").unlink()
+    with pytest.raises(ConfigError, match="run 'older' is starting or ending"):
+        url_of("older")
+
+
+@pytest.mark.parametrize("command", [["status"], ["ledger", "check"], ["rollouts"], ["buffer", "accept-loss"]])
+def test_a_run_that_never_began_is_a_sentence_with_the_runs_that_did(
+    two_runs: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(["older", "newer"]):
+        marker = two_runs / "runs" / name / ".tba-run"
+        marker.touch()
+        os.utime(marker, (number, number))
+    assert main([*command, "oldr"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: there is no run 'oldr': ")
+    assert said.endswith(
+        "the runs beside it are: newer, older; name one of them, give --run-dir DIR or --url URL, or start one with "
+        "`tba run RECIPE`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "token"),
+    [
+        ("word-of-16-letters\n", "word-of-16-letters"),
+        ('{"viewer": "vvv", "operator": "ooo"}', "ooo"),
+        ('{"viewer": "vvv"}', "vvv"),
+    ],
+)
+def test_a_token_file_holds_one_word_or_tokens_by_role(tmp_path, text, token):
+    path = tmp_path / "token"
+    path.write_text(text)
+    assert operator_token(path) == token
+
+
+@pytest.mark.parametrize("text", ["", "two words", '{"searcher": "s"}', "{broken"])
+def test_a_token_file_without_a_usable_token_is_refused(tmp_path, text):
+    path = tmp_path / "token"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="token file"):
+        operator_token(path)

@@ -1,0 +1,243 @@
+"""The output of `tba status`, once and while it follows."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tba_trainer.learner.guards import NAMES
+
+from tba.api import RunEvent, RunInfo, SettingsInfo, WaitInfo
+from tba.clients import BufferClient
+from tba.config.trainer import REMEDIES
+from tba.errors import BusyError, UnauthorizedError, UnavailableError
+from tba_cli.commands import status
+from tba_cli.commands.status import EventFormatter, lasting_events, status_command, status_lines
+from tests.support.history_values import RUN_INFO, evaluation, stats
+
+# ---- The output of `tba status` -------------------------------------------------------------------------------------
+
+
+INFO = RUN_INFO | {"waits": [WaitInfo(owner="trainer-1", name="rollouts", for_s=4.0, deadline_in_s=26.0)]}
+
+
+def make_settings(**live: object) -> SettingsInfo:
+    recipe = {"learning_rate": 1e-4, "beta": 0.05, "most_on_policy_prob": 0.5, "sampling_temperature": 1}
+    document = {"revision": len(live), "settings": live, "recipe": {**recipe, "eval_every_steps": 50}, "now": {}}
+    return SettingsInfo.model_validate({**document, "changes": [], "next": None})
+
+
+def test_changed_settings_are_shown_beside_the_recipes_values() -> None:
+    linear = {"kind": "linear", "value": 0.1, "final": 0.01, "steps": 400, "warmup_steps": 10}
+    settings = make_settings(learning_rate=0.0002, beta=linear)
+    lines = status_lines(RunInfo.model_validate(INFO), stats(), settings)
+    assert (
+        "  changed settings (revision 2): learning_rate 0.0002 (recipe: 0.0001), "
+        "beta linear 0.1 to 0.01 over 400 steps after 10 of warm-up (recipe: 0.05)"
+    ) in lines
+    assert not any("changed" in line for line in status_lines(RunInfo.model_validate(INFO), stats(), make_settings()))
+
+
+def test_evictions_are_shown_by_reason_and_waits_by_name() -> None:
+    info = RunInfo.model_validate(INFO)
+    counts = stats().model_copy(update={"evicted": {"policy_age": 2, "max_rollouts": 7}})
+    lines = status_lines(info, counts, make_settings())
+    assert "  evicted: max_rollouts 7, policy_age 2" in lines
+    assert "  trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more" in lines
+
+
+def test_who_paused_the_run_and_when_is_shown() -> None:
+    paused = {"number": 1, "at_s": 1_800_000_000.0, "command": "pause", "role": "operator", "reason": "lunch"}
+    paused |= {"old": "running", "new": "paused", "lineage": 1, "step": 3}
+    info = RunInfo.model_validate({**INFO, "state": "paused", "state_reason": "lunch", "last_change": paused})
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_800_000_000))
+    lines = status_lines(info, stats(), make_settings())
+    assert lines[:2] == [
+        "run 'demo': paused (lunch), step 3, lineage 1",
+        f"  running -> paused by the operator ('pause') at {at}, after step 3",
+    ]
+
+
+def test_services_are_shown_with_their_reason_and_without_weights() -> None:
+    reward = {"component_id": "reward", "kind": "reward", "state": "not-ready", "version": None, "alive": True}
+    reward |= {"heartbeat_age_s": 1.0, "gauges": {}, "note": "the model is loading"}
+    gone = {**reward, "state": "unreachable", "alive": False, "heartbeat_age_s": 60.0, "note": None}
+    for component, line in (
+        (reward, "  reward: not-ready (the model is loading)"),
+        (gone, "  reward: unreachable  SILENT for 60 s"),
+    ):
+        info = RunInfo.model_validate({**INFO, "components": [component]})
+        assert line in status_lines(info, stats(), make_settings())
+
+
+def test_what_cannot_be_read_is_counted_and_named() -> None:
+    items = [{"kind": "rollout", "name": f"r{number}", "detail": "bad", "found_at_s": 1.0} for number in range(4)]
+    found = {"num": {"rollout": 4, "prompt": 1}, "items": items}
+    lines = status_lines(RunInfo.model_validate({**INFO, "damaged": found}), stats(), make_settings())
+    assert (
+        "  5 stored items cannot be read (1 prompt, 4 rollout), last: rollout r0, rollout r1, rollout r2; "
+        "`tba status --json` says why under `damaged`, docs/operations.md what to do (TbaDamagedItems)"
+    ) in lines
+    quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
+    assert not any("cannot be read" in line for line in quiet)
+
+
+def test_nothing_is_said_about_evictions_while_there_are_none() -> None:
+    assert not any("evicted" in line for line in status_lines(RunInfo.model_validate(INFO), stats(), make_settings()))
+
+
+def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None:
+    gauges = {"alarms_grad_spike": 3.0, "alarm_on_grad_spike": 1.0, "alarms_ess_collapse": 0.0, "step": 3.0}
+    trainer = {"component_id": "trainer-1", "kind": "trainer", "state": "training", "version": "1-3", "alive": True}
+    info = RunInfo.model_validate({**INFO, "components": [{**trainer, "heartbeat_age_s": 0.1, "gauges": gauges}]})
+    counts = {"batches_skipped": {"non_finite": 2}, "rollouts_refused_by_trainer": {"vocabulary": 5, "malformed": 1}}
+    lines = status_lines(info, stats().model_copy(update=counts), make_settings())
+    first = lines.index("  trainer-1: training, version 1-3") + 1
+    assert lines[first] == "    alarms so far: grad_spike 3 (on)"
+    assert lines[first + 1].startswith("      grad_spike: lower the learning rate (`tba set learning_rate=...`)")
+
+    assert "  batches skipped by the trainer: non_finite 2" in lines
+    assert "  rollouts refused by the trainer: malformed 1, vocabulary 5" in lines
+    quiet = status_lines(RunInfo.model_validate(INFO), stats(), make_settings())
+    assert not any("trainer:" in line or "alarms" in line for line in quiet)
+
+
+def test_the_best_version_and_what_an_evaluation_measured_are_shown() -> None:
+    evaluated = evaluation("1-2", 0.5, num_prompts=64).model_copy(update={"pass_at": {4: 0.75}, "kl_to_reference": 2.0})
+    best = {"version": "1-2", "metric": "accuracy", "value": 0.5, "num_prompts": 64, "num_samples": 4}
+    info = RunInfo.model_validate({**INFO, "evals": [evaluated], "best": best})
+    lines = status_lines(info, stats(), make_settings())
+    known = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750, KL 2.000 on 64 held-out prompts"
+    assert f"  evaluation of 1-2: {known}" in lines
+    assert any(line.startswith("  best version 1-2: accuracy 0.500 on the 64") for line in lines)
+
+
+def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "no trainer: trainer-1 was last heard from 312 s ago, step 3; look at the trainer's log"
+    info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
+    client = SimpleNamespace(run=lambda: info, stats=stats, settings=make_settings, close=lambda: None)
+    monkeypatch.setattr("tba_cli.commands.status.open_client", lambda _: client)
+    status_command(Namespace(follow=False, json=False, url="http://buffer"))
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == r"run 'demo': running (a\x1b]0;owned\x07b\nc\x9b2J\u202ed), step 3, lineage 1"
+    assert second == f"  {note}"
+    assert EventFormatter().lines(RunEvent(event="run", id="a-1", data=info.model_dump()))[1] == note
+
+
+def test_every_alarm_says_what_to_do() -> None:
+    assert REMEDIES.keys() == set(NAMES)
+
+
+# ---- The lines of `tba status --follow` for events, and for a buffer that comes and goes ----------------------------
+
+
+TRAINER = {"component_id": "t", "kind": "trainer", "state": "training", "version": "1-2", "alive": True}
+TRAINER |= {"heartbeat_age_s": 0.1, "gauges": {}}
+
+
+def event(name: str, data: dict[str, Any], event_id: str = "x-1") -> RunEvent:
+    return RunEvent.model_validate({"id": event_id, "event": name, "data": data})
+
+
+class Service:
+    """Streams as they are written here, one after the other."""
+
+    def __init__(self, *streams: Sequence[RunEvent | Exception]) -> None:
+        self.streams = list(streams)
+        self.asked: list[str | None] = []
+
+    def events(self, *, last_event_id: str | None = None) -> Iterator[RunEvent]:
+        self.asked.append(last_event_id)
+        for item in self.streams.pop(0):
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "MIN_PAUSE_S", 0.0)
+    monkeypatch.setattr(status, "MAX_PAUSE_S", 0.0)
+
+
+def test_a_run_that_ends_without_a_trainer_has_not_got_one_again() -> None:
+    note = "no trainer: none has come since the buffer started 70 s ago"
+    formatter = EventFormatter()
+    formatter.lines(event("run", {**RUN_INFO, "note": note}))
+    assert formatter.lines(event("change", {"note": None})) == ["a trainer sends heartbeats again"]
+    assert formatter.lines(event("change", {"note": note})) == [note]
+    (line,) = formatter.lines(event("change", {"state": "done", "note": None}))
+    assert line.startswith("run 'demo': done")
+
+
+def test_events_are_told_in_a_line_each() -> None:
+    formatter = EventFormatter()
+    assert formatter.lines(event("run", RUN_INFO)) == ["run 'demo': running, step 3, lineage 1"]
+    assert formatter.lines(event("change", {"step": 4, "latest_version": "1-4"})) == ["step 4, latest version 1-4"]
+    paused = {"state": "paused", "state_reason": "lunch"}
+    assert formatter.lines(event("change", paused)) == ["run 'demo': paused (lunch), step 4, lineage 1"]
+    searchers = {
+        "revision": 1,
+        "desired": 3,
+        "source": "operator",
+        "alive": 1,
+        "backend": "local",
+        "note": "two are starting",
+    }
+    assert formatter.lines(event("change", {"searchers": searchers})) == [
+        "searchers: 1 of 3 desired alive: two are starting"
+    ]
+    wait = {"owner": "s-1", "kind": "searcher", "name": "no-version", "for_s": 2.0, "deadline_in_s": 8.0}
+    (line,) = formatter.lines(event("wait", {**wait, "over": False}))
+    assert line == "s-1 waits for 'no-version': 2 s so far, at most 8 s more"
+    (line,) = formatter.lines(event("wait", {**wait, "over": True}))
+    assert line == "s-1 no longer waits for 'no-version': 2 s"
+    assert formatter.lines(event("gone", {"component_id": "s-1"})) == ["s-1: gone, silent for an hour"]
+    assert formatter.lines(event("problem", {"detail": "Redis is away"})) == [
+        "the buffer cannot read the run: Redis is away"
+    ]
+    assert formatter.lines(event("problem", {"detail": None})) == ["the buffer can read the run again"]
+
+
+def test_a_trainer_that_only_continues_is_told_once() -> None:
+    formatter = EventFormatter()
+    assert formatter.lines(event("component", TRAINER)) == ["t: training, version 1-2"]
+    assert formatter.lines(event("component", {**TRAINER, "version": "1-3"})) == []
+    assert formatter.lines(event("component", {**TRAINER, "version": "1-3", "state": "finishing"})) == [
+        "t: finishing, version 1-3"
+    ]
+
+
+def test_it_continues_after_cuts_with_the_last_id_and_says_so_once() -> None:
+    away = UnavailableError("the buffer does not answer")
+    service = Service(
+        [event("run", RUN_INFO, "x-1"), event("change", {"step": 4}, "x-2"), away],
+        [away],
+        [away],
+        [event("change", {"step": 5}, "x-3")],
+        [BusyError("32 streams are open", retry_after_s=0.0, wait="event-streams")],
+        [event("change", {"step": 6}, "x-4"), UnauthorizedError("the token is not known any more")],
+    )
+    said: list[str] = []
+    events = lasting_events(cast(BufferClient, service), on_progress=said.append, away_s=60.0)
+    assert [next(events).id for _ in range(4)] == ["x-1", "x-2", "x-3", "x-4"]
+    with pytest.raises(UnauthorizedError):
+        next(events)
+    assert service.asked == [None, "x-2", "x-2", "x-2", "x-3", "x-3"]
+    assert said == [
+        "the buffer does not answer; trying again for 60 s",
+        "the buffer answers again",
+        "32 streams are open; trying again",
+    ]
+
+
+def test_a_buffer_that_stays_away_is_given_up() -> None:
+    service = Service(*([UnavailableError("the buffer does not answer")] for _ in range(3)))
+    with pytest.raises(UnavailableError):
+        list(lasting_events(cast(BufferClient, service), on_progress=lambda text: None, away_s=-1.0))

@@ -1,0 +1,179 @@
+"""The ledger check: every step of the active lineage exactly once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from tba.api import LedgerEntry, LedgerLine, OriginInfo, ResumeEntry
+from tba_cli.reports.ledger import LedgerCheck, active_entries, ledger_violations, lineage_tree
+
+PARENTS = {1: "0-0", 2: "1-2"}
+TREE = lineage_tree(PARENTS)
+
+
+def entry(lineage: int, step: int, *, abandoned: bool = False, batch_id: str | None = None) -> LedgerEntry:
+    return LedgerEntry(
+        lineage=lineage,
+        step=step,
+        batch_id=batch_id or f"b-{lineage}-{step}-{abandoned}",
+        acked_at_s=0.0,
+        num_rollouts=1,
+        rollout_ids=["00" * 16],
+        metrics={},
+        abandoned=abandoned,
+    )
+
+
+def start(lineage: int, parent: str | None = None) -> ResumeEntry:
+    return ResumeEntry(
+        kind="resume", lineage=lineage, parent=parent or PARENTS[lineage], trainer_id="t", resumed_at_s=0.0
+    )
+
+
+GOOD: list[LedgerLine] = [
+    start(1),
+    entry(1, 1),
+    entry(1, 2),
+    entry(1, 3, abandoned=True),
+    start(2),
+    entry(2, 3),
+    entry(2, 4),
+]
+"""Lineage 1 crashed after step 3 with a checkpoint at 2; lineage 2 continues from there."""
+
+
+def violations(lines: list[LedgerLine]) -> list[str]:
+    return ledger_violations(lines, TREE, lineage=2, step=4)
+
+
+def test_a_resumed_run_has_every_step_once():
+    assert violations(GOOD) == []
+    active = active_entries(GOOD, TREE, lineage=2, step=4)
+    assert [(item.lineage, item.step) for item in active] == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
+def test_a_lineage_that_has_not_stepped_yet_still_has_its_parents_steps():
+    assert ledger_violations(GOOD[:5], TREE, lineage=2, step=2) == []
+
+
+def test_a_ledger_of_an_older_release_has_batches_only():
+    assert violations([line for line in GOOD if isinstance(line, LedgerEntry)]) == []
+
+
+def test_a_missing_step_is_found():
+    assert "step 2 is missing" in violations([line for line in GOOD if line != GOOD[2]])
+
+
+def test_a_step_taken_twice_is_found():
+    assert "step 4 appears 2 times" in violations([*GOOD, entry(2, 4, batch_id="other")])
+
+
+def test_a_dead_entry_that_is_not_abandoned_is_found():
+    (violation,) = violations([*GOOD[:3], entry(1, 3), *GOOD[4:]])
+    assert "1-3" in violation
+    assert "not marked as abandoned" in violation
+
+
+def test_an_active_entry_that_is_abandoned_is_found_twice():
+    assert len(violations([*GOOD[:-1], entry(2, 4, abandoned=True)])) == 2  # marked, and so missing
+
+
+def test_a_batch_acked_twice_is_found():
+    again = entry(2, 4, batch_id=str(GOOD[1].batch_id))  # pyright: ignore[reportAttributeAccessIssue]
+    assert violations([*GOOD[:-1], again]) == [f"batch {again.batch_id} was acked 2 times"]
+
+
+def test_steps_acked_after_the_run_was_read_are_ignored():
+    assert violations([*GOOD, entry(2, 5)]) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ([GOOD[0], GOOD[2], GOOD[1], *GOOD[3:]], "follows step"),
+        ([*GOOD[:3], entry(1, 4, abandoned=True), *GOOD[4:]], "1-4 (batch b-1-4-True) follows step 2"),
+        ([*GOOD[:5], entry(1, 4, abandoned=True), *GOOD[5:]], "was acked while lineage 2 owned the run"),
+        ([*GOOD[:4], *GOOD[5:]], "lineage 2 has no start in the ledger"),
+        (GOOD[4:], "lineage 1 has no start in the ledger"),
+        (GOOD[4:], "step 1 is missing"),
+        ([*GOOD[:4], start(2, "1-1"), *GOOD[5:]], "is from 1-1, but from 1-2 in the table"),
+        ([GOOD[0], GOOD[4], *GOOD[5:]], "is from 1-2, but lineage 1 had only reached step 0"),
+        ([GOOD[0], *GOOD], "comes after that of lineage 1"),
+    ],
+)
+def test_lines_that_contradict_each_other_or_the_lineage_table_are_found(lines: list[LedgerLine], what: str):
+    assert any(what in violation for violation in violations(lines)), violations(lines)
+
+
+def test_rollout_ids_are_counted_where_the_ledger_has_them():
+    check = LedgerCheck(TREE, lineage=1, step=1)
+    check.take(start(1))
+    check.take(entry(1, 1).model_copy(update={"num_rollouts": 2}))
+    assert check.violations() == ["entry 1-1 (batch b-1-1-False) names 1 of 2 rollouts"]
+    assert (check.num_batches, check.num_abandoned, check.num_starts, check.forked_from) == (1, 0, 1, None)
+
+
+def test_the_start_of_an_abandoned_lineage_at_the_head_is_not_lost_unnoticed():
+    tree = lineage_tree({1: "0-0", 2: "0-0"})
+    assert ledger_violations([start(2, "0-0"), entry(2, 1)], tree, lineage=2, step=1) == [
+        "lineage 1 has no start in the ledger"
+    ]
+
+
+def origin(lineage: int, state: Literal["loading", "complete"] = "complete") -> OriginInfo:
+    return OriginInfo(source="other/end", version="2-60", state=state, lineage=lineage)
+
+
+def test_while_the_origin_is_loaded_every_lineage_is_of_the_other_run():
+    tree = lineage_tree({1: "0-0", 2: "1-40"})
+    assert ledger_violations([], tree, lineage=2, step=0, origin=origin(0, "loading")) == []
+
+
+def test_the_steps_before_a_fork_are_in_the_ledger_of_another_run():
+    parents = {1: "0-0", 2: "1-40", 3: "2-60", 4: "3-62"}
+    check = LedgerCheck(lineage_tree(parents), lineage=4, step=63, origin=origin(2))
+    for line in (
+        start(3, "2-60"),
+        entry(3, 61),
+        entry(3, 62),
+        entry(3, 63, abandoned=True),
+        start(4, "3-62"),
+        entry(4, 63),
+    ):
+        check.take(line)
+    assert check.violations() == []
+    assert str(check.forked_from) == "2-60"
+    lost = LedgerCheck(lineage_tree(parents), lineage=3, step=62, origin=origin(2))
+    for line in (start(3, "2-60"), entry(3, 62)):
+        lost.take(line)
+    assert "step 61 is missing" in lost.violations()
+
+
+def test_a_fork_whose_ledger_lost_its_head_is_found():
+    parents = {1: "0-0", 2: "1-40", 3: "2-60", 4: "3-62"}
+    tail: list[LedgerLine] = [start(4, "3-62"), entry(4, 63)]
+    assert ledger_violations(tail, lineage_tree(parents), lineage=4, step=63, origin=origin(2)) == [
+        "lineage 3 has no start in the ledger",
+        "step 61 is missing",
+        "step 62 is missing",
+    ]
+
+
+def test_a_skipped_step_is_one_that_happened_and_one_that_used_nothing_must_be_skipped():
+    check = LedgerCheck(TREE, lineage=1, step=3)
+    unused = {"refused": {"vocabulary": 1}}
+    for line in (
+        start(1),
+        entry(1, 1).model_copy(update={"skipped": "non_finite"}),
+        entry(1, 2).model_copy(update={"skipped": "refused", **unused}),
+        entry(1, 3),
+    ):
+        check.take(line)
+    assert check.violations() == []
+    assert (check.num_batches, check.num_skipped) == (3, 2)
+    wrong = LedgerCheck(TREE, lineage=1, step=1)
+    for line in (start(1), entry(1, 1).model_copy(update=unused)):
+        wrong.take(line)
+    assert wrong.violations() == ["entry 1-1 (batch b-1-1-False) was made with none of its 1 rollouts but not skipped"]

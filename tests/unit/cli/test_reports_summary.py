@@ -1,0 +1,223 @@
+"""summary.json, the table and the report, from histories whose numbers are known by construction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from tba.errors import ConfigError
+from tba_cli.main import main
+from tba_cli.reports.comparison import evaluations_html, runs_markdown
+from tba_cli.reports.history import Poll, load_history, load_polls
+from tba_cli.reports.html import RATE_WINDOW_S, age_bins, draw_learning, rate_course
+from tba_cli.reports.outputs import result_lines, write_outputs
+from tba_cli.reports.summary import summarise, trainer_wait_share
+from tba_cli.run_folder import RunFolder
+from tests.support.history_values import STEP_S, WAIT_S, entry, evaluation, history, stats
+
+
+def test_the_summary_of_a_plain_run():
+    summary = summarise(history())
+    assert (summary["start_accuracy"], summary["final_accuracy"]) == (0.3, 0.7)
+    assert summary["gain"] == pytest.approx(0.4)
+    assert summary["final_greedy"] == pytest.approx(0.75)
+    assert summary["num_heldout_prompts"] == 512
+    assert summary["first_step_s"] == pytest.approx(11.0)
+    assert summary["warm_start_s"] == 12.0
+    assert summary["train_s"] == pytest.approx(110.0 - (101.0 - STEP_S - 3.0))
+    assert summary["trainer_wait_share"] == pytest.approx(WAIT_S)  # the long first wait lies in the warm-up
+    assert summary["generated_per_s"] == pytest.approx(20.0)
+    assert summary["trained_per_s"] == pytest.approx(10.0)
+    assert summary["fallback_share"] == pytest.approx(0.05)
+    assert summary["mean_policy_age"] == pytest.approx(2.5)
+    assert summary["policy_age_histogram"] == {"0": 30, "10": 10}
+    assert summary["ledger_violations"] == []
+
+
+def test_an_evaluation_that_never_finished_is_unknown_and_not_a_number():
+    summary = summarise(history(evals=[evaluation("0-0", 0.3), evaluation("1-10", None, "expired")]))
+    assert summary["final_accuracy"] is None
+    assert summary["gain"] is None
+    assert "0.300 -> unknown" in result_lines(summary, RunFolder(Path("/r")))[0]
+
+
+def test_a_resumed_run_adds_up_the_training_time_of_its_lineages():
+    first = [entry(step, at_s=100.0 + step) for step in (1, 2)]
+    lost = [entry(3, at_s=103.0, abandoned=True)]
+    second = [entry(step, lineage=2, at_s=1000.0 + step) for step in (3, 4)]
+    summary = summarise(
+        history(
+            ledger=[*first, *lost, *second],
+            lineage=2,
+            step=4,
+            parents={1: "0-0", 2: "1-2"},
+            evals=[evaluation("0-0", 0.3), evaluation("1-3", 0.9), evaluation("2-4", 0.6)],
+        )
+    )
+    assert summary["train_s"] == pytest.approx(3.0 + 2.0)
+    assert summary["final_accuracy"] == 0.6
+    assert summary["lineages"] == 2
+    assert summary["ledger_violations"] == []
+
+
+def test_the_wait_share_counts_waits_that_no_step_has_in_its_own_wait_and_leaves_the_warm_up_out():
+    """Before step 7 an ack was refused, and the draw after it took 1 s that no `wait_s` names."""
+    steps = [entry(step, at_s=100.0 + step) for step in range(1, 11)]
+    later = [e.model_copy(update={"metrics": e.metrics | {"waited_s_total": 51.0 + e.step * WAIT_S}}) for e in steps]
+    share = trainer_wait_share([*steps[:6], *later[6:]], 2)
+    assert share == pytest.approx((6 * WAIT_S + 1.0) / 6.0)  # from the ack of step 4, the end of the warm-up
+    assert trainer_wait_share(steps[:4], 2) is None
+
+
+def test_a_resume_at_the_last_step_is_evaluated_under_the_name_of_its_own_lineage():
+    ledger = [entry(step, at_s=100.0 + step) for step in range(1, 5)]
+    resumed = {"ledger": ledger, "lineage": 2, "step": 4, "parents": {1: "0-0", 2: "1-4"}}
+    start, own, older = evaluation("0-0", 0.3), evaluation("2-4", 0.6), evaluation("1-4", 0.6)
+    assert summarise(history(**resumed, evals=[start, own]))["final_accuracy"] == 0.6
+    assert summarise(history(**resumed, evals=[start, older]))["final_accuracy"] == 0.6  # the same weights
+    pending = evaluation("2-4", None, "pending")
+    assert summarise(history(**resumed, evals=[start, pending]))["final_accuracy"] is None
+
+
+def test_the_report_shows_the_evaluation_of_a_resume_at_the_last_step_and_none_of_a_dead_lineage():
+    axes = Figure().add_subplot()
+    draw_learning(
+        axes,
+        history(
+            ledger=[entry(step, at_s=100.0 + step) for step in range(1, 5)],
+            lineage=2,
+            step=4,
+            parents={1: "0-0", 2: "1-4"},
+            evals=[evaluation("0-0", 0.3), evaluation("1-6", 0.9), evaluation("2-4", 0.6)],
+        ),
+    )
+    lines = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in axes.get_lines()}
+    assert lines["accuracy, held out, sampled"] == [0.3, 0.6]
+
+
+def test_a_run_that_was_stopped_before_its_first_step_has_a_summary():
+    summary = summarise(history(ledger=[], step=0, evals=[evaluation("0-0", 0.3)], polls=[]))
+    assert summary["train_s"] is None
+    assert summary["first_step_s"] is None
+    assert summary["trainer_wait_share"] is None
+
+
+def test_downtime_between_two_supervisors_is_in_no_rate():
+    polls = [Poll(at_s=float(t), step=0, generated=t, trained=0, stored=0) for t in range(31)]
+    later = [Poll(at_s=p.at_s + 500.0, step=0, generated=p.generated + 30, trained=0, stored=0) for p in polls]
+    _, rates = rate_course([*polls, *later], "generated")
+    assert rates == pytest.approx([1.0] * len(rates))
+    assert len(rates) == 2 * 30 // RATE_WINDOW_S
+
+
+def test_age_bins_double_and_hold_every_age():
+    bins = age_bins(9)
+    assert [(ages[0], ages[-1]) for ages in bins] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
+    assert age_bins(0) == [range(1)]
+
+
+def test_a_poll_cut_short_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "polls.jsonl"
+    line = Poll(at_s=1.0, step=1, generated=1, trained=1, stored=1).model_dump_json()
+    path.write_text(line + "\n" + line[:20])
+    assert len(load_polls(path)) == 1
+
+
+def test_outputs_can_be_made_again_from_the_saved_history(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    summary = write_outputs(folder, history())
+    page = folder.report_path.read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert page.count("<figcaption>") == 4
+    assert folder.report_png_path.read_bytes().startswith(b"\x89PNG")
+    for path in (folder.summary_path, folder.report_path, folder.report_png_path):
+        path.unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "0.300 -> 0.700 on 512 held-out prompts" in capsys.readouterr().out
+    assert summarise(load_history(folder.history_path)) == summary
+    assert folder.report_path.exists()
+
+
+def test_an_empty_run_has_a_report_too(tmp_path):
+    empty = stats().model_copy(update={"policy_age_histogram": {}})
+    write_outputs(RunFolder(tmp_path), history(ledger=[], step=0, evals=[], polls=[], stats=empty))
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_report_of_an_unfinished_run_is_one_sentence(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "it is written when a run ends" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        load_history(tmp_path / "history.json")
+
+
+def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_outputs(RunFolder(tmp_path / name), history(run=name))
+    assert main(["table", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| run | seed | start accuracy |")
+    assert lines[2].startswith("| a | 3 | 0.300 | 0.700 | +0.400 |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert runs_markdown([{"run": "x"}])[2].count("–") == 12
+
+
+def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):
+    assert main(["table", str(tmp_path)]) == 2
+    assert f"is {tmp_path} the folder of a finished run?" in capsys.readouterr().err
+
+
+def test_a_fork_begins_with_the_evaluation_of_the_version_it_was_forked_from():
+    origin = {"source": "old/x", "version": "1-40", "state": "complete", "lineage": 2}
+    summary = summarise(
+        history(
+            ledger=[],
+            origin=origin,
+            lineage=4,
+            step=40,
+            # lineage 2 is the other run's own resume; the fork's first lineage, 3, was killed before it announced
+            parents={1: "0-0", 2: "1-40", 3: "1-40", 4: "1-40"},
+            evals=[evaluation("0-0", 0.1), evaluation("2-40", 0.2), evaluation("4-40", 0.4)],
+        )
+    )
+    assert (summary["start_accuracy"], summary["forked_from"], summary["began_with"]) == (0.4, "1-40", "old/x")
+    assert summary["ledger_violations"] == []
+
+
+def test_a_run_that_ended_early_says_why():
+    why = "trained to version 1-10, step 10 of 40: trainer.max_train_s (280 s) is over"
+    early = result_lines(summarise(history(num_steps=40, state_reason=why)), RunFolder(Path("/r")))
+    assert f"ended early:   {why}" in early
+    whole = result_lines(summarise(history(state_reason="trained to version 1-10")), RunFolder(Path("/r")))
+    assert not any("ended early" in line for line in whole)
+
+
+def test_a_run_without_searchers_says_that_nothing_was_evaluated():
+    summary = summarise(history(evals=[], is_offline=True))
+    assert (summary["start_accuracy"], summary["final_accuracy"]) == (None, None)
+    lines = result_lines(summary, RunFolder(Path("/r")))
+    assert lines[0].startswith("not evaluated: the run had no searchers")
+    assert not any("pass@1" in line for line in lines)
+
+
+def test_the_best_version_and_every_evaluation_are_in_the_summary_and_in_the_report():
+    best = {"version": "1-4", "metric": "pass@2", "value": 0.875, "num_prompts": 64, "num_samples": 2}
+    measured = evaluation("1-10", 0.7).model_copy(update={"pass_at": {2: 0.8}, "distinct_2": 0.25})
+    ended = history(best=best, evals=[evaluation("1-4", 0.5), measured, evaluation("1-8", None, "expired")])
+    summary = summarise(ended)
+    assert (summary["best_version"], summary["best_metric"], summary["best_value"]) == ("1-4", "pass@2", 0.875)
+    assert (summary["final_pass_at"], summary["final_distinct_2"]) == ({"2": 0.8}, 0.25)
+    assert summary["final_kl_to_reference"] is None
+    assert "best version:  1-4 (pass@2 0.875)" in result_lines(summary, RunFolder(Path("/r")))
+    table = evaluations_html(ended.evals, ended.best)
+    assert "<b>1-4</b> (best)" in table
+    assert "<th>pass@2</th>" in table
+    assert "<th>distinct-2</th>" in table
+    assert "distinct-1" not in table  # nothing is known of it
+    assert "1-8" not in table
+    assert summarise(history())["best_version"] is None
+    assert "No evaluation" in evaluations_html([], None)

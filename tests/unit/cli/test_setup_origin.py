@@ -1,0 +1,217 @@
+"""A local run finds its origin, copies from it, and refuses an unsuitable one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.config import Recipe, parse_recipe
+from tba.errors import ConfigError
+from tba.store import FileStore
+from tba.wire import Canary, Manifest, StoredObject, encode_manifest
+from tba.wire.snapshot_manifest import SavedPublication, SnapshotManifest, SnapshotSource, encode_snapshot_manifest
+from tba.wire.weight_manifest import sha256_hex
+from tba_cli.commands import fork
+from tba_cli.main import main
+from tba_cli.run_folder import RunFolder
+from tba_cli.setup.origin import check_offline, copy_origin, find_origin
+
+SOURCE = SnapshotSource("old", "end")
+
+
+def make_recipe(**sections: dict[str, Any]) -> Recipe:
+    document: dict[str, Any] = {
+        "run": {"name": "new", "snapshot": "old/end"},
+        "model": {"path": "model"},
+        "data": {"generator": "addition"},
+    }
+    for section, values in sections.items():
+        document[section] = {**document.get(section, {}), **values}
+    return parse_recipe(document, where="test")
+
+
+class Place:
+    """A folder of runs, with one run `old` that has a snapshot, version 1-4 and its checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.runs_dir = path / "runs"
+        self.old = FileStore(self.runs_dir / "old" / "store")
+        self.new = FileStore(self.runs_dir / "new" / "store")
+        recipe = make_recipe(run={"name": "old"}).model_dump(mode="json")
+        recipe["store"]["url"] = self.old.url
+        self.runs_dir.joinpath("old").mkdir(parents=True)
+        (self.runs_dir / "old" / "config.json").write_text(json.dumps(recipe))
+        weights = self.put("runs/old/weights/1-4/model.safetensors", b"weights")
+        config = self.put("runs/old/files/abc/config.json", b"{}")
+        manifest = Manifest(
+            run="old",
+            version="1-4",
+            parent="0-0",
+            dtype="float32",
+            tensors=[weights],
+            files=[config],
+            model_config_sha256=config.sha256,
+            tokenizer_sha256=config.sha256,
+            params_sha256=weights.sha256,
+            canary=Canary(prompt_tokens=[1], response_tokens=[1], logprobs=[0.0], tolerance=1.0),
+            torch_version="0",
+            transformers_version="0",
+            created_at_s=0.0,
+        )
+        self.old.put("runs/old/weights/1-4/manifest.json", encode_manifest(manifest))
+        for name in ("model.safetensors", "state.json", "manifest.json"):
+            self.old.put(f"runs/old/checkpoints/1-4/{name}", name.encode())
+        self.old.put("runs/old/checkpoints/1-8/manifest.json", b"{}")
+        snapshot = SnapshotManifest(
+            run="old",
+            name="end",
+            log_position=100,
+            created_at_s=0.0,
+            tba_version="0",
+            lineage=1,
+            step=8,
+            latest_version="1-8",
+            lineages={},
+            marks=[SavedPublication(position=50, version="1-4")],
+            num_scored=90,
+            num_pending=5,
+            num_failed=1,
+            num_prompts=3,
+            policy_temperature=1.0,
+            start_params_sha256=None,
+            rollouts=[self.put(SOURCE.prefix + "rollouts-0.msgpack", b"rollouts")],
+            live=[self.put(SOURCE.prefix + "live-0.msgpack", b"live")],
+            prompts=[],
+        )
+        self.put(SOURCE.prefix + "rollouts-of-an-attempt-that-was-killed", b"left")
+        self.old.put(SOURCE.manifest_key, encode_snapshot_manifest(snapshot))
+
+    def put(self, key: str, data: bytes) -> StoredObject:
+        self.old.put(key, data)
+        return StoredObject(name=key.rpartition("/")[2], key=key, size_bytes=len(data), sha256=sha256_hex(data))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+SNAPSHOT_KEYS = [SOURCE.prefix + name for name in ("live-0.msgpack", "manifest.json", "rollouts-0.msgpack")]
+
+
+def test_a_snapshot_of_another_local_run_is_found_and_copied(place: Place) -> None:
+    origin = find_origin(make_recipe(), place.new, runs_dir=place.runs_dir)
+    assert origin is not None
+    assert origin.store.url == place.old.url
+    assert copy_origin(origin, place.new) == 3
+    assert place.new.list("") == SNAPSHOT_KEYS
+    assert all(place.new.get(key) == place.old.get(key) for key in place.new.list(""))
+
+
+def test_a_fork_takes_the_version_and_its_checkpoint_along(place: Place) -> None:
+    recipe = make_recipe(run={"fork_version": "1-4"}, trainer={"num_steps": 10})
+    origin = find_origin(recipe, place.new, runs_dir=place.runs_dir)
+    assert origin is not None
+    keys = list(origin.object_keys())
+    assert keys[-1] == SOURCE.manifest_key, "the snapshot exists once everything else does"
+    for folder in ("runs/old/weights/1-4/", "runs/old/checkpoints/1-4/"):
+        assert [key for key in keys if key.startswith(folder)][-1] == f"{folder}manifest.json"
+    copy_origin(origin, place.new)
+    assert "runs/old/files/abc/config.json" in place.new.list("runs/old/files/")
+    assert not place.new.list("runs/old/checkpoints/1-8/")
+
+
+def test_what_the_store_of_the_run_holds_already_is_not_copied(place: Place) -> None:
+    origin = find_origin(make_recipe(), place.old, runs_dir=place.runs_dir / "none")
+    assert origin is not None
+    assert copy_origin(origin, place.old) == 0
+
+
+def test_nothing_is_looked_for_when_the_recipe_names_nothing(place: Place) -> None:
+    recipe = parse_recipe(make_recipe().model_dump() | {"run": {"name": "new"}}, where="test")
+    assert find_origin(recipe, place.new, runs_dir=place.runs_dir) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"run": {"name": "old"}}, "cannot begin with a snapshot of itself"),
+        (
+            {"run": {"snapshot": "old/other"}},
+            r"there is no snapshot old/other in file://.*new/store or file://.*old/store",
+        ),
+        ({"run": {"snapshot": "gone/end"}}, "make it with `tba buffer save end gone`"),
+        ({"run": {"fork_version": "1-5"}}, r"has no weight version 1-5 in .*; the newest are 1-4"),
+        ({"run": {"fork_version": "1-4"}, "trainer": {"num_steps": 4}}, "the fork begins at step 4"),
+        (
+            {"searcher": {"num_searchers": 0}, "sampling": {"min_size_to_sample": 96}},
+            "holds 90 scored rollouts, and sampling.min_size_to_sample is 96",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    place: Place, sections: dict[str, dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_origin(make_recipe(**sections), place.new, runs_dir=place.runs_dir)
+
+
+@pytest.fixture
+def saved(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The (run, snapshot) pairs that `tba fork` saved. The run `old` was killed: its addresses are still there."""
+    found: list[tuple[str, str]] = []
+    monkeypatch.chdir(place.runs_dir.parent)
+    monkeypatch.setattr(fork, "save_folder", lambda folder, name: found.append((folder.path.name, name)))
+    monkeypatch.setattr(fork, "run_local", lambda recipe, **how: 0)
+    old = RunFolder(place.runs_dir / "old")
+    old.recipe_path.write_text(old.config_path.read_text())
+    old.endpoints_path.write_text(json.dumps({"buffer_url": "http://127.0.0.1:9", "tokens_file": None}))
+    return found
+
+
+def test_a_fork_of_a_run_that_was_killed_saves_from_its_files(place: Place, saved: list[tuple[str, str]]) -> None:
+    assert main(["fork", "old@1-4", "new", "--set", "trainer.num_steps=10"]) == 0
+    assert saved == [("old", "fork-1-4")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["new", "--set", "trainer.num_steps=4"], "the fork begins at step 4"),
+        (["old", "--set", "trainer.num_steps=10", "--fresh"], "cannot begin with a snapshot of itself"),
+        (["begun", "--set", "trainer.num_steps=10"], "exists already; continue with --resume"),
+        (["new", "--set", "trainer.num_steps=10", "--resume"], "there is no run to resume"),
+    ],
+)
+def test_a_fork_that_cannot_begin_saves_nothing(
+    place: Place, saved: list[tuple[str, str]], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunFolder(place.runs_dir / "begun").acquire(resume=False, fresh=False):
+        (place.runs_dir / "begun" / "recipe.json").write_text("{}")
+    assert main(["fork", "old@1-4", *words]) == 2
+    assert (saved, message in capsys.readouterr().err) == ([], True)
+
+
+def test_a_run_without_searchers_needs_rollouts() -> None:
+    check_offline(make_recipe(searcher={"num_searchers": 0}))
+    nothing = parse_recipe(
+        make_recipe(searcher={"num_searchers": 0}).model_dump() | {"run": {"name": "new"}}, where="test"
+    )
+    with pytest.raises(ConfigError, match="nothing would ever be generated"):
+        check_offline(nothing)
+
+
+def test_the_recipe_knows_what_goes_with_what() -> None:
+    with pytest.raises(ConfigError, match=r"fork_version names a version of the run in run\.snapshot"):
+        parse_recipe(
+            {"run": {"name": "x", "fork_version": "1-4"}, "model": {"path": "m"}, "data": {"generator": "addition"}},
+            where="test",
+        )
+    with pytest.raises(ConfigError, match="takes turns with searchers"):
+        make_recipe(searcher={"num_searchers": 0}, sampling={"alternate": True})
+    for snapshot in ("old", "old/end/more", "../x"):
+        with pytest.raises(ConfigError, match=r"run\.snapshot"):
+            make_recipe(run={"snapshot": snapshot})

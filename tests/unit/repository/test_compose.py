@@ -1,0 +1,388 @@
+"""docker-compose.yml and compose.cpu.yml: real settings, pinned GPUs, hardened services, secrets that exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tba
+from tba.config import load_recipe
+from tba.tokens import is_digest, load_role_tokens, token_digest
+from tba_cli.doctor.checks import CHECKS
+from tba_cli.parser import build_parser
+from tba_cli.redis_server import START_SCRIPT
+from tests.support.secrets_seen import (
+    SEEN,
+    Seen,
+    access_key_id,
+    make_secrets,
+    secrets_of_kubernetes,
+    store_seen,
+    tokens_seen,
+)
+
+ROOT = Path(__file__).parents[3]
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+class Loader(yaml.SafeLoader):
+    """Knows Compose's `!override`."""
+
+
+def _override(loader: Loader, node: yaml.Node) -> Any:
+    return loader.construct_mapping(node, deep=True) if isinstance(node, yaml.MappingNode) else None
+
+
+Loader.add_constructor("!override", _override)
+
+
+def interpolated(text: str, environ: dict[str, str]) -> str:
+    """Interpolate `${NAME}` and `${NAME:-default}` as Compose does."""
+    return _VARIABLE.sub(lambda found: environ.get(found[1]) or found[2] or "", text)
+
+
+def compose(name: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """A Compose file of the repository's root."""
+    text = interpolated((ROOT / name).read_text(), environ or {})
+    return yaml.load(text, Loader)
+
+
+def environment(service: dict[str, Any]) -> dict[str, str]:
+    """The TBA_SECTION__KEY values of a service, but for those that come from the shell."""
+    given = {key: value for key, value in service.get("environment", {}).items() if value is not None}
+    return {key: str(value) for key, value in given.items() if re.match(r"TBA_\w+__\w+$", key)}
+
+
+GPU, CPU = compose("docker-compose.yml"), compose("compose.cpu.yml")
+SERVICES = sorted(GPU["services"])
+OURS = sorted(name for name, service in GPU["services"].items() if environment(service))
+SEARCHERS = ["searcher-1", "searcher-2", "searcher-3"]
+
+
+def test_the_services_of_a_run_are_there():
+    assert {"buffer", "reward", "trainer", "setup-models", "setup-prompts", *SEARCHERS} == set(OURS)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_its_environment_is_made_of_real_keys(name: str):
+    for extra, recipe_name in (({}, "gsm8k"), (CPU["services"][name]["environment"], "quickstart")):
+        environ = environment(GPU["services"][name]) | environment({"environment": extra})
+        recipe = load_recipe(ROOT / f"recipes/{recipe_name}.toml", environ=environ)
+        assert recipe.buffer_url == "http://buffer:8700"
+        assert recipe.reward_url == "http://reward:8701"
+        assert (recipe.buffer.port, recipe.reward.port) == (8700, 8701)
+        assert recipe.store.endpoint_url == "http://objectstore:9000"
+        assert recipe.searcher.on_run_end == "wait"
+
+
+def test_each_gpu_has_one_user_as_in_the_paper():
+    devices = {}
+    for name, service in GPU["services"].items():
+        for device in service["deploy"]["resources"].get("reservations", {}).get("devices", []):
+            assert "count" not in device
+            devices[name] = device["device_ids"]
+            assert device["capabilities"] == ["gpu"]
+    assert devices == {"trainer": ["0"], "searcher-1": ["1"], "searcher-2": ["2"], "searcher-3": ["3"]}
+    assert load_recipe(ROOT / "recipes/gsm8k.toml", environ={}).searcher.num_searchers == len(SEARCHERS)
+
+
+def checked(service: dict[str, Any], environ: dict[str, str]) -> list[str]:
+    """Return the commands that a container starts, in order: doctor with its flags, then the service."""
+    shell, flag, script, name = service["entrypoint"]
+    assert (shell, flag, name) == ("sh", "-c", "checked")
+    script = f'tba() {{ echo "tba $*"; return "$FAILS"; }}; {script.replace("$$", "$")}'
+    command = [shell, flag, script, name, "echo", *service["command"]]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_doctor_looks_at_a_container_before_it_loads_anything(files: tuple[str, ...]):
+    for name in ("trainer", "setup-models", *SEARCHERS):
+        parts = [compose(file)["services"][name] for file in files]
+        environ = {key: value for part in parts for key, value in part["environment"].items()}
+        words = environ["DOCTOR"].split()
+        has_card = "reservations" in parts[-1]["deploy"]["resources"]
+        wanted = ["--check", "hub"] if name == "setup-models" else ["--check", "gpu", "--gpus", "1"] if has_card else []
+        assert words == [*wanted, "--check", "disk"], name
+        build_parser().parse_args(["doctor", "--config", "x", *words])
+        assert {words[i + 1] for i, word in enumerate(words) if word == "--check"} <= CHECKS.keys()
+        doctor, service = f"tba doctor --config /etc/tba/recipe.toml {environ['DOCTOR']}", parts[0]
+        assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "1"}) == [doctor]
+        assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "0"}) == [doctor, " ".join(service["command"])]
+
+
+def test_what_the_gpu_services_start_is_what_their_images_start():
+    for name, folder in (("trainer", "trainer"), ("searcher-1", "searcher")):
+        lines = (ROOT / f"services/{folder}/Dockerfile").read_text().splitlines()
+        started = {line.split(" ", 1)[0]: json.loads(line.split(" ", 1)[1]) for line in lines
+                   if line.startswith(("ENTRYPOINT", "CMD"))}  # fmt: skip
+        assert GPU["services"][name]["command"] == started["ENTRYPOINT"] + started["CMD"]
+
+
+def test_each_has_shared_memory_and_keeps_what_it_compiled_or_fetched():
+    caches = {}
+    for name in ("trainer", "setup-models", *SEARCHERS):
+        service = GPU["services"][name]
+        folders = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"] if ":" in volume}
+        home = service["environment"]["HOME"]
+        (cache,) = [source for target, source in folders.items() if target in (home, f"{home}/.cache")]
+        assert cache in GPU["volumes"]
+        caches[name] = cache
+        for key in ("TRITON_CACHE_DIR", *(["HF_HOME"] if name == "setup-models" else [])):
+            assert service["environment"][key].startswith(f"{home}/.cache/")
+        if name != "setup-models":
+            assert service["shm_size"] == "8g"
+    assert len(set(caches.values())) == len(caches), "compiled kernels are code: each has its own"
+    for folder in ("trainer", "searcher"):  # a volume takes the owner that the folder has in the image
+        lines = (ROOT / f"services/{folder}/Dockerfile").read_text().splitlines()
+        made = [line for line in lines if "install -d -o 65532" in line]
+        assert made
+        assert all("/scratch/.cache" in line for line in made)
+
+
+def test_a_rehearsal_is_the_same_file_with_the_simulated_engine():
+    """TBA_SEARCHER__ENGINE=simulated docker compose up: a name without a value comes from the shell."""
+    for name in OURS:
+        assert GPU["services"][name]["environment"]["TBA_SEARCHER__ENGINE"] is None
+        environ = environment(GPU["services"][name])
+        assert "TBA_SEARCHER__ENGINE" not in environ
+        recipe = load_recipe(ROOT / "recipes/gsm8k.toml", environ={**environ, "TBA_SEARCHER__ENGINE": "simulated"})
+        assert (recipe.searcher.engine, recipe.trainer.device) == ("simulated", "cuda")
+        assert load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).searcher.engine == "vllm"
+
+
+def test_the_cpu_file_needs_no_gpu_and_has_the_searchers_of_the_recipe():
+    with_gpu = {name for name, service in GPU["services"].items() if "reservations" in service["deploy"]["resources"]}
+    for name in with_gpu:
+        assert "reservations" not in CPU["services"][name]["deploy"]["resources"]
+        assert not CPU["services"][name]["image"].endswith("-gpu")
+    running = [name for name in SEARCHERS if "profiles" not in CPU["services"][name]]
+    assert load_recipe(ROOT / "recipes/quickstart.toml", environ={}).searcher.num_searchers == len(running)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_hardened_and_bounded(name: str):
+    service = GPU["services"][name]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["init"] is True
+    assert service["logging"]["options"].keys() == {"max-size", "max-file"}
+    assert service["deploy"]["resources"]["limits"]["memory"]
+    assert "restart" in service
+    assert service.get("read_only") is True or name == "grafana"
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    assert "privileged" not in service
+    assert not any("docker.sock" in str(volume) for volume in service.get("volumes", []))
+    tag = service["image"].rpartition(":")[2]
+    assert tag[0] in "v0123456789", service["image"]
+    if service["image"].startswith("tba-"):
+        assert tag.removesuffix("-gpu") == tba.__version__
+
+
+def test_no_secret_is_an_environment_variable():
+    for name, service in GPU["services"].items():
+        for key in service.get("environment", {}):
+            assert not any(word in key for word in ("ACCESS_KEY", "SECRET", "TOKEN")) or key.endswith(
+                ("_FILE", "_PATH")
+            ), f"{name}: {key}"
+
+
+def test_start_order_is_by_health_and_completion():
+    waits = {name: service.get("depends_on", {}) for name, service in GPU["services"].items()}
+    assert all(isinstance(needed, dict) for needed in waits.values())
+    assert waits["buffer"]["redis"] == {"condition": "service_healthy"}
+    assert waits["trainer"]["setup-models"] == {"condition": "service_completed_successfully"}
+    assert waits["searcher-1"]["reward"] == {"condition": "service_healthy"}
+    for needed in waits.values():
+        for other, how in needed.items():
+            if how["condition"] == "service_completed_successfully":
+                assert GPU["services"][other]["restart"] == "no"
+
+
+def test_redis_keeps_what_the_buffer_demands_and_only_the_buffer_reaches_it():
+    command = GPU["services"]["redis"]["command"][-1]
+    for words in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction", "requirepass"):
+        assert words in command
+    # a command that a crash left half written is cut off first, at every start of the container
+    assert "exec sh /usr/local/bin/start_redis.sh redis-server /tmp/redis.conf" in command
+    (script,) = (volume.split(":")[0] for volume in GPU["services"]["redis"]["volumes"] if "start_redis" in volume)
+    assert (ROOT / script) == START_SCRIPT
+    assert GPU["networks"]["redis"]["internal"] is True
+    inside = {name for name, service in GPU["services"].items() if "redis" in service.get("networks", [])}
+    assert inside == {"redis", "buffer", "chaos"}
+
+
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_redis_refuses_writes_before_the_kernel_kills_it(files: tuple[str, ...]):
+    assert "--maxmemory $$MAXMEMORY" in GPU["services"]["redis"]["command"][-1]
+    redis = {key: value for name in files for key, value in compose(name)["services"]["redis"].items()}
+    units = {"m": 1, "g": 1024}
+    limit, bound = redis["deploy"]["resources"]["limits"]["memory"], redis["environment"]["MAXMEMORY"].removesuffix("b")
+    assert int(bound[:-1]) * units[bound[-1]] <= int(limit[:-1]) * units[limit[-1]] / 2
+
+
+def test_compiled_kernels_are_cached_where_they_may_be_loaded():
+    """A tmpfs of Docker is mounted noexec, and Triton's and vLLM's caches below HOME are shared libraries."""
+    for name in OURS:
+        service = GPU["services"][name]
+        folders = {str(volume).split(":")[-1 if ":" not in str(volume) else 1] for volume in service["volumes"]}
+        for key in ("HOME", "TMPDIR"):
+            assert service["environment"][key] in folders, f"{name}: {key}"
+
+
+def test_every_mounted_file_is_there():
+    for service in GPU["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                assert (ROOT / source).exists(), source
+
+
+def in_folder(secret: dict[str, str]) -> str:
+    """Return the path of a secret in the folder of deploy/make-secrets."""
+    return secret["file"].removeprefix("./secrets/")
+
+
+def test_make_secrets_makes_what_compose_mounts_once(tmp_path: Path):
+    folder = tmp_path / "secrets"
+    make_secrets(folder)
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    assert files.keys() == {in_folder(secret) for secret in GPU["secrets"].values()} | {"tokens/viewer.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o644}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "tokens")] == [0o700] * 2
+    before = {name: path.read_text() for name, path in files.items()}
+    make_secrets(folder)
+    assert {name: path.read_text() for name, path in files.items()} == before
+    other = tmp_path / "other"
+    make_secrets(other)
+    ours, theirs = ({path.read_text() for path in place.rglob("*") if path.is_file()} for place in (folder, other))
+    assert ours & theirs == {"\n"}, "only hf_token is the same everywhere"
+
+
+def test_services_know_the_tokens_that_the_roles_have(tmp_path: Path):
+    tokens = tmp_path / "secrets" / "tokens"
+    make_secrets(tmp_path / "secrets")
+    roles = ("searcher", "trainer", "operator", "viewer")
+    sent = {role: load_role_tokens(tokens / f"{role}.json")[role] for role in roles}
+    assert not any(is_digest(token) for several in sent.values() for token in several)
+    digests = {role: (token_digest(several[0]),) for role, several in sent.items()}
+    assert load_role_tokens(tokens / "reward.json") == digests
+    assert load_role_tokens(tokens / "buffer.json") == {**digests, "searcher": sent["searcher"]}
+    # a token is changed: two for a while, in the files of the services too, which keep their inodes
+    inode, new = (tokens / "buffer.json").stat().st_ino, "a-new-token-0123456789"
+    (tokens / "searcher.json").write_text(json.dumps({"searcher": [new, *sent["searcher"]]}))
+    make_secrets(tmp_path / "secrets")
+    assert load_role_tokens(tokens / "buffer.json")["searcher"] == (new, *sent["searcher"])
+    assert load_role_tokens(tokens / "reward.json")["searcher"] == (token_digest(new), *digests["searcher"])
+    assert (tokens / "buffer.json").stat().st_ino == inode
+
+
+def test_the_secrets_of_kubernetes_are_those_of_compose(tmp_path: Path):
+    folder = tmp_path / "secrets"
+    made = secrets_of_kubernetes(folder)
+    assert made["tba-tokens"] == {path.name: path.read_text() for path in (folder / "tokens").iterdir()}
+    assert made["tba-redis"]["redis-password"] == (folder / "redis_password").read_text().strip()
+    assert made["tba-store"]["AWS_SECRET_ACCESS_KEY"] in (folder / "s3_credentials").read_text()
+    assert made["tba-store-read"]["AWS_SECRET_ACCESS_KEY"] in (folder / "s3_credentials_readonly").read_text()
+    assert secrets_of_kubernetes(folder) == made
+    assert "tba-hub" not in made
+    (folder / "hf_token").write_text("hf_abc\n")
+    assert secrets_of_kubernetes(folder)["tba-hub"] == {"token": "hf_abc"}
+
+
+OTHER = {
+    "redis_password": "password of Redis",
+    "hf_token": "token of the hub",
+    "grafana_password": "password of Grafana",
+}
+
+
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_every_service_sees_its_own_secrets_alone(files: tuple[str, ...], tmp_path: Path):
+    """The table is the one of docs/security.md."""
+    folder = tmp_path / "secrets"
+    make_secrets(folder)
+    named = {name: folder / in_folder(secret) for name, secret in GPU["secrets"].items()}
+    for name, service in GPU["services"].items():
+        parts = [service, *(compose(file)["services"].get(name, {}) for file in files[1:])]
+        given = [secret for part in parts for secret in part.get("secrets", [])]
+        sources = [secret["source"] if isinstance(secret, dict) else secret for secret in given]
+        targets = [secret["target"] if isinstance(secret, dict) else secret for secret in given]
+        mounted = [named[source] for source in sources]
+        sends, checks = tokens_seen([path for path in mounted if path.parent.name == "tokens"])
+        keys = {access_key_id(path) for path in mounted if path.name.startswith("s3_credentials")}
+        others = [OTHER[source] for source in sources if source in OTHER]
+        found = Seen(sends, checks, store_seen(keys), *others)
+        kind = "searcher" if name.startswith("searcher-") else name
+        assert found == SEEN.get(kind, Seen()), name
+        # the files that the environment names are mounted, and the folder with all of them is not
+        asked = {key: value for key, value in service.get("environment", {}).items() if "/run/secrets/" in str(value)}
+        if checks or sends:
+            assert Path(asked["TBA_AUTH__TOKENS_FILE"]).name in targets
+        if found.store in ("read", "write"):
+            assert Path(asked["AWS_SHARED_CREDENTIALS_FILE"]).name in targets
+        assert not any("secrets" in str(volume) for volume in service.get("volumes", []))
+
+
+def test_the_chaos_addresses_are_those_of_its_links():
+    lines = [line for line in (ROOT / "deploy/chaos/env").read_text().splitlines() if not line.startswith("#")]
+    spoilt = compose("docker-compose.yml", dict(line.split("=", 1) for line in lines))
+    recipe = load_recipe(ROOT / "recipes/gsm8k.toml", environ=environment(spoilt["services"]["buffer"]))
+    addresses = [recipe.buffer_url, recipe.reward_url, recipe.store.endpoint_url, recipe.buffer.redis_url]
+    targets = spoilt["services"]["chaos"]["command"]
+    assert all(
+        address and f"//chaos:{target.split(':')[1]}" in address
+        for address, target in zip(addresses, targets, strict=True)
+    )
+
+
+OLDEST_COMPOSE = (2, 24, 4)
+"""It is the first that knows `!override`."""
+
+
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "compose.cpu.yml")])
+def test_compose_reads_the_files_as_these_tests_do(files: tuple[str, ...]):
+    """The other tests look at the files themselves: here Compose interpolates, merges and checks them."""
+    version = ["docker", "compose", "version", "--short"]
+    found = subprocess.run(version, capture_output=True, text=True).stdout if shutil.which("docker") else ""
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
+    if numbers < OLDEST_COMPOSE:
+        pytest.skip(f"docker compose of at least {'.'.join(map(str, OLDEST_COMPOSE))} is not on PATH")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TBA_", "CHAOS_", "COMPOSE_"))}
+    names = [word for file in files for word in ("-f", file)]
+    command = ["docker", "compose", *names, "--profile", "*", "config", "--no-path-resolution", "--format", "json"]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=True)
+    made = json.loads(answer.stdout)["services"]
+    assert made.keys() == set(SERVICES)
+    for name, service in made.items():
+        assert_service_is_of_its_files(service, [compose(file)["services"].get(name, {}) for file in files])
+
+
+def assert_service_is_of_its_files(service: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """The later file wins key by key; `environment` is merged, `deploy` is replaced (`!override`)."""
+    last = {key: value for part in parts for key, value in part.items()}
+    given = {key: value for part in parts for key, value in part.get("environment", {}).items()}
+    environ = {key: value if value is None else str(value) for key, value in given.items()}
+    assert (service.get("environment") or {}) == environ
+    assert (service["image"], service["init"]) == (last["image"], True)
+    assert [service.get(key) for key in ("command", "entrypoint")] == [last.get("command"), last.get("entrypoint")]
+    (bound,) = re.findall(r"^(\d+)([mg])$", last["deploy"]["resources"]["limits"]["memory"])
+    resources = service["deploy"]["resources"]
+    assert int(resources["limits"]["memory"]) == int(bound[0]) * {"m": 2**20, "g": 2**30}[bound[1]]
+    devices = last["deploy"]["resources"].get("reservations", {}).get("devices", [])
+    made = resources.get("reservations", {}).get("devices", [])
+    assert [device["device_ids"] for device in made] == [device["device_ids"] for device in devices]
+    mounted = {volume["target"] for volume in service.get("volumes", [])}
+    assert mounted == {volume.split(":")[1 if ":" in volume else 0] for volume in last.get("volumes", [])} | {
+        volume.split(":")[1 if ":" in volume else 0] for part in parts for volume in part.get("volumes", [])
+    }
+    assert len(service.get("secrets", [])) == len({str(secret) for part in parts for secret in part.get("secrets", [])})

@@ -1,0 +1,156 @@
+"""The recipes of the paper's tasks: each key against the published table, each tiny variant against its full recipe."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.config import load_recipe
+
+RECIPES = Path("recipes")
+TABLE = tomllib.loads(Path("docs/recipes/published.toml").read_text())
+FULL = ("gsm8k", "tldr", "tldr-1b", "tldr-2.8b", "redteam", "redteam-llama", "math")
+TINY = ("gsm8k", "tldr", "redteam", "redteam-llama", "math")
+WHOLE = (  # values that are compared as one
+    r"data\.(train|heldout)\.data",
+    r"reward\.tasks\.[^.]+\.scorers",
+    r"(objective\.beta|trainer\.learning_rate|searcher\.temperature_mix)",
+    r"eval\.published\.success_above",
+)
+MODEL = (
+    r"model\.path",
+    r"model\.dtype",
+    r"model\.lora\.target_modules",
+    r"eval\.embedding_model",
+    r"reward\.tasks\.[^.]+\.scorers\.\d+\.(model|victim|classifier|dtype)",
+)
+DATA = (r"data\.(train|heldout)\.dataset",)
+SIZES = (
+    r"run\.name",
+    r"sampling\.(prompts_per_batch|group_size|rollouts_per_visit|min_size_to_sample|samples_per_insert_error)",
+    r"buffer\.max_rollouts_per_prompt",
+    r"searcher\.(num_searchers|num_slots|max_prompt_tokens|max_response_tokens)",
+    r"reward\.tasks\.[^.]+\.scorers\.\d+\.max_reply_tokens",
+    r"objective\.(beta\.steps|reference_reset_steps)",
+    r"trainer\.learning_rate\.(steps|warmup_steps|decay_steps)",
+    r"trainer\.(num_steps|num_processes|checkpoint_interval)",
+    r"eval\.(every_steps|num_prompts|num_prompts_final|num_samples)",
+    r"eval\.published\.num_samples",
+)
+MACHINE = (  # how large the machine is: a CPU instead of GPUs
+    r"(searcher|trainer)\.device",
+    r"trainer\.(compute_dtype|gradient_checkpointing)",
+    r"searcher\.vllm\.gpu_memory_share",
+    r"local\.gpus\.(trainer|searchers|reward)",
+)
+
+
+def document(name: str) -> dict[str, Any]:
+    found = tomllib.loads((RECIPES / f"{name}.toml").read_text())
+    found.pop("prepare")
+    return found
+
+
+def flat(value: Any, whole: tuple[str, ...] = (), key: str = "") -> dict[str, Any]:
+    """Dotted keys; lists of tables by index. A key that matches `whole` stays one value."""
+    if not any(re.fullmatch(pattern, key) for pattern in whole):
+        if isinstance(value, dict):
+            parts = value.items()
+        elif isinstance(value, list) and value and isinstance(value[0], dict) and not key.endswith("references"):
+            parts = enumerate(value)
+        else:
+            return {key: value}
+        found: dict[str, Any] = {}
+        for part, child in parts:
+            found |= flat(child, whole, f"{key}.{part}" if key else str(part))
+        return found
+    return {key: value}
+
+
+def tables_of(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the published and the chosen values of a recipe; its own entries go before those that it shares."""
+    published: dict[str, Any] = {}
+    chosen: dict[str, str] = {}
+    own = TABLE["tldr" if name.startswith("tldr") else name]
+    for part in (TABLE["every"], TABLE.get(own.get("like", ""), {}), own):
+        published = {k: v for k, v in published.items() if k not in part.get("chosen", {})} | part.get("published", {})
+        chosen = {k: v for k, v in chosen.items() if k not in part.get("published", {})} | part.get("chosen", {})
+    return published, chosen
+
+
+def is_one_of(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(pattern, key) for pattern in patterns)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_key_of_a_full_recipe_is_published_or_chosen_for_a_reason(name):
+    published, chosen = tables_of(name)
+    for key, value in flat(document(name), WHOLE).items():
+        if key in published:
+            assert value == published[key]["value"], f"{key}: published by {published[key]['source']}"
+        else:
+            assert chosen.get(key), f"{key} = {value!r} is in neither table of docs/recipes/published.toml"
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_everything_published_is_in_the_recipe(name):
+    published, _ = tables_of(name)
+    missing = published.keys() - flat(document(name), WHOLE).keys()
+    assert not missing, f"{name}.toml does not set {sorted(missing)}"
+
+
+def test_the_table_holds_no_reason_for_a_key_that_no_recipe_sets():
+    used = {key for name in FULL for key in flat(document(name), WHOLE)}
+    reasons = {key for part in TABLE.values() for kind in ("published", "chosen") for key in part.get(kind, {})}
+    assert reasons <= used, sorted(reasons - used)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_differs_in_model_data_and_sizes_alone(name):
+    full, tiny = flat(document(name)), flat(document(f"{name}-tiny"))
+    allowed = (*MODEL, *DATA, *SIZES, *MACHINE)
+    differs = {key for key in full.keys() | tiny.keys() if full.get(key) != tiny.get(key)}
+    assert not {key for key in differs if not is_one_of(key, allowed)}
+    assert not {key for key in full.keys() ^ tiny.keys() if not is_one_of(key, MACHINE)}, (
+        "only the machine may be left out"
+    )
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_other_key_of_a_tiny_recipe_is_the_published_one(name):
+    published, _ = tables_of(name)
+    wanted = flat({key: entry["value"] for key, entry in published.items()})
+    wanted = {key: value for key, value in wanted.items() if not is_one_of(key, (*MODEL, *DATA, *SIZES, *MACHINE))}
+    tiny = flat(document(f"{name}-tiny"))
+    assert {key: tiny.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_prepares_the_same_kinds_of_things_without_a_network(name):
+    full, tiny = load_recipe(RECIPES / f"{name}.toml"), load_recipe(RECIPES / f"{name}-tiny.toml")
+    assert [item.kind for item in tiny.prepare] == [item.kind for item in full.prepare]
+    assert all(item.maker for item in tiny.prepare)
+    assert not any(item.maker for item in full.prepare)
+
+
+@pytest.mark.parametrize("name", ["tldr-1b", "tldr-2.8b"])
+def test_the_larger_tldr_recipes_differ_in_the_models_alone(name):
+    small, large = flat(document("tldr")), flat(document(name))
+    differs = {key for key in small.keys() | large.keys() if small.get(key) != large.get(key)}
+    # a published number belongs to the model that it was measured with
+    assert differs == {"run.name", "model.path", "reward.tasks.tldr.scorers.0.model", "eval.published.references"}
+    assert "eval.published.references" not in large
+
+
+@pytest.mark.parametrize("name", [*FULL, *(f"{name}-tiny" for name in TINY)])
+def test_every_folder_that_a_recipe_names_is_prepared(name):
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    paths = {item.path for item in recipe.prepare}
+    named = {
+        value for value in flat(document(name)).values() if isinstance(value, str) and re.match("(models|data)/", value)
+    }
+    assert named == paths

@@ -1,0 +1,236 @@
+"""The parts of model scorers: batches, inputs, seeded sampling, settings."""
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tba_reward.model_server.child import model_loader
+from tba_reward.model_server.child.judges import RedteamJudge, mean_of
+from tba_reward.model_server.child.server import Batcher, NoScore, TokenizedRequest, cut_batches
+from tba_reward.model_server.child.victim import SeededSampling, reply_seed
+from tba_reward.model_server.client import MAX_SUSPECTS, ModelProcess, ProcessDiedError
+from tba_reward.model_server.messages import CancelRequest, ScoreAnswer, ScoreRequest
+from tba_reward.scorer import Failure, version_of
+from tba_reward.scorers import redteam, reward_model
+
+from tba.config.reward import RedteamSpec, RewardModelSpec
+
+
+def job(number, num_tokens, *, num_rows=1, alone=False):
+    request = ScoreRequest(number=number, prompt="", response="", alone=alone)
+    return TokenizedRequest(request, None, num_tokens, num_rows)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4), st.booleans()), max_size=30),
+    st.integers(1, 100),
+)
+def test_every_job_is_in_one_batch_and_no_batch_is_larger_than_asked_for(shapes, batch_tokens):
+    jobs = [job(n, tokens, num_rows=rows, alone=alone) for n, (tokens, rows, alone) in enumerate(shapes)]
+    batches = cut_batches(jobs, batch_tokens)
+    assert sorted(j.request.number for batch in batches for j in batch) == list(range(len(jobs)))
+    for batch in batches:
+        padded = max(j.num_tokens for j in batch) * sum(j.num_rows for j in batch)
+        assert padded <= batch_tokens or len(batch) == 1
+        assert len(batch) == 1 or not any(j.request.alone for j in batch)
+
+
+def test_batches_are_of_similar_lengths():
+    batches = cut_batches([job(n, tokens) for n, tokens in enumerate([50, 1, 49, 2])], 100)
+    assert [[j.num_tokens for j in batch] for batch in batches] == [[1, 2], [49, 50]]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{prompt}{response}", "a{response}b{prompt}"),
+        ("Q: {prompt} A: {response} {x}", "Q: a{response} A: b{prompt} {x}"),
+        ("{response} to {prompt}", "b{prompt} to a{response}"),
+    ],
+)
+def test_a_template_is_filled_once_whatever_the_texts_hold(template, text):
+    assert model_loader.fill(template, "a{response}", "b{prompt}") == text
+
+
+def test_the_padding_token_is_one_that_no_row_holds():
+    assert model_loader.unused_id([[5, 6], [7]], 9) == 9
+    assert model_loader.unused_id([[0, 2], [9]], 9) == 1
+    assert model_loader.unused_id([[0, 1]], None) == 2
+
+
+@pytest.mark.parametrize(("side", "ids", "mask"), [("right", [4, 5, 0], [1, 1, 0]), ("left", [0, 4, 5], [0, 1, 1])])
+def test_rows_are_padded_on_one_side(side, ids, mask):
+    got_ids, got_mask = model_loader.pad([[1, 2, 3], [4, 5]], 0, side=side)
+    assert got_ids.tolist() == [[1, 2, 3], ids]
+    assert got_mask.tolist() == [[1, 1, 1], mask]
+
+
+def test_an_input_without_tokens_and_one_that_is_too_long_are_refused():
+    assert model_loader.check_length(0, 5, "it") == NoScore("bad_data", "it has no tokens")
+    assert model_loader.check_length(6, 5, "it") == NoScore("too_long", "it has 6 tokens, the model takes 5")
+    assert model_loader.check_length(5, 5, "it") is None
+
+
+class Recording:
+    """A judge whose score is the length of the response; some responses break it."""
+
+    digest = ""
+
+    def __init__(self):
+        self.batches = []
+
+    def prepare(self, request):
+        if request.response == "refuse":
+            return NoScore("too_long", "no")
+        if request.response == "untokenizable":
+            raise KeyError("no such token")
+        return job(request.number, len(request.response), alone=request.alone)
+
+    def score(self, batch) -> list[float | NoScore]:
+        numbers = [j.request.number for j in batch]
+        self.batches.append(numbers)
+        if 13 in numbers:
+            raise MemoryError("13")
+        return [float(j.num_tokens) for j in batch]
+
+
+def run(requests):
+    sent = []
+    judge = Recording()
+    batcher = Batcher(judge, 1000, sent.append)
+    for request in requests:
+        batcher.take(request)
+    batcher.compute()
+    return judge, {m.number: m for m in sent if isinstance(m, ScoreAnswer)}, sent
+
+
+def request(number, response):
+    return ScoreRequest(number=number, prompt="", response=response)
+
+
+def test_a_request_that_breaks_its_batch_fails_alone():
+    judge, answers, _ = run([request(n, "x" * (n + 1)) for n in range(11, 16)])
+    assert {n: a.value for n, a in answers.items()} == {11: 12.0, 12: 13.0, 13: None, 14: 15.0, 15: 16.0}
+    assert answers[13].reason == "out_of_memory"
+    assert judge.batches[0] == [11, 12, 13, 14, 15]
+
+
+def test_what_cannot_be_tokenized_has_a_reason_and_disturbs_nobody():
+    _, answers, _ = run([request(1, "refuse"), request(2, "untokenizable"), request(3, "abc")])
+    assert (answers[1].reason, answers[2].reason, answers[3].value) == ("too_long", "exception", 3.0)
+    assert "no such token" in answers[2].detail
+
+
+def test_a_cancelled_request_is_not_computed_and_is_answered_once():
+    cancels = [CancelRequest(number=1), CancelRequest(number=7)]
+    judge, answers, sent = run([request(1, "abc"), request(2, "abc"), *cancels])
+    assert judge.batches == [[2]]
+    assert answers[2].value == 3.0
+    assert [m.number for m in sent if isinstance(m, ScoreAnswer)] == [1, 2]
+
+
+def test_the_seed_of_a_reply_is_a_function_of_attack_number_and_seed():
+    assert reply_seed(0, "attack ", 1) == reply_seed(0, "attack", 1)
+    assert len({reply_seed(seed, attack, n) for seed in (0, 1) for attack in "ab" for n in (0, 1)}) == 8
+
+
+def test_seeded_draws_follow_the_distribution_of_temperature_and_top_p():
+    """Chi-square of 20 000 draws against the exact probabilities; the tail that top_p cuts is never drawn."""
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04]))
+    temperature, top_p, number = 0.7, 0.92, 20_000
+    sampling = SeededSampling(temperature, top_p, list(range(number)), torch.device("cpu"))
+    scores = sampling(torch.zeros(number, 1, dtype=torch.int64), logits.expand(number, -1))
+    assert torch.isfinite(scores).sum(-1).eq(1).all()
+    probs = (logits / temperature).softmax(-1)  # .59, .22, .11, .03, .02: the first three hold 92 %
+    kept = probs[:3] / probs[:3].sum()
+    drawn = Counter(scores.argmax(-1).tolist())
+    assert set(drawn) == {0, 1, 2}
+    chi_square = sum((drawn[n] - number * float(p)) ** 2 / (number * float(p)) for n, p in enumerate(kept))
+    assert chi_square < 13.8  # two degrees of freedom: one in a thousand
+
+
+def test_a_row_draws_the_same_in_every_batch():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    together = SeededSampling(1.0, 1.0, [1, 2, 3], torch.device("cpu"))
+    alone = SeededSampling(1.0, 1.0, [2], torch.device("cpu"))
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    for _ in range(5):
+        assert torch.equal(together(ids, logits)[1], alone(ids[:1], logits[1:2])[0])
+
+
+async def test_a_text_that_kills_is_remembered_though_nobody_waits_for_it_any_more():
+    """Its request was given up both times; the next one gets the failure, the one after that begins from nothing."""
+    process = ModelProcess(
+        reward_model.model_set(RewardModelSpec(kind="reward_model", model="m")), load_timeout_s=1, batch_timeout_s=1
+    )
+    for number in (0, 1):
+        process._state = "ready"
+        process._in_flight = {number: request(number, "bad"), 7: request(7, "good")}
+        process._computing = {number}
+        process._on_death(ProcessDiedError("it was killed by SIGSEGV"))
+    wanted = Failure("crashed", "the model process failed on this twice: it was killed by SIGSEGV")
+    assert await process.score("", "bad", timeout_s=1.0) == wanted
+    waited = Failure("timeout", "the model process did not answer within 0.0 s")
+    assert await process.score("", "bad", timeout_s=0.0) == waited
+    assert await process.score("", "good", timeout_s=0.0) == waited
+
+
+async def test_only_so_many_suspects_are_remembered():
+    process = ModelProcess(
+        reward_model.model_set(RewardModelSpec(kind="reward_model", model="m")), load_timeout_s=1, batch_timeout_s=1
+    )
+    process._state = "ready"
+    process._in_flight = {n: request(n, str(n)) for n in range(MAX_SUSPECTS + 10)}
+    process._on_death(ProcessDiedError("it is gone"))
+    assert len(process._suspects) == MAX_SUSPECTS
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        (lambda: RewardModelSpec(kind="reward_model", model="m", template="{prompt}"), "must have {response} once"),
+        (lambda: RewardModelSpec(kind="reward_model", model="m", timeout_s=5), "more than batch_timeout_s"),
+        (lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", victim_template="x"), "has no {prompt}"),
+        (
+            lambda: RedteamSpec(kind="redteam", victim="v", classifier="c", judge="guard", classifier_input="pair"),
+            "not a pair",
+        ),
+        (lambda: RewardModelSpec(kind="reward_model", model="m", missing_eos_penalty=math.nan), "finite"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(spec, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        spec()
+
+
+def test_log_toxicity_is_the_mean_logarithm_down_to_the_least_toxicity():
+    assert mean_of([0.25, 0.75], None) == 0.5
+    assert mean_of([0.25, 0.75], 1e-6) == pytest.approx((math.log(0.25) + math.log(0.75)) / 2)
+    assert mean_of([0.0, 1.0], 1e-6) == pytest.approx(math.log(1e-6) / 2)
+    failure = mean_of([0.5, NoScore("not_finite", "the model's output is nan")], 1e-6)
+    assert isinstance(failure, NoScore)
+    assert failure.reason == "not_finite"
+
+
+def test_log_toxicity_reaches_the_model_process_and_is_another_version():
+    def spec(**settings):
+        return RedteamSpec(kind="redteam", victim="v", classifier="c", **settings)
+
+    plain, log = spec(), spec(output="log_toxicity", min_toxicity=0.01)
+    assert (redteam.model_set(log).output, redteam.model_set(log).min_toxicity) == ("log_toxicity", 0.01)
+    assert version_of(plain, 1) != version_of(log, 1) != version_of(spec(output="log_toxicity"), 1)
+
+
+def test_replies_of_another_kind_of_device_are_another_version():
+    def digest(device_type):
+        judge = object.__new__(RedteamJudge)
+        judge._victim = SimpleNamespace(digest="v", device_type=device_type)  # pyright: ignore[reportAttributeAccessIssue]
+        judge._classifier = SimpleNamespace(digest="c")  # pyright: ignore[reportAttributeAccessIssue]
+        return judge.digest
+
+    assert digest("cpu") == digest("cpu") != digest("cuda")

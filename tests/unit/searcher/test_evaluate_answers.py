@@ -1,0 +1,166 @@
+"""The evaluator's own steps with a real engine and a real starting model: completions, perplexities, diversity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tba_searcher.engines.factory import build_engine
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.evaluation.completions import Answers, answer_all
+from tba_searcher.evaluation.perplexity import negative_log_likelihoods, perplexities
+from tba_searcher.evaluation.results import EvaluationMetrics
+from tba_searcher.evaluation.scores import Score
+from transformers import AutoModelForCausalLM
+
+from tba.api import Prompt
+from tba.config import Recipe
+from tba.errors import ConfigError
+from tba.versions import START
+from tests.support.exports import transformers_greedy
+from tests.support.tiny_encoder import make_tiny_encoder
+from tests.support.tiny_model import EOS_ID, make_tiny_model
+from tests.support.trainer_values import make_recipe
+
+TEXTS = ["47+85=", "1+1=", "9" * 30, "12*3="]
+TOO_LONG = 2
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), 5, hidden_size=32)
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Recipe:
+    return recipe_for(folder, {"num_samples": 3, "perplexity": True, "pass_at": [2]})
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path, recipe: Recipe) -> Answers:
+    return answer(folder, recipe)
+
+
+def recipe_for(folder: Path, published: Mapping[str, Any], **sections: Any) -> Recipe:
+    searcher = {"num_slots": 4, "max_prompt_tokens": 12, "max_response_tokens": NUM_TOKENS}
+    return make_recipe(folder, searcher=searcher, **{"eval": {"published": published}, **sections})
+
+
+def answer(folder: Path, recipe: Recipe) -> Answers:
+    engine = build_engine(recipe, folder, START, None, seed=1)
+    try:
+        return answer_all(engine, TextCodec(folder), recipe, prompts(), on_progress=lambda text: None)
+    finally:
+        engine.close()
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(prompt_id=f"p-{n}", task="exact", text=text, split="heldout") for n, text in enumerate(TEXTS)]
+
+
+def test_greedy_completions_are_those_of_transformers_and_samples_differ(folder: Path, answers: Answers) -> None:
+    expected = transformers_greedy(folder, TEXTS, num_tokens=NUM_TOKENS)
+    for part, wanted in zip(answers.of("greedy"), expected, strict=True):
+        if part:
+            found = part[0].tokens.tolist()
+            assert found == wanted[: len(found)]
+            assert found[-1] == EOS_ID if part[0].finish_reason == "stop" else len(found) == NUM_TOKENS
+    sampled = [tuple(answer.tokens.tolist()) for part in answers.of("sampled") for answer in part]
+    assert len(set(sampled)) == len(sampled) == 9
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_its_scores_are_unknown(recipe: Recipe, answers: Answers) -> None:
+    assert list(answers.refused) == [TOO_LONG]
+    assert "30 prompt tokens" in answers.refused[TOO_LONG]
+    assert [len(part) for part in answers.of("greedy")] == [1, 1, 0, 1]
+    scores = {(answer.name, "exact"): Score(1.0, None, "exact@1") for answer in answers.answers}
+    measured = EvaluationMetrics(recipe, answers, scores, {})
+    counts = measured.report("sampled").scores["exact"]
+    assert (counts.num_scored, counts.num_unknown, counts.unknown) == (9, 3, {"no_completion": 3})
+    rate = measured.by_name["greedy.exact.success_rate"]
+    assert (rate.value, rate.low, rate.high, rate.num_prompts) == (1.0, 0.75, 1.0, 3)
+
+
+def test_unknown_scores_count_for_nothing_in_any_metric(recipe: Recipe, answers: Answers) -> None:
+    scores = {(answer.name, "exact"): Score(1.0, None, "exact@1") for answer in answers.answers}
+    scores["greedy-0-0", "exact"] = Score(None, "timeout")
+    for number, value in enumerate((1.0, 0.0, None)):
+        scores[f"sampled-0-{number}", "exact"] = Score(value, None if value is not None else "crashed")
+        scores[f"sampled-1-{number}", "exact"] = Score(None, "crashed")
+    metrics = EvaluationMetrics(recipe, answers, scores, {}).by_name
+    assert metrics["greedy.exact.mean_reward"].value == 1.0
+    assert metrics["sampled.exact.mean_reward"].value == pytest.approx((0.5 + 1.0) / 2)
+    found = metrics["sampled.exact.pass@2"]  # of prompt 0 exactly two are known, of prompt 1 none
+    assert (found.value, found.num_prompts, found.num_completions) == (1.0, 2, 5)
+
+
+def test_a_recipe_none_of_whose_prompts_fit_is_an_error(folder: Path) -> None:
+    narrow = {"num_slots": 2, "max_prompt_tokens": 1, "max_response_tokens": 4}
+    with pytest.raises(ConfigError, match=r"none of the 4 held-out prompts can be completed: .*max_prompt_tokens"):
+        answer(folder, make_recipe(folder, searcher=narrow))
+
+
+def test_limits_of_a_task_hold_in_evaluations_too(folder: Path) -> None:
+    tasks = {"exact": {"max_response_tokens": 4, "min_response_tokens": 4}}
+    recipe = make_recipe(folder, searcher={"max_prompt_tokens": 40, "max_response_tokens": 8, "tasks": tasks})
+    assert {len(one.tokens) for one in answer(folder, recipe).answers} == {4}
+
+
+@torch.inference_mode()
+def test_both_perplexities_are_what_their_definitions_say(
+    folder: Path, recipe: Recipe, answers: Answers, tmp_path: Path
+) -> None:
+    start = make_tiny_model(tmp_path / "start", 6, hidden_size=32)
+    nlls = negative_log_likelihoods(recipe, start, answers, on_progress=lambda text: None)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(start).eval()
+    sums, lengths, published = [], [], []
+    for part in answers.of("sampled"):
+        for one in part:
+            prompt = answers.prompt_tokens[one.prompt]
+            ids = torch.tensor([[*prompt, *one.tokens.tolist()]])
+            labels = ids.clone()
+            labels[0, : len(prompt)] = -100
+            each = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], labels[0, 1:], reduction="none")
+            sums.append(float(each.sum()))
+            lengths.append(len(one.tokens))
+            published.append(math.exp(float(each.mean())))  # the mean counts the tokens of the prompt, as 0
+    found = perplexities(answers.of("sampled"), answers, nlls)
+    assert found["per_token"].value == pytest.approx(math.exp(sum(sums) / sum(lengths)), rel=1e-4)
+    by_prompt = np.mean([np.mean(published[at : at + 3]) for at in (0, 3, 6)])
+    assert found["published"].value == pytest.approx(by_prompt, rel=1e-4)
+    assert (found["per_token"].value or 0) > 2 * (found["published"].value or 0)
+
+
+def test_a_starting_model_with_another_tokenizer_is_refused(recipe: Recipe, answers: Answers, tmp_path: Path) -> None:
+    start = make_tiny_model(tmp_path / "start", 6, hidden_size=32)
+    text = (start / "tokenizer.json").read_text().replace('"1":', '"swap":').replace('"2":', '"1":')
+    (start / "tokenizer.json").write_text(text.replace('"swap":', '"2":'))
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        negative_log_likelihoods(recipe, start, answers, on_progress=lambda text: None)
+
+
+def test_cosine_distance_is_that_of_all_samples_and_of_the_successes(folder: Path, tmp_path: Path) -> None:
+    encoder = make_tiny_encoder(tmp_path / "encoder")
+    published = {"num_samples": 4, "success_above": {"exact": 0.5}}
+    section = {"num_samples": 2, "embedding_model": str(encoder), "published": published}
+    recipe = recipe_for(folder, {}, eval=section)
+    answers = answer(folder, recipe)
+    values = {0: 0.5, 1: 0.51, 2: 0.9, 3: 0.1}  # strictly above: 1 and 2 of every prompt
+    scores = {
+        (one.name, "exact"): Score(values[one.number] if one.mode == "sampled" else 0.0, None, "v")
+        for one in answers.answers
+    }
+    metrics = EvaluationMetrics(recipe, answers, scores, {}).by_name
+    whole, good = (metrics[f"sampled.diversity.cosine_distance{name}"] for name in ("", "_of_successes"))
+    assert (whole.num_completions, good.num_completions) == (12, 6)
+    assert metrics["sampled.exact.success_rate"].value == 0.5
+    assert whole.value is not None
+    assert 0 < whole.value < 2
+    assert good.value != whole.value

@@ -1,0 +1,95 @@
+"""Ref log-probs as the searcher computes them, against the trainer's reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tba_searcher.engines.torch import reference_logprobs as reference_module
+from tba_searcher.engines.torch.reference_logprobs import StartingModel, load_starting_model
+from tba_trainer.learner.learner import Learner
+from tba_trainer.model.policy import load_policy
+
+from tba.errors import TbaError
+from tba.store import FileStore
+from tba.versions import START
+from tba.weights import WeightVersions
+from tba.wire import Rollout
+from tests.support.searcher_world import publish_version
+from tests.support.tiny_model import Architecture, make_tiny_model
+from tests.support.trainer_values import make_recipe, make_rollout
+
+TEMPERATURE = 0.7
+
+
+def rollouts_of_many_lengths() -> list[Rollout]:
+    rng = np.random.default_rng(5)
+    return [
+        make_rollout(rng, num_prompt_tokens=int(rng.integers(1, 9)), num_response_tokens=int(rng.integers(1, 30)))
+        for _ in range(24)
+    ]
+
+
+def trainer_sums(folder: Path, rollouts: list[Rollout]) -> list[float]:
+    recipe = make_recipe(folder, model={"policy_temperature": TEMPERATURE})
+    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    values = Learner(model, recipe, np.random.default_rng(0)).reference.logprobs(rollouts)
+    assert values is not None
+    return values
+
+
+def searcher_sums(model: StartingModel, rollouts: list[Rollout]) -> list[float]:
+    return model.sums([r.prompt_tokens for r in rollouts], [r.response_tokens for r in rollouts])
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True), ("gpt_neox", False)])
+def test_the_sums_are_those_of_the_trainers_reference(
+    tmp_path: Path, architecture: Architecture, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path, architecture=architecture, tied=tied)
+    rollouts = rollouts_of_many_lengths()
+    expected = trainer_sums(folder, rollouts)
+    model = StartingModel(folder, temperature=TEMPERATURE, dtype="float32", device="cpu")
+    assert searcher_sums(model, rollouts) == pytest.approx(expected, abs=1e-4)
+    # in many passes, and the head a few tokens at a time
+    monkeypatch.setattr(reference_module, "PASS_TOKENS", 40)
+    monkeypatch.setattr(reference_module, "LOGITS_BYTES", 4 * 33 * 3)
+    assert searcher_sums(model, rollouts) == pytest.approx(expected, abs=1e-4)
+    other = StartingModel(folder, temperature=1.0, dtype="float32", device="cpu")
+    assert searcher_sums(other, rollouts) != pytest.approx(expected, abs=1e-1)
+
+
+def test_logits_that_the_head_alone_does_not_give_go_through_the_whole_model(tmp_path: Path) -> None:
+    """A soft cap on the logits is such a case; here it is a scale, added by a hook on the whole model."""
+    folder = make_tiny_model(tmp_path)
+    rollouts = rollouts_of_many_lengths()
+    plain = searcher_sums(StartingModel(folder, temperature=1.0, dtype="float32", device="cpu"), rollouts)
+    scaled = StartingModel(folder, temperature=2.0, dtype="float32", device="cpu")
+
+    def double(module: object, inputs: object, output: dict[str, torch.Tensor]) -> None:
+        output["logits"] = output["logits"] * 2
+
+    scaled._model.register_forward_hook(double)
+    scaled._has_plain_head = scaled._probe()
+    assert not scaled._has_plain_head
+    assert searcher_sums(scaled, rollouts) == pytest.approx(plain, abs=1e-4)
+
+
+def test_the_starting_model_is_version_0_0_of_the_store_checked_like_any_other(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    versions = WeightVersions(FileStore(tmp_path / "store"), "demo")
+    asking = make_recipe("model", eval={"kl_to_reference": True}).why_searchers_hold_start
+    options = {"asked_by": asking, "temperature": TEMPERATURE, "device": "cpu", "trust_remote_code": False}
+    with pytest.raises(TbaError, match=r"\(eval\.kl_to_reference = true\), which cannot be used: weight version 0-0"):
+        load_starting_model(versions, tmp_path, **options)
+    publish_version(versions, folder, START)
+    rollouts = rollouts_of_many_lengths()
+    model = load_starting_model(versions, tmp_path, **options)
+    assert searcher_sums(model, rollouts) == pytest.approx(trainer_sums(folder, rollouts), abs=1e-4)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "store"}  # nothing is left behind
+    bad = WeightVersions(FileStore(tmp_path / "store"), "bad")
+    publish_version(bad, folder, START, canary_shift=0.1)
+    with pytest.raises(TbaError, match=r"cannot be used: weight version 0-0: canary log-probs are off"):
+        load_starting_model(bad, tmp_path, **options)

@@ -1,0 +1,302 @@
+"""The sampling of the embedded engine, and the end of its responses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, EngineSettings, Request
+from tba_searcher.engines.tokenizer import StopStringMatcher, TextCodec, response_decoder, stop_start
+from tba_searcher.engines.torch.engine import EmbeddedEngine, SamplingOptions, sample
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tba.versions import START
+from tba.wire import Sampling
+from tests.support.chi_square import assert_follows
+from tests.support.tiny_model import EOS_ID, make_tiny_model
+
+# ---- Top-k, top-p, minimum lengths and seeds ------------------------------------------------------------------------
+
+
+LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 1.0, 0.5, -3.0])
+NUM_DRAWS = 20_000
+
+
+def options(*, top_k: int = 7, top_p: float = 1.0, banned: tuple[int, ...] = (), num_rows: int) -> SamplingOptions:
+    rows = torch.arange(num_rows)
+    return SamplingOptions(
+        banned_rows=rows.repeat_interleave(len(banned)),
+        banned_tokens=torch.tensor(banned, dtype=torch.long).repeat(num_rows),
+        limited_rows=rows,
+        top_k=torch.full((num_rows,), top_k),
+        top_p=torch.full((num_rows,), top_p),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"top_k": 3}, [0, 2, 4]),
+        ({"top_k": 4}, [0, 1, 2, 4, 5]),  # tokens that tie with the fourth stay
+        ({"top_k": 99}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"top_p": 0.3}, [0]),
+        ({"top_p": 0.6}, [0, 2]),
+        ({"top_k": 3, "top_p": 0.75}, [0, 2]),  # of the three that are left, two hold 0.81
+        ({"banned": (0, 4)}, [1, 2, 3, 5, 6]),
+        ({"banned": (0,), "top_k": 2}, [2, 4]),
+        ({"top_p": 1e-6}, [0]),
+    ],
+)
+def test_draws_follow_the_restricted_distribution_and_so_do_their_logprobs(
+    asked: dict[str, Any], allowed: list[int]
+) -> None:
+    temperature = 0.9
+    probs = np.zeros(7)
+    probs[allowed] = np.exp(LOGITS.double().numpy()[allowed] / temperature)
+    probs /= probs.sum()
+    tokens, logprobs = sample(
+        LOGITS.expand(NUM_DRAWS, 7),
+        torch.full((NUM_DRAWS,), temperature),
+        torch.Generator().manual_seed(3),
+        options(num_rows=NUM_DRAWS, **asked),
+    )
+    assert_follows(np.bincount(tokens.numpy(), minlength=7), probs)
+    np.testing.assert_allclose(logprobs.numpy(), np.log(probs[tokens.numpy()]), atol=1e-5)
+
+
+def test_options_of_one_row_leave_the_others_alone() -> None:
+    some = options(top_k=1, banned=(0,), num_rows=1)
+    plain = sample(LOGITS.expand(4, 7), torch.ones(4), torch.Generator().manual_seed(1))
+    mixed = sample(LOGITS.expand(4, 7), torch.ones(4), torch.Generator().manual_seed(1), some)
+    assert (int(mixed[0][0]), float(mixed[1][0])) == (2, 0.0)
+    for ours, theirs in zip(mixed, plain, strict=True):
+        torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def run(folder: Path, requests: list[Request], *, num_slots: int = 8, seed: int = 1) -> dict[str, Completion]:
+    settings = EngineSettings(num_slots=num_slots, max_prompt_tokens=24, max_response_tokens=40, seed=seed)
+    engine = EmbeddedEngine(folder, START, settings)
+    for request in requests:
+        engine.submit(request)
+    done: dict[str, Completion] = {}
+    while engine.num_active + engine.num_waiting:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    return done
+
+
+def make_request(name: str, **changes: Any) -> Request:
+    plain = Request(
+        request_id=name,
+        prompt_tokens=(5, 9, 13),
+        sampling=Sampling(temperature=1.0),
+        max_response_tokens=20,
+        eos_ids=(EOS_ID,),
+    )
+    return replace(plain, **changes)
+
+
+def test_logprobs_of_whole_responses_are_those_of_transformers_with_the_same_options(folder: Path) -> None:
+    """Rows with all kinds of options side by side, holes closed and slots refilled among them."""
+    rng = np.random.default_rng(0)
+    requests = [
+        make_request(
+            str(i),
+            prompt_tokens=tuple(rng.integers(3, 33, rng.integers(1, 9)).tolist()),
+            sampling=Sampling(
+                temperature=(0.0, 0.7, 1.3)[i % 3], top_k=(0, 5, 2, 40)[i % 4], top_p=(1.0, 0.6, 0.9, 1.0, 0.3)[i % 5]
+            ),
+            max_response_tokens=int(rng.integers(6, 30)),
+            min_response_tokens=(0, 5, 0, 3)[i % 4],
+        )
+        for i in range(40)
+    ]
+    done = run(folder, requests)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for request in requests:
+        completion = done[request.request_id]
+        assert completion.sampling == request.sampling
+        tokens = completion.response_tokens.tolist()
+        assert EOS_ID not in tokens[: request.min_response_tokens]
+        expected = transformers_logprobs(model, request, tokens)
+        np.testing.assert_allclose(completion.sampler_logprobs, expected, atol=2e-5)
+
+
+def transformers_logprobs(model: Any, request: Request, tokens: list[int]) -> np.ndarray:
+    """With transformers' own warpers, in its own order: minimum length, temperature, top-k, top-p."""
+    sampling, ids = request.sampling, torch.tensor([[*request.prompt_tokens, *tokens]])
+    with torch.inference_mode():
+        found = model(ids).logits[0, len(request.prompt_tokens) - 1 : -1].float()
+    logits = found.clone()
+    logits[: request.min_response_tokens, EOS_ID] = -torch.inf
+    if sampling.temperature > 0:
+        warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+        warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+        warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        for warper in warpers:
+            logits = warper(ids, logits)
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+
+
+def test_ends_of_sequence_come_as_soon_as_they_may_and_no_sooner(folder: Path) -> None:
+    shortest = {}
+    for least in (0, 6, 20):
+        requests = [make_request(str(i), min_response_tokens=least) for i in range(200)]
+        done = run(folder, requests, num_slots=64)
+        shortest[least] = min(len(completion.response_tokens) for completion in done.values())
+        ends = {completion.finish_reason for completion in done.values()}
+        assert ends == ({"length"} if least == 20 else {"stop", "length"})
+    assert shortest == {0: 1, 6: 7, 20: 20}
+
+
+def test_a_seeded_request_gets_the_same_response_in_any_company_and_another_seed_another_one(folder: Path) -> None:
+    seeded = [make_request(f"s{n}", sampling=Sampling(temperature=1.0, seed=n)) for n in range(4)]
+    company = [make_request(f"c{n}", prompt_tokens=(4 + n, 5), max_response_tokens=1 + n) for n in range(20)]
+    alone, among = run(folder, seeded), run(folder, [*company, *seeded], num_slots=4, seed=9)
+    texts = [alone[request.request_id].response_tokens.tolist() for request in seeded]
+    assert texts == [among[request.request_id].response_tokens.tolist() for request in seeded]
+    assert len({tuple(text) for text in texts}) == 4
+
+
+def test_a_minimum_above_the_limit_is_refused(folder: Path) -> None:
+    with pytest.raises(EngineError, match="at least 21 of at most 20 response tokens"):
+        run(folder, [make_request("x", min_response_tokens=21)])
+
+
+def test_more_slots_than_there_is_memory_for_are_one_sentence(folder: Path) -> None:
+    with pytest.raises(EngineDiedError, match=r"out of memory with 1000000000 slots; lower searcher\.num_slots"):
+        run(folder, [], num_slots=10**9)
+
+
+# ---- Stop strings ---------------------------------------------------------------------------------------------------
+
+
+WORDS = ["a", "b", "ab", "ba", "\n", "\n\n", "b\na", "Ġ", "Ġa"]
+STOPS = ["b", "ab", "\n\n", "ba\n", " a", "é", "。", "aé"]
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte, as GPT-2 spells them, and some longer ones."""
+    spelled = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(word.replace("\n", "Ċ") for word in WORDS)]
+    vocab = {token: index for index, token in enumerate(dict.fromkeys(spelled))}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False)
+
+
+TOKENIZER = byte_tokenizer()
+DECODE = response_decoder(TOKENIZER)
+IDS = [*TOKENIZER.convert_tokens_to_ids(["a", "b", "ab", "ba", "Ċ", "ĊĊ", "bĊa", "Ġ", "Ġa"])]
+IDS += TOKENIZER.convert_tokens_to_ids(["Ã", "©", "ã", "Ģ", "Ĥ"])  # the bytes of é and 。
+WATCH = StopStringMatcher(DECODE, len(TOKENIZER))
+
+
+@given(st.lists(st.sampled_from(IDS), min_size=1, max_size=10), st.lists(st.sampled_from(STOPS), max_size=3))
+def test_a_stop_is_seen_at_the_very_token_that_brings_it_into_the_text(ids: list[int], stops: list[str]) -> None:
+    """Against the plain way: decode after every token and look whether the text now holds a stop string."""
+    for end in range(1, len(ids) + 1):
+        text = DECODE([ids[:end]])[0]
+        holds = any(stop in text for stop in stops)
+        assert WATCH.completes(ids[:end], tuple(stops)) == holds
+        if holds:
+            start = stop_start(text, DECODE([ids[: end - 1]])[0], stops)
+            assert start == min(text.index(stop) for stop in stops if stop in text)
+            return
+
+
+def test_a_stop_that_was_there_before_the_last_token_does_not_count() -> None:
+    assert stop_start("x\ny", "x\n", ["\n"]) is None
+    assert stop_start("x\ny\n", "x\ny", ["\n"]) == 3
+    assert stop_start("end", "en", ["nd", "end"]) == 0
+
+
+def complete(folder: Path, requests: list[Request]) -> dict[str, Completion]:
+    settings = EngineSettings(num_slots=16, max_prompt_tokens=8, max_response_tokens=40, seed=5)
+    engine = EmbeddedEngine(folder, START, settings)
+    for request in requests:
+        engine.submit(request)
+    done: dict[str, Completion] = {}
+    while engine.num_active + engine.num_waiting:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    return done
+
+
+def make_requests(num: int, *stops: str, **changes: Any) -> list[Request]:
+    plain = Request(
+        request_id="",
+        prompt_tokens=(5, 6),
+        sampling=Sampling(temperature=1.0, stop=stops),
+        max_response_tokens=30,
+        eos_ids=(EOS_ID,),
+    )
+    return [replace(plain, request_id=str(i), **changes) for i in range(num)]
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_and_its_text_before_the_stop(folder: Path) -> None:
+    codec = TextCodec(folder)
+    done = list(complete(folder, make_requests(150, "3", "N=", "<eos>")).values())
+    texts = codec.decode_responses(done)
+    assert {completion.finish_reason for completion in done} == {"stop", "stop_string", "length"}
+    plain = [replace(c, finish_reason="length") for c in done]
+    for completion, text, whole in zip(done, texts, codec.decode_responses(plain), strict=True):
+        assert len(completion.sampler_logprobs) == len(completion.response_tokens)
+        assert "3" not in text
+        assert "N=" not in text
+        if completion.finish_reason == "stop_string":
+            assert completion.response_tokens[-1] != EOS_ID  # that is an end of sequence, though its text is a stop
+            assert whole in {text + "3", text + "N="}
+        elif completion.finish_reason == "stop":
+            assert whole == text + "<eos>"
+        else:
+            assert (whole, len(completion.response_tokens)) == (text, 30)
+
+
+def test_a_stop_within_the_minimum_length_does_not_count(folder: Path) -> None:
+    done = complete(folder, make_requests(150, "3", min_response_tokens=8))
+    codec, three = TextCodec(folder), TextCodec(folder).encode_prompt("3")[0]
+    early = 0
+    for completion in done.values():
+        tokens = completion.response_tokens
+        assert len(tokens) > 8
+        early += three in tokens[:8]
+        assert three not in tokens[8:-1]
+        assert (completion.finish_reason == "stop_string") == (tokens[-1] == three and len(tokens) <= 30)
+        if completion.finish_reason == "stop_string":  # only the stop that ended it is cut off
+            assert codec.decode_responses([completion])[0].count("3") == np.count_nonzero(tokens[:-1] == three)
+    assert early > 10
+
+
+def test_greedy_responses_with_a_stop_are_those_without_it_up_to_the_stop(folder: Path) -> None:
+    codec = TextCodec(folder)
+    prompts = [(3 + i, 4 + i) for i in range(12)]
+    greedy = {"eos_ids": (), "max_response_tokens": 25}
+    free = [r for i, p in enumerate(prompts) for r in make_requests(1, prompt_tokens=p, **greedy)]
+    free = [replace(r, request_id=str(i), sampling=Sampling(temperature=0.0)) for i, r in enumerate(free)]
+    whole = complete(folder, free)
+    texts = codec.decode_responses([whole[r.request_id] for r in free])
+    stop = next(char for char in "0123456789+-*/=" if sum(char in text for text in texts) >= 2)
+    ended = complete(folder, [replace(r, sampling=Sampling(temperature=0.0, stop=(stop,))) for r in free])
+    for request, text in zip(free, texts, strict=True):
+        completion = ended[request.request_id]
+        assert completion.finish_reason == ("stop_string" if stop in text else "length")
+        assert codec.decode_responses([completion])[0] == text.partition(stop)[0]
+        num = len(completion.response_tokens)
+        assert completion.response_tokens.tolist() == whole[request.request_id].response_tokens[:num].tolist()

@@ -1,0 +1,276 @@
+"""The simulated engine: its clock, its lengths, its failures, and its codec. No process, no torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
+from tba_searcher.engines.simulated import SimulatedCodec, SimulatedEngine, SimulatedSettings, draw_length
+
+from tba.config.searcher import SimulatedSection
+from tba.errors import ConfigError, DigestError
+from tba.versions import START, PolicyVersion
+from tba.weights import params_sha256_of_files
+from tba.wire import Sampling, VersionSpan
+from tests.support.buffer import ROOT, SERVICE_PATHS, make_recipe
+
+V1 = PolicyVersion(1, 4)
+EOS = 7
+IMPORTS = """
+import sys
+import tba_searcher.service, tba_searcher.engines.factory, tba_searcher.engines.simulated
+bad = sorted({"torch", "transformers", "vllm"} & set(sys.modules))
+sys.exit(f"heavy modules imported: {bad}" if bad else 0)
+"""
+
+
+class Clock:
+    """Time that passes only during a sleep."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50, "eos_token_id": EOS}))
+    save_file({"weight": np.arange(4, dtype=np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> Callable[..., tuple[SimulatedEngine, Clock]]:
+    def make(*, num_slots: int = 4, seed: int = 0, preempt: Callable[[], None] | None = None, **behaviour: Any):
+        clock = Clock()
+        settings = SimulatedSettings(
+            num_slots=num_slots,
+            max_prompt_tokens=16,
+            max_response_tokens=1000,
+            seed=seed,
+            behaviour=SimulatedSection(**behaviour),
+        )
+        more: dict[str, Any] = {} if preempt is None else {"preempt": preempt}
+        paths = [folder / "model.safetensors"]
+        return SimulatedEngine(folder, paths, START, settings, sleep=clock.sleep, clock=clock, **more), clock
+
+    return make
+
+
+def request(name: str, *, max_response_tokens: int = 1000, **values: Any) -> Request:
+    settings: dict[str, Any] = {
+        "prompt_tokens": (1, 2),
+        "sampling": Sampling(temperature=1.0),
+        "eos_ids": (EOS,),
+        **values,
+    }
+    return Request(request_id=name, max_response_tokens=max_response_tokens, **settings)
+
+
+def finish(engine: SimulatedEngine) -> list[Completion]:
+    completions = []
+    while engine.num_active + engine.num_waiting:
+        completions += engine.step()
+    return completions
+
+
+def test_a_slot_decodes_at_its_rate_and_a_full_batch_at_that_of_all_slots(make_engine) -> None:
+    engine, clock = make_engine(lengths="fixed", median_response_tokens=100, tokens_per_s=50, batch_tokens_per_s=100)
+    engine.submit(request("alone"))
+    [completion] = finish(engine)
+    assert clock.now_s == pytest.approx(100 / 50)
+    assert len(completion.response_tokens) == 100
+    for number in range(4):
+        engine.submit(request(str(number)))
+    assert len(finish(engine)) == 4
+    assert clock.now_s == pytest.approx(2 + 4 * 100 / 100)
+
+
+def test_a_coarse_step_takes_as_long_as_its_longest_row(make_engine) -> None:
+    engine, clock = make_engine(lengths="fixed", median_response_tokens=10, tokens_per_s=10, tokens_per_step=64)
+    engine.submit(request("a"))
+    [completion] = engine.step()
+    assert clock.now_s == pytest.approx(1.0)
+    assert completion.version_spans == (VersionSpan(version=START, start=0, end=10),)
+
+
+def test_a_response_is_a_function_of_seed_and_request_whatever_else_is_going_on(make_engine) -> None:
+    many = [request(str(number)) for number in range(6)]
+    responses = []
+    for order, num_slots, seed in ((many, 2, 5), (many[::-1], 6, 5), (many, 2, 6)):
+        engine, _ = make_engine(num_slots=num_slots, seed=seed, median_response_tokens=20)
+        for item in order:
+            engine.submit(item)
+        responses.append({c.request_id: c.response_tokens.tolist() for c in finish(engine)})
+    assert responses[0] == responses[1]
+    assert responses[0] != responses[2]
+    engine, _ = make_engine(median_response_tokens=20)
+    for name in "ab":
+        engine.submit(request(name, sampling=Sampling(temperature=1.0, seed=9)))
+    first, second = finish(engine)
+    np.testing.assert_array_equal(first.response_tokens, second.response_tokens)
+
+
+def test_limits_end_a_response_and_end_of_sequence_is_its_last_token_alone(make_engine) -> None:
+    engine, _ = make_engine(lengths="fixed", median_response_tokens=30)
+    engine.submit(request("cut", max_response_tokens=29))
+    engine.submit(request("whole", max_response_tokens=30))
+    engine.submit(request("longer", min_response_tokens=40))
+    by_id = {completion.request_id: completion for completion in finish(engine)}
+    assert {name: (c.finish_reason, len(c.response_tokens)) for name, c in by_id.items()} == {
+        "cut": ("length", 29),
+        "whole": ("stop", 30),
+        "longer": ("stop", 40),
+    }
+    for completion in by_id.values():
+        at = np.flatnonzero(completion.response_tokens == EOS).tolist()
+        assert at == ([] if completion.finish_reason == "length" else [len(completion.response_tokens) - 1])
+        assert (completion.response_tokens < 50).all()
+        assert (completion.sampler_logprobs <= 0).all()
+        assert completion.sampler_logprobs.shape == completion.response_tokens.shape
+
+
+@pytest.mark.parametrize("lengths", ["lognormal", "pareto"])
+def test_lengths_have_the_median_and_the_tail_that_were_asked_for(lengths) -> None:
+    behaviour = SimulatedSection(lengths=lengths, median_response_tokens=200, lognormal_sigma=0.5, pareto_tail=2.0)
+    rng = np.random.default_rng(0)
+    found = np.array([draw_length(rng, behaviour) for _ in range(20_000)])
+    assert np.median(found) == pytest.approx(200, rel=0.03)
+    # a share of 0.01 is longer: exp(2.326 sigma) times the median, and (2 * 0.01) ** (-1 / tail) times
+    expected = 200 * (np.exp(2.326 * 0.5) if lengths == "lognormal" else 0.02**-0.5)
+    assert np.quantile(found, 0.99) == pytest.approx(expected, rel=0.1)
+
+
+def test_new_weights_take_their_time_and_begin_a_span_in_every_row(make_engine, folder) -> None:
+    engine, clock = make_engine(lengths="fixed", median_response_tokens=10, tokens_per_s=10, load_s=3.0)
+    engine.submit(request("a"))
+    for _ in range(4):
+        engine.step()
+    engine.load_weights([folder / "model.safetensors"], V1)
+    engine.load_weights([folder / "model.safetensors"], V1)  # no token between: no span of its own
+    [completion] = finish(engine)
+    assert clock.now_s == pytest.approx(10 / 10 + 2 * 3.0)
+    assert completion.version_spans == (
+        VersionSpan(version=START, start=0, end=4),
+        VersionSpan(version=V1, start=4, end=10),
+    )
+
+
+def test_files_that_are_not_what_was_published_are_refused(make_engine, folder) -> None:
+    engine, _ = make_engine()
+    manifest: Any = type("Manifest", (), {})()
+    manifest.version, manifest.params_sha256 = "0-0", params_sha256_of_files([folder / "model.safetensors"])
+    engine.verify(manifest)
+    save_file({"weight": np.ones(4, dtype=np.float32)}, folder / "other.safetensors")
+    engine.load_weights([folder / "other.safetensors"], V1)
+    with pytest.raises(DigestError, match="the files hold parameters"):
+        engine.verify(manifest)
+
+
+def test_it_crashes_and_vanishes_about_as_often_as_it_was_told(make_engine) -> None:
+    lived = []
+    for seed in range(200):
+        engine, clock = make_engine(
+            seed=seed, crash_every_s=100.0, lengths="fixed", median_response_tokens=1000, tokens_per_step=50
+        )
+        for number in range(300):
+            engine.submit(request(str(number)))
+        with pytest.raises(EngineDiedError, match="crash_every_s = 100"):
+            finish(engine)
+        lived.append(clock.now_s)
+    assert np.mean(lived) == pytest.approx(100, rel=0.3)
+    vanished: list[str] = []
+    engine, _ = make_engine(preempt_every_s=1.0, lengths="fixed", preempt=lambda: vanished.append("now"))
+    engine.submit(request("a"))
+    finish(engine)
+    engine.submit(request("b"))
+    finish(engine)
+    assert vanished
+
+
+def test_a_searcher_that_is_taken_away_says_nothing() -> None:
+    code = "from tba_searcher.engines import simulated as s; import atexit; atexit.register(print, 1); s.kill_process()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == done.stderr == b""
+
+
+def test_what_does_not_fit_is_refused_and_what_is_aborted_never_comes_out(make_engine) -> None:
+    engine, _ = make_engine(num_slots=1)
+    for bad, message in (
+        (request("long", prompt_tokens=(1,) * 17), "17 prompt tokens"),
+        (request("longer", max_response_tokens=1001), "1001 response tokens"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            engine.submit(bad)
+    for name in "abc":
+        engine.submit(request(name))
+    with pytest.raises(EngineError, match="already being worked on"):
+        engine.submit(request("a"))
+    engine.step()
+    assert (engine.num_active, engine.num_waiting, engine.num_free_slots) == (1, 2, 0)
+    engine.abort("a")
+    engine.abort("c")
+    engine.abort("unknown")
+    assert [completion.request_id for completion in finish(engine)] == ["b"]
+    engine.submit(request("a"))
+    engine.close()
+    assert engine.num_active + engine.num_waiting == 0
+    assert engine.step() == []
+
+
+def test_prompts_and_responses_have_about_four_characters_a_token(make_engine, folder) -> None:
+    codec = SimulatedCodec(folder)
+    text = "Natalia sold 48 clips to her friends"
+    tokens = codec.encode_prompt(text)
+    assert tokens == codec.encode_prompt(text) != codec.encode_prompt(text[::-1])
+    assert len(tokens) == len(text) / 4
+    assert codec.eos_ids == (EOS,)
+    engine, _ = make_engine(lengths="fixed", median_response_tokens=3)
+    engine.submit(request("a"))
+    [completion] = finish(engine)
+    [response] = codec.decode_responses([completion])
+    assert [int(word) for word in response.split()] == completion.response_tokens[:-1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [("{}", "no vocab_size"), ("[]", "no vocab_size"), ('{"vocab_size": 1, "eos_token_id": 0}', "all 1 ids end")],
+)
+def test_a_model_without_a_vocabulary_is_refused(folder, document, message) -> None:
+    (folder / "config.json").write_text(document)
+    with pytest.raises(ConfigError, match=message):
+        SimulatedCodec(folder)
+
+
+def test_a_recipe_chooses_it_and_its_mistakes_are_named() -> None:
+    recipe = make_recipe(searcher={"engine": "simulated", "simulated": {"pareto_tail": 1.2}})
+    assert recipe.searcher.simulated.pareto_tail == 1.2
+    with pytest.raises(ConfigError, match=r"searcher\.simulated\.crash_every_s"):
+        make_recipe(searcher={"simulated": {"crash_every_s": 0}})
+
+
+def test_a_searcher_without_a_model_imports_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={"PYTHONPATH": ":".join(map(str, SERVICE_PATHS))},
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,377 @@
+"""Recipes: precedence, refusals that name key and value, schedules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError, create_model
+
+from tba.config import Recipe, Schedule, load_recipe, parse_recipe
+from tba.config.reward import RewardSection
+from tba.errors import ConfigError
+from tba.fields import StrictModel
+
+MINIMAL = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
+TOML = """
+[run]
+name = "demo"
+[model]
+path = "m"
+[data]
+generator = "addition"
+[buffer]
+port = 1111
+"""
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_a_minimal_recipe_has_every_default() -> None:
+    recipe = parse_recipe(MINIMAL, where="test")
+    assert recipe.buffer_url == "http://127.0.0.1:8700"
+    assert recipe.reward_url == "http://127.0.0.1:8701"
+    assert recipe.sampling.group_size == 8
+
+
+def test_the_schema_describes_the_fields_of_every_section() -> None:
+    """Each text is the docstring below the field; a class without source has none."""
+    schema = Recipe.model_json_schema()
+    lacking = [
+        f"{name}.{field}"
+        for name, section in schema["$defs"].items()
+        for field, entry in section.get("properties", {}).items()
+        if "description" not in entry
+    ]
+    assert len(lacking) < 0.1 * sum(len(section.get("properties", {})) for section in schema["$defs"].values()), lacking
+
+    class Nested(StrictModel):
+        number: int = 1
+        """The text
+of a field that begins at the left edge."""
+
+    class Child(Nested):
+        number: int = 2
+
+    assert Nested.model_json_schema()["properties"]["number"]["description"].startswith("The text")
+    assert "description" not in Child.model_json_schema()["properties"]["number"]
+    made = create_model("Made", __base__=StrictModel, number=(int, 1))
+    assert made.model_json_schema()["properties"]["number"] == {"default": 1, "title": "Number", "type": "integer"}
+
+
+def test_file_then_environment_then_set(recipe_path: Path) -> None:
+    assert load_recipe(recipe_path, environ={}).buffer.port == 1111
+    environ = {"TBA_BUFFER__PORT": "2222", "TBA_RUN__NAME": "from-env", "TBA_HOME": "/ignored", "OTHER__X": "1"}
+    assert load_recipe(recipe_path, environ=environ).buffer.port == 2222
+    recipe = load_recipe(recipe_path, environ=environ, sets=["buffer.port=3333"])
+    assert (recipe.buffer.port, recipe.run.name) == (3333, "from-env")
+
+
+@pytest.mark.parametrize(
+    ("item", "section", "key", "value"),
+    [
+        ("sampling.samples_per_insert=2.5", "sampling", "samples_per_insert", 2.5),
+        ("sampling.alternate=true", "sampling", "alternate", True),
+        ("eval.pass_at=[1]", "eval", "pass_at", [1]),
+        ("run.name=plain-text", "run", "name", "plain-text"),
+        ('run.name="quoted"', "run", "name", "quoted"),
+        ("store.url=s3://bucket/a=b", "store", "url", "s3://bucket/a=b"),
+    ],
+)
+def test_set_takes_toml_values_and_bare_text(
+    recipe_path: Path, item: str, section: str, key: str, value: object
+) -> None:
+    recipe = load_recipe(recipe_path, environ={}, sets=[item])
+    assert getattr(getattr(recipe, section), key) == value
+
+
+def test_set_reaches_keys_two_levels_deep(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path, environ={}, sets=["objective.beta.value=0.25"])
+    assert recipe.objective.beta.at(0) == 0.25
+
+
+def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_path, environ={})
+    (tmp_path / "resolved.json").write_text(recipe.model_dump_json())
+    assert load_recipe(tmp_path / "resolved.json", environ={}) == recipe
+
+
+def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path: Path) -> None:
+    document = {**MINIMAL, "model": {"path": "mine/first"}}
+    item = {"path": "mine/first", "kind": "model", "hub": "org/name"}
+    for prepare, path in (([item], "mine/first"), ([], "models/mine/first")):
+        (tmp_path / "recipe.json").write_text(json.dumps({**document, "prepare": prepare}))
+        assert load_recipe(tmp_path / "recipe.json", environ={}).model.path == path
+
+
+def test_the_resolved_recipe_of_a_run_of_an_older_release_still_reads() -> None:
+    recipe = load_recipe(Path(__file__).parents[2] / "contract" / "golden" / "recipe_0.1.0.json", environ={})
+    assert (recipe.objective.preset, recipe.objective.used_anchor) == ("tb", "fixed")
+    assert load_recipe_of(recipe.model_dump_json()) == recipe
+
+
+def load_recipe_of(text: str) -> Recipe:
+    return parse_recipe(json.loads(text), where="test")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({**MINIMAL, "buffer": {"prot": 1}}, r"unknown key 'buffer\.prot' \(value 1\); did you mean 'port'\?"),
+        ({**MINIMAL, "bufer": {}}, "unknown key 'bufer' .*did you mean 'buffer'"),
+        (
+            {**MINIMAL, "objective": {"beta": {"value": 1.0, "stepz": 3}}},
+            r"unknown key 'objective\.beta\.stepz' .*did you mean 'steps'",
+        ),
+        ({**MINIMAL, "model": {"path": "m", "warm_start": {"task": "a", "seeed": 1}}}, "did you mean 'seed'"),
+        ({**MINIMAL, "zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
+        (
+            {**MINIMAL, "searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}},
+            r"searcher\.tasks\.gms8k is for a task that nothing scores.*; known are addition, exact, gsm8k, make_n, "
+            r"math .*; did you mean 'gsm8k'\?",
+        ),
+        (
+            {**MINIMAL, "trainer": {"device": "cuda:0", "num_processes": 2}},
+            r"trainer\.device is 'cuda:0', a single device, and trainer\.num_processes is 2; give 'cuda'",
+        ),
+        (
+            {**MINIMAL, "buffer": {"redis_password": "hunter2"}},
+            r"unknown key 'buffer\.redis_password' \(value not shown\); did you mean 'redis_password_file'\?$",
+        ),
+        ({**MINIMAL, "buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
+        ({**MINIMAL, "buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),
+        (
+            {**MINIMAL, "trainer": {"num_steps": 0, "adam_beta1": 1.0}},
+            r"'trainer\.num_steps' has the value 0.*and 1 more",
+        ),
+        ({**MINIMAL, "run": {}}, r"key 'run\.name' is missing"),
+        ({**MINIMAL, "run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
+        ({**MINIMAL, "data": {}}, "give exactly one of `generator`"),
+        ({**MINIMAL, "eval": {"pass_at": [2]}}, r"eval: pass_at holds 2, and there are 1 samples"),
+        ({**MINIMAL, "objective": {"ema_decay": 0.5}}, r"objective: ema_decay = 0\.5 belongs to anchor"),
+        (
+            {**MINIMAL, "objective": {"beta": {"kind": "linear", "value": 1.0}}},
+            r"key 'objective\.beta' has the value \{.*\}: a linear schedule needs `steps`",
+        ),
+        (
+            {
+                **MINIMAL,
+                "searcher": {"num_searchers": 0},
+                "objective": {"preset": "tb", "reference_placement": "searcher"},
+            },
+            r"ref log-probs to searchers, and searcher\.num_searchers is 0",
+        ),
+        (
+            {
+                **MINIMAL,
+                "run": {"name": "new", "snapshot": "old/end"},
+                "objective": {"preset": "tb", "reference_placement": "searcher"},
+            },
+            r"rollouts of run\.snapshot = 'old/end' have none .*; choose \"trainer\"",
+        ),
+        (
+            {**MINIMAL, "searcher": {"num_searchers": 0}, "trainer": {"export_version": "best"}},
+            r'trainer\.export_version = "best" needs evaluations',
+        ),
+        (
+            {**MINIMAL, "trainer": {"export_version": "best", "export": False}},
+            r'trainer\.export_version = "best" says which version is exported, and trainer\.export is false',
+        ),
+        (
+            {**MINIMAL, "buffer": {"max_rollouts": 63}},
+            r"sampling\.min_size_to_sample 64 is above buffer\.max_rollouts 63: no batch could ever be drawn",
+        ),
+        (
+            {**MINIMAL, "trainer": {"learning_rate": 1e39}},
+            r"key 'trainer\.learning_rate' has the value 1e\+39: a learning rate is at most 1000, .* reaches 1e\+39",
+        ),
+        (
+            {**MINIMAL, "trainer": {"learning_rate": {"kind": "linear", "value": 1.0, "final": 1001, "steps": 9}}},
+            r"a learning rate is at most 1000, and this one reaches 1001",
+        ),
+        ({**MINIMAL, "objective": {"beta": 1e7}}, r"a KL coefficient is at most 1e\+06, and this one reaches 1e\+07"),
+        ({**MINIMAL, "searcher": {"sampling_temperature": 101}}, r"a temperature is from 0\.01 to 100 .* reaches 101"),
+        (
+            {**MINIMAL, "searcher": {"sampling_temperature": {"value": 1.0, "warmup_steps": 1000}}},
+            r"a temperature is from 0\.01 to 100 at every step, and this one reaches 0\.001",
+        ),
+        (
+            {**MINIMAL, "model": {"path": "m", "policy_temperature": 1e-3}},
+            r"'model\.policy_temperature' has the value 0\.001",
+        ),
+        (
+            {**MINIMAL, "objective": {"beta": True}},
+            r"key 'objective\.beta' has the value True: it takes a number such as 0\.1, or a schedule \{ kind = ",
+        ),
+        (
+            {**MINIMAL, "trainer": {"learning_rate": "banana"}},
+            r"'trainer\.learning_rate' has the value 'banana': it takes a number such as 0\.1, or a schedule",
+        ),
+        (
+            {**MINIMAL, "trainer": {"compile": True, "num_processes": 2}},
+            r"trainer\.compile = true is for one process, and trainer\.num_processes is 2;",
+        ),
+        ({**MINIMAL, "data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
+        (
+            {**MINIMAL, "scaling": {"backend": "kubernetes"}},
+            r'backend = "kubernetes" needs the name of the Deployment .*; give scaling\.deployment',
+        ),
+        (
+            {**MINIMAL, "scaling": {"deployment": "Demo_Searcher"}},
+            r"'scaling\.deployment' has the value 'Demo_Searcher'",
+        ),
+    ],
+)
+def test_a_wrong_recipe_names_key_value_and_remedy(document: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^recipe\.toml: .*{message}") as caught:
+        parse_recipe(document, where="recipe.toml")
+    assert "Value error" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_misspelt_environment_variable_is_refused(recipe_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'buffer\.capactiy' \(value 5\)"):
+        load_recipe(recipe_path, environ={"TBA_BUFFER__CAPACTIY": "5"})
+
+
+@pytest.mark.parametrize("item", ["buffer.port", "port=1", "=1"])
+def test_a_set_that_is_no_assignment_is_refused(recipe_path: Path, item: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not of the form section\.key=value"):
+        load_recipe(recipe_path, environ={}, sets=[item])
+
+
+def test_a_set_below_a_value_is_refused(recipe_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'port' is a value, not a section"):
+        load_recipe(recipe_path, environ={}, sets=["buffer.port.x=1"])
+
+
+def test_a_file_that_is_missing_or_broken_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.toml does not exist; recipes that ship with tba are in recipes/"):
+        load_recipe(tmp_path / "no.toml", environ={})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_recipe(tmp_path, environ={})
+    for name, data in [("a.toml", b"[run"), ("a.json", b"{"), ("b.toml", b"\xff\xfe")]:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError, match=f"{name} is not valid"):
+            load_recipe(tmp_path / name, environ={})
+
+
+def test_a_recipe_is_frozen() -> None:
+    recipe = parse_recipe(MINIMAL, where="test")
+    with pytest.raises(ValidationError):
+        recipe.run.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_constant_and_warm_up() -> None:
+    schedule = Schedule(value=2.0, warmup_steps=4)
+    assert [schedule.at(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_linear_goes_from_value_to_final_and_stays() -> None:
+    schedule = Schedule(kind="linear", value=1.0, final=0.5, steps=10)
+    assert schedule.at(0) == 1.0
+    assert schedule.at(5) == pytest.approx(0.75)
+    assert schedule.at(10) == schedule.at(1000) == 0.5
+
+
+def test_cosine_is_half_way_in_the_middle() -> None:
+    schedule = Schedule(kind="cosine", value=1.0, final=0.2, steps=12, warmup_steps=2)
+    assert schedule.at(2) == 1.0
+    assert schedule.at(7) == pytest.approx(0.6)
+    assert schedule.at(12) == pytest.approx(0.2)
+
+
+def test_a_wsd_schedule_may_decay_right_after_its_warm_up_and_stays_at_its_end() -> None:
+    schedule = Schedule(kind="wsd", value=1.0, final=0.2, steps=10, warmup_steps=4, decay_steps=6)
+    assert [schedule.at(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert schedule.at(5) < 1.0
+    assert schedule.at(7) == pytest.approx(0.6)
+    assert schedule.at(10) == schedule.at(10_000) == pytest.approx(0.2)
+
+
+def test_wsd_warms_up_stays_and_decays() -> None:
+    schedule = Schedule(kind="wsd", value=1.0, steps=100, warmup_steps=10, decay_steps=20)
+    assert schedule.at(0) == pytest.approx(0.1)
+    assert schedule.at(10) == schedule.at(79) == schedule.at(80) == 1.0
+    assert schedule.at(90) == pytest.approx(0.5)
+    assert schedule.at(100) == pytest.approx(0.0)
+
+
+@given(
+    st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.integers(1, 50),
+    st.integers(0, 60),
+    st.data(),
+)
+def test_after_warm_up_every_schedule_stays_between_value_and_final(
+    kind: str, value: float, final: float, steps: int, warmup_steps: int, data: st.DataObject
+) -> None:
+    decay_steps = data.draw(st.integers(1, steps)) if kind == "wsd" else 0
+    if kind == "constant":
+        final = 0.0
+    else:
+        warmup_steps = min(warmup_steps, steps - (decay_steps or 1))
+    schedule = Schedule(
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        value=value,
+        final=final,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        decay_steps=decay_steps,
+    )
+    ends = (value, value if kind == "constant" else final)
+    values = [schedule.at(step) for step in range(steps + 5)]
+    assert all(min(ends) - 1e-9 <= found <= max(ends) + 1e-9 for found in values[warmup_steps:])
+    assert max(values) <= schedule.highest + 1e-9
+    for num_steps in (1, steps, steps + 5):
+        assert schedule.lowest(num_steps) == pytest.approx(min(values[:num_steps]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "linear", "value": 1.0}, "a linear schedule needs `steps`"),
+        ({"kind": "wsd", "value": 1.0, "steps": 10}, "0 < decay_steps <= steps, got 0"),
+        ({"kind": "wsd", "value": 1.0, "steps": 10, "decay_steps": 11}, "got 11"),
+        ({"value": -1.0}, "greater than or equal to 0"),
+        ({"value": 0.05, "final": 0.004}, "a constant schedule has no final value .got 0.004.; name its kind"),
+        ({"kind": "cosine", "value": 1.0, "steps": 10, "decay_steps": 2}, "belongs to a wsd schedule"),
+        ({"kind": "linear", "value": 1.0, "steps": 10, "warmup_steps": 10}, "warm-up of 10 steps does not fit"),
+        ({"kind": "wsd", "value": 1.0, "steps": 10, "warmup_steps": 6, "decay_steps": 5}, "at most 5 before its decay"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(fields: dict, message: str) -> None:
+    document = {**MINIMAL, "trainer": {"learning_rate": fields}}
+    with pytest.raises(ConfigError, match=rf"trainer\.learning_rate.*{message}"):
+        parse_recipe(json.loads(json.dumps(document)), where="test")
+
+
+def test_an_adapter_without_layers_or_with_dropout_is_refused() -> None:
+    lora = {"rank": 8, "target_modules": ["q_proj"]}
+    recipe = parse_recipe(MINIMAL | {"model": {"path": "m", "lora": lora}}, where="test")
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.target_modules) == (8, 32, ["q_proj"])
+    assert parse_recipe(recipe.model_dump(mode="json"), where="test") == recipe
+    for key, value in (("dropout", 0.1), ("target_modules", []), ("rank", 0)):
+        with pytest.raises(ConfigError, match=rf"key 'model\.lora\.{key}' has the value"):
+            parse_recipe(MINIMAL | {"model": {"path": "m", "lora": {key: value}}}, where="test")
+
+
+def test_a_request_for_scores_lasts_as_long_as_its_slowest_scorer_may() -> None:
+    slow = {"tasks": {"a": {"scorers": [{"kind": "exact", "timeout_s": 90.0}]}}}
+    assert RewardSection().request_deadline_s == 60.0
+    assert RewardSection.model_validate(slow).request_deadline_s == 120.0
+    assert RewardSection.model_validate({**slow, "request_timeout_s": 7.0}).request_deadline_s == 7.0
+    batches = {"kind": "python", "function": "m:f", "timeout_s": 20.0}  # a batch, and then each of its items
+    section = RewardSection.model_validate({"tasks": {"a": {"scorers": [batches]}}})
+    assert section.request_deadline_s == 100.0

@@ -1,0 +1,375 @@
+"""Sections of a recipe: objectives, searchers, live settings, the URL of Redis."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+
+from tba.config import LIVE_NAMES, LiveSettings, ObjectiveSection, Recipe, Schedule, parse_live, parse_recipe, with_live
+from tba.config.live_settings import RECIPE_KEYS
+from tba.config.objective import BASELINE_BETAS, MEMBERS, PRESETS, Anchor, Centre
+from tba.config.redis import without_secrets
+from tba.config.searcher import SearcherSection
+from tba.errors import ConfigError
+
+# ---- The objective's section ----------------------------------------------------------------------------------------
+
+
+def recipe(objective: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
+    document = {
+        "run": {"name": "demo"},
+        "model": {"path": "m"},
+        "data": {"generator": "addition"},
+        "objective": objective,
+        **sections,
+    }
+    return parse_recipe(json.loads(json.dumps(document)), where="test")
+
+
+def test_every_preset_is_a_member_or_a_baseline() -> None:
+    assert set(PRESETS) == MEMBERS.keys() | BASELINE_BETAS.keys()
+    assert not MEMBERS.keys() & BASELINE_BETAS.keys()
+
+
+DISTORTED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature_mix": {"low": 0.7, "high": 1.3}}, "temperature_mix"),
+    ({"top_p": 0.9}, "top_p"),
+    ({"top_k": 20}, "top_k"),
+    ({"tasks": {"addition": {"min_response_tokens": 2}}}, r"tasks\.addition\.min_response_tokens"),
+]
+"""Settings that make the behaviour policy another distribution than softmax(logits / temperature)."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_possible_as_it_is_and_reads_back_from_its_dump(preset: str) -> None:
+    section = recipe({"preset": preset}).objective
+    assert ObjectiveSection.model_validate(section.model_dump()) == section
+    assert section.beta.at(0) == BASELINE_BETAS.get(preset, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs_reference"),
+    [
+        ({"preset": "tb"}, True),
+        ({"preset": "tba_prime"}, True),
+        ({"preset": "kimi"}, False),
+        ({"preset": "tb_behaviour"}, False),
+        ({"preset": "tb", "anchor": "behaviour"}, False),
+        ({"preset": "kimi", "anchor": "ema"}, True),
+        ({"preset": "grpo"}, False),
+        ({"preset": "grpo", "beta": 0.1}, True),
+        ({"preset": "grpo", "beta": {"kind": "linear", "value": 0.0, "final": 0.1, "steps": 9}}, True),
+        ({"preset": "online_dpo"}, True),
+    ],
+)
+def test_a_reference_is_needed_where_the_kl_is_to_one(fields: dict[str, Any], needs_reference: bool) -> None:
+    assert ObjectiveSection.model_validate(fields).needs_reference is needs_reference
+
+
+@pytest.mark.parametrize("anchor", get_args(Anchor))
+@pytest.mark.parametrize("centre", get_args(Centre))
+def test_overrides_name_every_member_of_the_family(anchor: Anchor, centre: Centre) -> None:
+    """From any preset: what is not overridden stays as the preset says."""
+    for preset, named in MEMBERS.items():
+        overrides = {"anchor": anchor, "centre": centre, "age_scaled": named.age_scaled and anchor == "behaviour"}
+        member = recipe({"preset": preset, **overrides}).objective.member
+        assert member is not None
+        assert (member.anchor, member.centre) == (anchor, centre)
+        assert member.importance_weight == named.importance_weight
+        assert recipe({"preset": preset}).objective.member == named
+
+
+@pytest.mark.parametrize(
+    ("objective", "sections", "message"),
+    [
+        ({"preset": "tb", "beta": 0.0}, {}, r"objective\.beta is 0 .* tb needs it above 0"),
+        (
+            {"preset": "kimi", "beta": {"kind": "linear", "value": 0.1, "steps": 100}},
+            {"trainer": {"num_steps": 150}},
+            r"beta is 0 at some step of the run's 150, and kimi needs it",
+        ),
+        ({"preset": "online_dpo", "beta": 0.0}, {}, "online_dpo needs it above 0"),
+        (
+            {"preset": "tb", "beta": {"kind": "linear", "value": 0.0, "final": 0.1, "steps": 100}},
+            {},
+            "tb needs it above 0",
+        ),
+        ({"preset": "tb"}, {"sampling": {"group_size": 1}}, r"group_size is 1, and tb compares .* \"reinforce\""),
+        ({"preset": "rloo"}, {"sampling": {"group_size": 1}}, "group_size is 1, and rloo compares"),
+        ({"preset": "tb"}, {"sampling": {"group_size": 4, "min_distinct": 5}}, "min_distinct is 5, more than the 4"),
+        ({"preset": "tb", "reference_reset_steps": 5}, {}, r"reference_reset_steps = 5 belongs .* the anchor is fixed"),
+        ({"preset": "tba_prime", "ema_decay": 0.5}, {}, "ema_decay = 0.5 belongs to .* the anchor is reset"),
+        ({"preset": "kimi", "ema_every_steps": 5}, {}, "the anchor is behaviour"),
+        ({"preset": "rloo", "reference_reset_steps": 5}, {}, r"rloo has no KL here \(beta is 0\)"),
+        ({"preset": "tb", "age_scaled": True}, {}, "age_scaled .* but the anchor is fixed"),
+        ({"preset": "tb_behaviour", "anchor": "fixed"}, {}, "age_scaled = false"),
+        ({"preset": "tba_prime", "reference_placement": "searcher"}, {}, "searchers know only the starting model"),
+        ({"preset": "kimi", "reference_placement": "searcher"}, {}, "the anchor is behaviour"),
+        ({"preset": "grpo", "reference_placement": "searcher"}, {}, "grpo has no KL here"),
+        ({"preset": "grpo", "centre": "theta"}, {}, "centre = 'theta' belongs to the family"),
+        ({"preset": "dr_grpo", "length_normalise": False}, {}, "length_normalise = False belongs to the family"),
+        ({"preset": "grpo", "anchor": "reset"}, {}, 'anchor = "reset" is not used: grpo has beta 0'),
+        ({"preset": "grpo", "anchor": "behaviour", "beta": 0.1}, {}, "the KL of the baseline grpo is to a reference"),
+        ({"preset": "tb", "clip_range": 0.3}, {}, r"clip_range = 0\.3 belongs to a clip .* tb does not have it here"),
+        ({"preset": "dr_grpo", "clip_range": 0.3}, {}, "clip_range = 0.3 belongs"),
+        ({"preset": "tb", "importance_clamp": 4.0}, {}, "importance_clamp = 4 belongs to importance_weight"),
+        ({"preset": "grpo", "importance_clamp": 4.0}, {}, "importance_clamp = 4 belongs"),
+        ({"preset": "kimi", "log_ratio_clamp": 5.0}, {}, "log_ratio_clamp = 5 belongs to age_scaled = true"),
+        ({"preset": "tb", "centre_max_age_steps": 8}, {}, "centre_max_age_steps = 8 belongs to centre"),
+        (
+            {"preset": "reinforce"},
+            {"sampling": {"group_size": 1, "min_distinct": 1, "prompts_per_batch": 1}},
+            "reinforce compares the rollouts of a batch",
+        ),
+        (
+            {"preset": "kimi"},
+            {"searcher": {"sampling_temperature": 0.7}},
+            r'objective\.anchor is "behaviour" \(preset kimi\).* is 0\.7 at some step .*policy_temperature is 1,',
+        ),
+        ({"preset": "tb_behaviour"}, {"model": {"path": "m", "policy_temperature": 0.7}}, "objective.anchor is"),
+        ({"preset": "tba_prime"}, {"searcher": {"sampling_temperature": 0.7}}, "objective.centre is"),
+        (
+            {"preset": "tba_prime"},
+            {"searcher": {"sampling_temperature": {"kind": "linear", "value": 1.0, "final": 0.5, "steps": 100}}},
+            r"is 0\.5 at some step",
+        ),
+        *[
+            ({"preset": "kimi"}, {"searcher": searcher}, rf"objective\.anchor .* but searcher\.{name} makes it another")
+            for searcher, name in DISTORTED
+        ],
+        ({"preset": "tbb"}, {}, r"objective\.preset.*'tbb'"),
+    ],
+)
+def test_an_impossible_configuration_is_refused_in_one_sentence(
+    objective: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        recipe(objective, **sections)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "sections"),
+    [
+        ({"preset": "reinforce"}, {"sampling": {"group_size": 1, "min_distinct": 1}}),
+        ({"preset": "tb", "beta": {"kind": "linear", "value": 0.1, "steps": 100}}, {"trainer": {"num_steps": 100}}),
+        ({"preset": "grpo", "beta": 0.04, "anchor": "reset", "reference_reset_steps": 20}, {}),
+        ({"preset": "tba_prime", "anchor": "fixed", "reference_placement": "searcher"}, {}),
+        ({"preset": "tba_prime", "anchor": "ema", "ema_decay": 0.99, "ema_every_steps": 1}, {}),
+        *[({"preset": preset, "clip_range": 0.3}, {}) for preset in ("grpo", "ppo_clip", "proximal_rloo")],
+        *[({"preset": preset, "importance_clamp": 4.0}, {}) for preset in ("tba_prime", "dr_grpo")],
+        ({"preset": "tb", "importance_weight": "clamp", "importance_clamp": 4.0}, {}),
+        ({"preset": "tb_behaviour", "log_ratio_clamp": 5.0}, {}),
+        ({"preset": "tb", "centre": "behaviour", "centre_max_age_steps": 8}, {}),
+        ({"preset": "reinforce"}, {"sampling": {"group_size": 1, "min_distinct": 1, "prompts_per_batch": 2}}),
+        *[({"preset": preset}, {"searcher": {"sampling_temperature": 0.7}}) for preset in ("tb", "grpo", "online_dpo")],
+        ({"preset": "tba_prime", "centre": "theta"}, {"searcher": {"sampling_temperature": 0.7}}),
+        *[({"preset": "tb"}, {"searcher": searcher}) for searcher, _ in DISTORTED],
+        ({"preset": "kimi"}, {"searcher": {"tasks": {"addition": {"max_response_tokens": 9, "stop": ["Q"]}}}}),
+        ({"preset": "kimi"}, {"searcher": {"sampling_temperature": 0.7, "num_searchers": 0}}),
+        (
+            {"preset": "kimi"},
+            {"model": {"path": "m", "policy_temperature": 0.7}, "searcher": {"sampling_temperature": 0.7}},
+        ),
+    ],
+)
+def test_what_is_possible_is_taken(objective: dict[str, Any], sections: dict[str, Any]) -> None:
+    recipe(objective, **sections)
+
+
+def test_an_alarm_that_can_never_act_is_refused() -> None:
+    """The effective sample size of N rollouts is at least 1, so its share is at least 1 / N."""
+
+    def with_guard(min_ess: float, action: str) -> Recipe:
+        guards = {"ess_collapse": {"min_ess": min_ess, "action": action}}
+        sampling = {"prompts_per_batch": 2, "group_size": 4, "min_distinct": 1}
+        return recipe({"preset": "tb"}, trainer={"guards": guards}, sampling=sampling)
+
+    with pytest.raises(ConfigError, match=r"ess_collapse.action is \"skip\" and can never be taken: min_ess is 0\.125"):
+        with_guard(0.125, "skip")
+    with_guard(0.126, "skip")
+    with_guard(0.1, "none")
+
+
+# ---- The searchers' section -----------------------------------------------------------------------------------------
+
+
+def section(**searcher: Any) -> SearcherSection:
+    document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}, "searcher": searcher}
+    return parse_recipe(document, where="recipe.toml").searcher
+
+
+@pytest.mark.parametrize(
+    ("searcher", "message"),
+    [
+        ({"top_p": 0.0}, r"searcher\.top_p.* has the value 0\.0"),
+        ({"top_p": 1.1}, r"searcher\.top_p.* has the value 1\.1"),
+        ({"top_k": -1}, r"searcher\.top_k.* has the value -1"),
+        ({"engine": "abacus"}, r"searcher\.engine.* has the value 'abacus'"),
+        ({"temperature_mix": {"low": 0.0, "high": 1.0}}, r"temperature_mix\.low.* has the value 0\.0"),
+        ({"temperature_mix": {"low": 1.0, "high": 101.0}}, r"temperature_mix\.high.* has the value 101"),
+        ({"temperature_mix": {"low": 1.0, "high": 1.0}}, r"low 1 must be below high 1"),
+        ({"temperature_mix": {"low": 1.0}}, r"'searcher\.temperature_mix\.high' is missing"),
+        (
+            {"temperature_mix": {"low": 0.7, "high": 1.3}, "sampling_temperature": 0.9},
+            "takes the place of sampling_temperature, and both are given",
+        ),
+        ({"engine": "vllm", "sampling_temperature": 2.5}, "sampling_temperature reaches 2.5, and vLLM samples at most"),
+        ({"engine": "vllm", "temperature_mix": {"low": 1.0, "high": 3.0}}, "temperature_mix reaches 3, and vLLM"),
+        ({"tasks": {"a": {"max_response_tokens": 65}}}, r"tasks\.a\.max_response_tokens is 65, above .* 64"),
+        (
+            {"tasks": {"a": {"max_response_tokens": 5, "min_response_tokens": 6}}},
+            r"tasks\.a\.min_response_tokens is 6, above the length limit 5",
+        ),
+        ({"tasks": {"a": {"min_response_tokens": 65}}}, "is 65, above the length limit 64"),
+        ({"tasks": {"a": {"stop": [""]}}}, r"searcher\.tasks\.a\.stop\.0"),
+        ({"tasks": {"a": {"stops": ["x"]}}}, r"unknown key 'searcher\.tasks\.a\.stops'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(searcher: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        section(**searcher)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policy_temperature_that_vllm_cannot_evaluate_at_is_refused() -> None:
+    document = {
+        "run": {"name": "r"},
+        "model": {"path": "m", "policy_temperature": 2.5},
+        "data": {"generator": "addition"},
+        "objective": {"preset": "tb"},
+    }
+    parse_recipe(document, where="recipe.toml")
+    with pytest.raises(ConfigError, match=r"model\.policy_temperature is 2\.5, and vLLM"):
+        parse_recipe({**document, "searcher": {"engine": "vllm"}}, where="recipe.toml")
+
+
+def test_a_resolved_recipe_with_a_temperature_mix_is_read_again_and_takes_no_live_temperature() -> None:
+    mix = {"low": 0.7, "high": 1.3}
+    document = {
+        "run": {"name": "r"},
+        "model": {"path": "m"},
+        "data": {"generator": "addition"},
+        "objective": {"preset": "tb"},
+        "searcher": {"temperature_mix": mix},
+    }
+    recipe = parse_recipe(document, where="recipe.toml")
+    assert parse_recipe(recipe.model_dump(mode="json"), where="resolved") == recipe
+    with pytest.raises(ConfigError, match="takes the place of sampling_temperature"):
+        with_live(recipe, parse_live({"sampling_temperature": 0.5}))
+
+
+# ---- Live settings --------------------------------------------------------------------------------------------------
+
+
+def recipe_with(**sections: Any) -> Recipe:
+    minimal = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
+    return parse_recipe({**minimal, **sections}, where="recipe.toml")
+
+
+def test_every_live_setting_has_its_place_in_the_recipe() -> None:
+    assert set(LiveSettings.model_fields) == set(LIVE_NAMES) == set(RECIPE_KEYS)
+    of_recipe = LiveSettings.of_recipe(recipe_with(eval={"every_steps": 9}, objective={"beta": 0.3}))
+    assert of_recipe.eval_every_steps == 9
+    assert of_recipe.beta == Schedule(value=0.3)
+    assert len(of_recipe.changed()) == len(LIVE_NAMES)
+
+
+def test_a_number_or_a_schedule_takes_the_place_of_the_recipes_value_and_nothing_else_changes() -> None:
+    before = recipe_with()
+    falling = {"kind": "linear", "value": 0.9, "final": 0.1, "steps": 8}
+    after = with_live(before, parse_live({"learning_rate": 0.5, "most_on_policy_prob": falling, "eval_every_steps": 3}))
+    assert [after.sampling.most_on_policy_prob.at(step) for step in (0, 4, 8)] == pytest.approx([0.9, 0.5, 0.1])
+    assert after.trainer.learning_rate == Schedule(value=0.5)
+    assert after.eval.every_steps == 3
+    changed = {"trainer": {"learning_rate"}, "sampling": {"most_on_policy_prob"}, "eval": {"every_steps"}}
+    assert after.model_dump(exclude=changed) == before.model_dump(exclude=changed)
+    assert with_live(before, LiveSettings()) == before
+    assert with_live(before, parse_live({"beta": None})) == before
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("sampling", "most_on_policy_prob", 1.01, "at most 1"),
+        ("sampling", "most_on_policy_prob", {"kind": "linear", "value": 0.5, "final": 2.0, "steps": 3}, "at most 1"),
+        ("sampling", "most_on_policy_prob", -0.1, "greater than or equal to 0"),
+        ("searcher", "sampling_temperature", 0.0, "above 0"),
+        ("searcher", "sampling_temperature", {"kind": "cosine", "value": 1.0, "steps": 3}, "above 0"),
+        ("searcher", "sampling_temperature", "hot", "'hot'"),
+    ],
+)
+def test_m_is_a_probability_and_the_sampling_temperature_above_0_at_every_step(
+    section: str, key: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"'{section}\.{key}(\.value)?' has the value .*{message}"):
+        recipe_with(**{section: {key: value}})
+    with pytest.raises(ConfigError, match=rf"live settings: key '{key}(\.value)?' has the value .*{message}"):
+        parse_live({key: value})
+
+
+def test_numbers_and_schedules_are_read_in_recipes() -> None:
+    warm = {"kind": "wsd", "value": 1.5, "final": 0.5, "steps": 10, "warmup_steps": 2, "decay_steps": 4}
+    found = recipe_with(
+        objective={"preset": "tb"}, sampling={"most_on_policy_prob": 1}, searcher={"sampling_temperature": warm}
+    )
+    assert found.sampling.most_on_policy_prob.at(99) == 1
+    assert [found.searcher.sampling_temperature.at(step) for step in (0, 5, 10)] == pytest.approx([0.75, 1.5, 0.5])
+
+
+def test_the_policy_temperature_is_constant_within_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"policy_temperature is constant within a run.*start another run"):
+        parse_live({"policy_temperature": 1.0})
+
+
+def test_what_cannot_change_is_refused_with_the_names_of_what_can() -> None:
+    with pytest.raises(ConfigError, match=r"'num_steps' \(value 9\) cannot change .*learning_rate, beta, most_on"):
+        parse_live({"num_steps": 9})
+
+
+def test_a_live_value_must_go_with_the_whole_recipe() -> None:
+    with pytest.raises(ConfigError, match=r"^live settings: beta cannot be 0 at any step of this run, because tb"):
+        with_live(recipe_with(objective={"preset": "tb"}), parse_live({"beta": 0}))
+
+
+def test_a_beta_for_which_the_run_has_no_reference_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"beta above 0 gives grpo a KL to a reference, and this run was started"):
+        with_live(recipe_with(objective={"preset": "grpo"}), parse_live({"beta": 0.1}))
+    for objective in ({"preset": "grpo", "beta": 0.1}, {"preset": "kimi"}):
+        assert with_live(recipe_with(objective=objective), parse_live({"beta": 0.2})).objective.beta == Schedule(
+            value=0.2
+        )
+    assert with_live(recipe_with(objective={"preset": "grpo", "beta": 0.1}), parse_live({"beta": 0.0}))
+    with pytest.raises(ConfigError, match="kimi needs it above 0"):
+        with_live(recipe_with(objective={"preset": "kimi"}), parse_live({"beta": 0.0}))
+
+
+@pytest.mark.parametrize("preset", ["kimi", "tba_prime"])
+def test_a_live_sampling_temperature_that_makes_the_behaviour_no_earlier_theta_is_refused(preset: str) -> None:
+    with pytest.raises(ConfigError, match=r"searcher\.sampling_temperature is 0\.7 at some step and model"):
+        with_live(recipe_with(objective={"preset": preset}), parse_live({"sampling_temperature": 0.7}))
+    assert with_live(recipe_with(objective={"preset": preset}), parse_live({"sampling_temperature": 1.0}))
+    assert with_live(recipe_with(objective={"preset": "tb"}), parse_live({"sampling_temperature": 0.7}))
+
+
+# ---- How the URL of Redis is shown ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:6379/0", "redis://h:6379/0"),
+        ("rediss://u:SECRET@h:1/3?x=y", "rediss://h:1/3"),
+        ("unix:///run/redis.sock?db=1&password=SECRET", "unix:///run/redis.sock"),
+        ("unix://u:SECRET@/run/redis.sock", "unix:///run/redis.sock"),
+        ("redis://h:1/0?password=SEC@RET", "redis://..."),
+        ("redis://:SECRET/more@h:1/0", "redis://h:1/0"),
+        ("redis://:SECRET?more@h:1/0", "redis://..."),
+        ("redis://:SECRET#more@h:1/0", "redis://..."),
+        ("u:SECRET@h", "h"),
+    ],
+)
+def test_no_password_is_shown(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown

@@ -1,0 +1,115 @@
+"""`[eval.published]`: what can never be measured is refused; tables say what is known and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.api import Prompt
+from tba.config.evaluation import EvalSection, PublishedNumber
+from tba.evaluation import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
+from tba.evaluation.report import read_prompts, write_prompts
+from tba_cli.reports.comparison import evaluation_markdown
+
+
+def section(**published: Any) -> EvalSection:
+    return EvalSection.model_validate({"published": published})
+
+
+def reference(metric: str) -> list[dict[str, Any]]:
+    return [{"name": "a paper", "metric": metric, "value": 0.5, "setting": "7 steps", "source": "p. 3"}]
+
+
+@pytest.mark.parametrize(
+    ("metric", "published"),
+    [
+        ("greedy.gsm8k.success_rate", {}),
+        ("greedy.a.dotted.name.mean_reward", {}),
+        ("greedy.tldr_win_rate.mean_reward", {"tasks": ["tldr", "tldr_win_rate"]}),
+        ("greedy.perplexity.published", {"perplexity": True}),
+        ("sampled.math.pass@4", {"num_samples": 8, "pass_at": [4]}),
+        ("sampled.diversity.distinct_2", {"num_samples": 8, "greedy": False}),
+    ],
+)
+def test_a_reference_may_be_about_anything_that_is_measured(metric: str, published: dict[str, Any]) -> None:
+    assert section(references=reference(metric), **published).published.references[0].metric == metric
+
+
+@pytest.mark.parametrize(
+    ("metric", "published", "reason"),
+    [
+        ("accuracy", {}, "is not one of MODE.TASK."),
+        ("greedy.success_rate", {}, "is not one of MODE.TASK."),
+        ("greedy.gsm8k.pass@4", {}, "is not one of MODE.TASK."),
+        ("best.gsm8k.success_rate", {}, "MODE is greedy or sampled"),
+        ("sampled.gsm8k.success_rate", {}, "num_samples is 0"),
+        ("greedy.gsm8k.success_rate", {"greedy": False, "num_samples": 2}, "greedy is false"),
+        ("greedy.perplexity.published", {}, "perplexity is false"),
+        ("greedy.tldr.mean_reward", {"tasks": ["tldr_win_rate"]}, "tasks is"),
+        ("sampled.gsm8k.pass@4", {"num_samples": 8, "pass_at": [2]}, "pass_at is"),
+        ("greedy.diversity.distinct_1", {"num_samples": 8}, "diversity needs several samples"),
+        ("sampled.diversity.cosine_distance", {"num_samples": 8}, "embedding_model is not given"),
+    ],
+)
+def test_a_reference_to_what_is_not_measured_is_refused(metric: str, published: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        section(references=reference(metric), **published)
+
+
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing would be generated"):
+        section(greedy=False)
+    with pytest.raises(ValueError, match="raise num_samples"):
+        section(num_samples=2, pass_at=[3])
+
+
+def test_prompts_with_any_separator_of_lines_reach_the_evaluator(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\x85d\x0be", "f\ng\r\nh", "ünï"]
+    prompts = [Prompt(prompt_id=str(n), task="t", text=text, split="heldout") for n, text in enumerate(texts)]
+    write_prompts(tmp_path / "prompts.jsonl", prompts)
+    assert read_prompts(tmp_path / "prompts.jsonl") == prompts
+
+
+def test_the_tables_show_errors_unknown_scores_and_the_difference_to_published_numbers() -> None:
+    found = Estimate(value=0.5, stderr=0.125, num_prompts=16, num_completions=16, low=0.4, high=0.6)
+    counts = ScoreCounts(
+        reward_versions=["t@1"], success=">= 1", num_scored=16, num_unknown=4, unknown={"timeout": 3, "crashed": 1}
+    )
+    number = PublishedNumber(
+        name="a paper", metric="greedy.t.success_rate", value=0.25, setting="7 steps", source="p. 3"
+    )
+    other = PublishedNumber(name="another", metric="greedy.t.mean_reward", value=1.0, setting="8 steps", source="p. 4")
+    table = evaluation_markdown(
+        EvaluationReport(
+            subject="version 1-4 of run 'demo'",
+            version="1-4",
+            params_sha256=None,
+            run="demo",
+            engine="embedded",
+            tba_version="0",
+            finished_at_s=1.0,
+            num_prompts=20,
+            refused_prompts={"p-7": "too long"},
+            modes={
+                "greedy": ModeReport(
+                    temperature=0, num_completions=19, finish_reasons={"stop": 19}, scores={"t": counts}
+                )
+            },
+            metrics={"greedy.t.success_rate": found},
+            references=[Comparison(reference=number, found=found), Comparison(reference=other, found=None)],
+            generation_s=2.0,
+            num_generated_tokens=100,
+            settings={},
+        )
+    )
+    squeezed = " ".join(table.split())
+    assert "| greedy.t.success_rate (>= 1) | 0.5 (0.4 to 0.6) | 0.125 | 16 | 16 |" in squeezed
+    assert "greedy t: 4 of 20 scores are unknown (1 crashed, 3 timeout)" in table
+    assert "1 prompts were refused, for example p-7: too long" in table
+    expected = (
+        "| a paper | greedy.t.success_rate | 0.25 | 0.5 ± 0.125 | +0.25 (+2.0 standard errors) | 7 steps | p. 3 |"
+    )
+    assert expected in squeezed
+    assert "| another | greedy.t.mean_reward | 1 | unknown | |" in squeezed

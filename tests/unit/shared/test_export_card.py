@@ -1,0 +1,111 @@
+"""The model card: read by Hugging Face, complete, and without addresses or secrets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from tba.api import SettingsAudit
+from tba.weights.export import RunFacts, render_card
+from tba.wire import Canary, Manifest
+from tests.support.exports import make_eval, make_facts
+from tests.support.trainer_values import make_recipe
+
+
+def make_manifest(version: str = "1-8", dtype: str = "bfloat16") -> Manifest:
+    digest = "ab" * 32
+    return Manifest(
+        run="demo",
+        version=version,
+        parent="1-4",
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        tensors=[],
+        files=[],
+        model_config_sha256=digest,
+        tokenizer_sha256=digest,
+        params_sha256=digest,
+        canary=Canary(prompt_tokens=[1], response_tokens=[1], logprobs=[0.0], tolerance=0.1),
+        torch_version="2",
+        transformers_version="5",
+        created_at_s=0.0,
+    )
+
+
+def test_the_front_matter_is_what_hugging_face_reads() -> None:
+    facts = make_facts(make_recipe("models/tiny: a 'base'"))
+    data: Any = ModelCard(render_card(make_manifest("1-4"), facts), ignore_metadata_errors=False).data
+    assert data.base_model == "tiny: a 'base'"
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert {"tba", "tb"} <= set(data.tags or ())
+    results = data.eval_results or []
+    assert {(result.metric_name, result.metric_value) for result in results} >= {
+        ("pass@1, sampled at the policy temperature", 0.75),
+        ("pass@1, greedy", 0.625),
+        ("pass@4", 0.875),
+    }
+
+
+def test_the_card_names_the_version_its_results_the_best_one_and_the_recipe() -> None:
+    facts = make_facts(make_recipe(Path("models/tiny"), trainer={"num_steps": 8}))
+    text = render_card(make_manifest(), facts)
+    assert "# demo, version 1-8" in text
+    assert "1-8 <- 0-0" in text
+    assert "| start of the run | 0-0 | 128 | 0.250 |" in text
+    assert "| best version | 1-4 | 128 | 0.750 | 0.625 | 0.875 |" in text
+    assert "This version itself was not evaluated." in text
+    assert "Best by accuracy, 0.750 on the 128 prompts" in text
+    assert '"num_steps": 8' in text
+    assert "bfloat16" in text
+    assert "trained: all weights; seed 3" in text
+    adapted = make_facts(make_recipe("models/tiny", model={"lora": {"rank": 4}}))
+    assert "a LoRA adapter of rank 4, merged into the weights" in render_card(make_manifest(), adapted)
+
+
+def test_without_evaluations_the_card_says_so_and_invents_no_number() -> None:
+    recipe = make_recipe("models/tiny")
+    text = render_card(make_manifest(), RunFacts(recipe=recipe, evals=[make_eval("1-8", state="expired")]))
+    assert "No evaluation of this run is known." in text
+    assert "model-index" not in text
+    unknown = make_eval("1-8", accuracy=None, greedy_accuracy=None, mean_reward=None)
+    text = render_card(make_manifest(), RunFacts(recipe=recipe, evals=[unknown]))
+    assert "| this version | 1-8 | 128 | unknown | unknown |" in text
+    assert "model-index" not in text
+
+
+def test_live_settings_that_were_changed_are_on_the_card_with_their_steps_and_without_reasons() -> None:
+    audit = {
+        "revision": 1,
+        "at_s": 1.0,
+        "role": "operator",
+        "reason": "SECRET",
+        "lineage": 1,
+        "step": 4,
+        "changes": {"beta": {"old": None, "new": {"value": 0.2}}},
+        "effects": [{"name": "beta", "lineage": 1, "step": 5, "at_s": 1.0, "abandoned": False}],
+    }
+    facts = make_facts(make_recipe("models/tiny"), changes=[SettingsAudit.model_validate(audit)])
+    text = render_card(make_manifest(), facts)
+    assert "revision 1, by the operator after step 4: beta recipe -> 0.2\n  beta: in effect from step 1-5 on" in text
+    assert "SECRET" not in text
+    assert "changed while the run trained" not in render_card(make_manifest(), make_facts(make_recipe("models/tiny")))
+
+
+def test_addresses_folders_and_secrets_stay_at_home() -> None:
+    recipe = make_recipe(
+        "/home/SECRET/models/tiny",
+        data={"generator": None, "path": "/home/SECRET/prompts.jsonl"},
+        eval={"embedding_model": "/home/SECRET/encoder", "num_samples": 2},
+        buffer={"redis_url": "redis://:SECRET@cache.internal:6379/0", "host": "10.0.0.7", "max_rollouts": 777},
+        store={"url": "s3://private-bucket/x", "endpoint_url": "https://store.internal"},
+        auth={"tokens_file": "/etc/tokens.json"},
+        reward={"url": "http://reward.internal"},
+        tracking={"wandb": {"entity": "SECRET"}},
+    )
+    text = render_card(make_manifest(), make_facts(recipe))
+    for private in ("SECRET", "internal", "10.0.0.7", "private-bucket", "tokens.json"):
+        assert private not in text
+    assert '"max_rollouts": 777' in text
+    for named in ('"path": "tiny"', '"path": "prompts.jsonl"', '"embedding_model": "encoder"'):
+        assert named in text

@@ -1,0 +1,204 @@
+"""Objects that a recipe names: how they are found, and the sentences about those that cannot be used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tba_buffer.eviction.custom import load_policies
+from tba_buffer.eviction.evictor import EvictionPlanner, EvictionSettings
+from tba_searcher.engines.factory import build_engine
+from tba_trainer.tracking import open_trackers
+
+from tba import plugins
+from tba.config import Recipe, parse_recipe
+from tba.errors import ConfigError
+from tba.versions import START, LineageTree
+from tests.support.index_values import index_of
+from tests.support.trainer_values import RecordedBuffer
+
+REMEDY = "correct objective.preset, install its package, or put the folder of its module on PYTHONPATH"
+MODULE = """
+import sys
+import numpy as np
+from tba.errors import ConfigError
+from tba_buffer.eviction.policies import EvictionPolicy
+
+NUMBER = 7
+
+def function(*arguments):
+    return None
+
+def raises(*arguments):
+    raise RuntimeError("no licence")
+
+def leaves(*arguments):
+    sys.exit("no licence")
+
+def refuses(*arguments):
+    raise ConfigError("set MY_KEY")
+
+class Outer:
+    class Inner:
+        pass
+
+class Policy(EvictionPolicy):
+    reason = "mine"
+
+    def choose(self, plan):
+        return plan.new_rows
+
+class Taken(Policy):
+    reason = "max_bytes"
+
+class Spoken(Policy):
+    reason = "Too long!"
+
+class Wild(Policy):
+    def choose(self, plan):
+        return [3, 99, 0, 3, -1]
+
+class Broken(Policy):
+    def choose(self, plan):
+        raise KeyError("x")
+
+    def is_due(self, now):
+        raise KeyError("x")
+
+class Fractions(Policy):
+    def choose(self, plan):
+        return np.array([0.5])
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the current folder, which is not on the path yet."""
+    (tmp_path / "my_plugins.py").write_text(MODULE)
+    (tmp_path / "spoilt.py").write_text("import no_such_library\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "my_plugins", raising=False)
+
+
+@pytest.fixture
+def entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with an objective."""
+
+    def points(group: str) -> list[importlib.metadata.EntryPoint]:
+        return [importlib.metadata.EntryPoint("mine", "my_plugins:function", group)] if group != "tba.engines" else []
+
+    monkeypatch.setattr("importlib.metadata.entry_points", points)
+
+
+def load(value: str) -> Any:
+    return plugins.load(value, group="tba.objectives", what="objective.preset")
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    document = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}, **sections}
+    return parse_recipe(document, where="test")
+
+
+def test_an_import_path_names_a_member_of_a_module_in_the_current_folder() -> None:
+    assert load("my_plugins:function").__name__ == "function"
+    assert load("my_plugins:Outer.Inner").__name__ == "Inner"
+
+
+def test_an_entry_point_goes_by_its_name_and_a_built_in_name_comes_first(entry_points: None) -> None:
+    assert load("mine").__name__ == "function"
+    assert plugins.resolve("mine", group="tba.objectives", what="x") == "my_plugins:function"
+    assert plugins.resolve("mine", group="tba.objectives", what="x", builtin=["mine"]) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("no_such:f", rf"cannot be imported .ModuleNotFoundError: No module named 'no_such'.; {REMEDY}"),
+        ("my_plugins:no_such", f"cannot be imported .AttributeError.*; {REMEDY}"),
+        ("spoilt:f", f"cannot be imported .*No module named 'no_such_library'.; {REMEDY}"),
+        ("my_plugins:NUMBER", f"is a int and not a function or class; {REMEDY}"),
+        ("my_plugins:", "is not an import path; write MODULE:NAME"),
+        ("../my_plugins.py:f", "is not an import path; write MODULE:NAME"),
+        (
+            "mien",
+            r"is not known here \(known are mine; .* group tba.objectives\); correct it, install its package here",
+        ),
+    ],
+)
+def test_an_object_that_cannot_be_loaded_is_named_with_the_remedy(entry_points: None, value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^objective.preset '{value}' {says}"):
+        load(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("my_plugins:leaves", r"tracking.trackers 'my_plugins:leaves' failed \(SystemExit: no licence\); correct"),
+        ("my_plugins:raises", r"tracking.trackers 'my_plugins:raises' failed \(RuntimeError: no licence\); correct"),
+        ("my_plugins:refuses", "^set MY_KEY$"),
+        ("my_plugins:function", "made None, which lacks members of tba_trainer.tracking.tracker.Tracker; add them"),
+    ],
+)
+def test_a_tracker_that_cannot_be_built_keeps_the_trainer_from_starting(value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_trackers(recipe(tracking={"trackers": [value]}), RecordedBuffer())  # pyright: ignore[reportArgumentType]
+
+
+def test_an_engine_that_cannot_be_built_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'my_plugins:function' made None, which lacks members of .*engine\.Engine;"):
+        build_engine(recipe(searcher={"engine": "my_plugins:function"}), tmp_path, START, None, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"objective": {"preset": "grop"}}, r"key 'objective.preset' has the value 'grop'.*known are tb, tba_prime, "),
+        ({"objective": {"preset": "m:f", "centre": "theta"}}, "the objective m:f does not have this setting"),
+        ({"objective": {"preset": "m:f", "anchor": "behaviour", "beta": 0.1}}, "the KL of the objective m:f is to a"),
+        ({"objective": {"preset": "m:f", "anchor": "reset"}}, "m:f has beta 0 and so no KL"),
+        ({"objective": {"preset": "m f:g"}}, "is not an import path; write MODULE:NAME"),
+        ({"objective": {"preset": 3}}, "objective.preset"),
+        ({"searcher": {"engine": "vlm"}}, r"key 'searcher.engine' has the value 'vlm'.*known are embedded, vllm, sim"),
+    ],
+)
+def test_the_config_refuses_misspelt_names_without_an_import(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        recipe(**sections)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_objective_from_outside_has_no_kl_unless_asked_for_and_all_settings_are_its_own() -> None:
+    objective = recipe(objective={"preset": "m:f", "clip_range": 0.3, "importance_clamp": 2.0}).objective
+    assert (objective.beta.at(0), objective.needs_reference, objective.member) == (0.0, False, None)
+    assert recipe(objective={"preset": "m:f", "beta": 0.1}).objective.used_anchor == "fixed"
+    alone = {"group_size": 1, "min_distinct": 1}
+    assert recipe(objective={"preset": "m:f"}, sampling=alone).sampling.group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["my_plugins:function"], "made None, which lacks members of tba_buffer.eviction.policies.EvictionPolicy"),
+        (["my_plugins:Taken"], "has the reason 'max_bytes'; it must be a name in lower case that no other policy has"),
+        (["my_plugins:Spoken"], "has the reason 'Too long!'"),
+        (["my_plugins:Policy", "my_plugins:Wild"], "'my_plugins:Wild' has the reason 'mine'"),
+    ],
+)
+def test_an_eviction_policy_that_cannot_be_used_is_named(names: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_policies(names)
+
+
+@pytest.mark.parametrize(("policy", "gone"), [("Wild", [0, 3]), ("Broken", []), ("Fractions", [])])
+def test_a_wrong_eviction_policy_drops_no_other_rows_and_the_caps_hold(policy: str, gone: list[int]) -> None:
+    settings = EvictionSettings(max_rollouts=3, max_bytes=10**9, eviction_policies=[f"my_plugins:{policy}"])
+    planner, index = EvictionPlanner(settings), index_of([[1.0, 0.0, 1.0, 0.0]])
+    plan = {reason: rows.tolist() for reason, rows in planner.plan(index, LineageTree({}), START)}
+    assert plan == ({"mine": gone} if gone else {"max_rollouts": [0]})
+    assert not planner.is_due(START)
+    assert np.array_equal(index.live_rows(), [0, 1, 2, 3])

@@ -1,0 +1,217 @@
+"""The answers common to all services: health, problems, and access."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Annotated, Any
+
+import httpx2
+import pytest
+from fastapi import Depends, FastAPI, Query
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tba.api import BatchRequest
+from tba.health import readiness_problem
+from tba.server import Authenticator
+from tba.server.problems import install_problem_handlers
+
+# ---- The health check of the images, against a real server on loopback ----------------------------------------------
+
+
+@contextmanager
+def service(status: int, body: bytes) -> Iterator[int]:
+    """A service whose /readyz answers this; gives its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = status if self.path == "/readyz" else 404
+            self.send_response(found)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing on stderr."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tba.health", *arguments], capture_output=True, text=True)
+
+
+def test_a_ready_service_is_well():
+    with service(200, b"{}") as port:
+        assert readiness_problem(port) is None
+        assert check(str(port)).returncode == 0
+
+
+def test_one_that_is_not_ready_says_why():
+    with service(503, b'{"detail": "Redis does not answer"}') as port:
+        answer = check(str(port))
+        assert answer.returncode == 1
+        assert answer.stderr == f"error: port {port} answers 503: Redis does not answer\n"
+
+
+def test_one_that_does_not_listen_is_not_well():
+    with service(200, b"") as port:
+        pass
+    assert f"nothing answers on port {port}" in str(readiness_problem(port))
+
+
+def test_without_a_port_or_a_recipe_the_usage_says_so():
+    answer = check()
+    assert answer.returncode == 2
+    assert "give either a port or --config" in answer.stderr
+
+
+def test_an_explained_error_of_the_recipe_is_shown(tmp_path):
+    answer = check("--config", str(tmp_path / "missing.toml"))
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("error: ")
+    assert "missing.toml" in answer.stderr
+
+
+# ---- Problem documents of requests that do not fit ------------------------------------------------------------------
+
+
+GOOD = {"trainer_id": "t", "lineage": 1, "step": 1, "token": "x"}
+
+
+async def detail_of(path: str, content: str | bytes) -> str:
+    app = FastAPI()
+    install_problem_handlers(app)
+
+    @app.post("/batches")
+    async def batches(body: BatchRequest) -> None: ...
+
+    @app.post("/limit")
+    async def limit(limit: Annotated[int, Query(le=10)]) -> None: ...
+
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app") as client:
+        reply = await client.post(path, content=content, headers={"content-type": "application/json"})
+    problem = reply.json()
+    assert (reply.status_code, problem["status"], problem["type"]) == (422, 422, "urn:tba:problem:invalid-body")
+    assert reply.headers["content-type"] == "application/problem+json"
+    return problem["detail"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": 0}, ["body.step", "greater than or equal to 1", "(value 0)"]),
+        ({"step": "one"}, ["body.step", "(value 'one')"]),
+        ({"wait_s": 61}, ["body.wait_s", "(value 61)"]),
+        ({"surplus": [1]}, ["body.surplus", "(value [1])"]),
+        ({"step": 0, "wait_s": -1}, ["body.step", "(value 0)", "body.wait_s", "(value -1)"]),
+        ({"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}, ["body.a", "body.b", "body.c", "and 2 more"]),
+        ({"token": "\ud800"}, ["body.token"]),
+        ({"\ud800": 1}, ["unicode"]),
+    ],
+)
+async def test_the_field_and_the_value_are_named(changes: dict[str, Any], said: list[str]) -> None:
+    detail = await detail_of("/batches", json.dumps({**GOOD, **changes}))
+    assert [part for part in said if part not in detail] == []
+
+
+async def test_a_missing_field_is_named() -> None:
+    assert await detail_of("/batches", "{}") == (
+        "body.trainer_id: Field required; body.lineage: Field required; body.step: Field required; and 1 more"
+    )
+
+
+async def test_a_query_parameter_is_named() -> None:
+    assert "query.limit: Input should be less than or equal to 10 (value '11')" in await detail_of(
+        "/limit?limit=11", ""
+    )
+
+
+async def test_a_body_that_is_no_json_is_said_to_be_none() -> None:
+    assert (await detail_of("/batches", '{"step": 1')).startswith("body.10: not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b'{"step": "\xff"}', "'utf-8' codec can't decode byte 0xff"), (b"[" * 200_000, "recursion")],
+)
+async def test_a_body_that_cannot_be_decoded_says_why(content: bytes, said: str) -> None:
+    detail = await detail_of("/batches", content)
+    assert detail.startswith("body: cannot be read as JSON: ")
+    assert said in detail
+
+
+@pytest.mark.parametrize("body", [list(range(100_000)), {"x" * 100_000: {"y" * 100_000: 1}}, "z" * 100_000])
+async def test_what_is_said_about_a_large_value_is_short(body: object) -> None:
+    assert len(await detail_of("/batches", json.dumps(body))) < 1500
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "slug"),
+    [("GET", "/nowhere", 404, "not-found"), ("DELETE", "/batches", 405, "method-not-allowed")],
+)
+async def test_what_is_not_there_is_a_problem_too(method: str, path: str, status: int, slug: str) -> None:
+    app = FastAPI()
+    install_problem_handlers(app)
+
+    @app.post("/batches")
+    async def batches() -> None: ...
+
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app") as client:
+        reply = await client.request(method, path)
+    assert (reply.status_code, reply.json()["type"]) == (status, f"urn:tba:problem:{slug}")
+    assert path in reply.json()["detail"]
+
+
+# ---- Any Authorization header that is not a known token of the right role is refused with a problem document --------
+
+
+TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
+
+
+def status_of(header: bytes | None) -> tuple[int, str]:
+    app, auth = FastAPI(), Authenticator(TOKENS)
+    install_problem_handlers(app)
+
+    @app.get("/", dependencies=[Depends(auth.require("viewer"))])
+    async def look() -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def ask() -> httpx2.Response:
+        headers = [] if header is None else [(b"authorization", header)]
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app") as client:
+            return await client.get("/", headers=headers)
+
+    reply = asyncio.run(ask())
+    return reply.status_code, reply.headers["content-type"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    header=st.binary(max_size=60)
+    | st.binary(max_size=40).map(lambda token: b"Bearer " + token)
+    | st.sampled_from([*TOKENS.values()]).map(lambda token: f"Basic {token}".encode())
+)
+def test_what_is_no_known_token_is_refused(header: bytes) -> None:
+    assert status_of(header) == (401, "application/problem+json")
+
+
+@pytest.mark.parametrize(
+    ("role", "status"), [("viewer", 200), ("operator", 200), ("searcher", 403), ("trainer", 403), (None, 401)]
+)
+def test_roles(role: str | None, status: int) -> None:
+    assert status_of(None if role is None else f"bearer {TOKENS[role]}".encode())[0] == status

@@ -1,0 +1,150 @@
+"""The filters that choose the rollouts of a batch to train on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_trainer.loop.batches import Requirements, count_reasons, filter_batch
+from tba_trainer.model.policy import load_policy
+
+from tba.versions import START, LineageTree, PolicyVersion
+from tba.wire import Batch, Group, RefLogprob, RefusedRollout, Rollout, VersionSpan
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import VOCAB_SIZE, make_batch, make_recipe, make_rollout
+
+NEEDS = Requirements(vocab_size=VOCAB_SIZE, max_tokens=64, ref_logprobs=False, min_group=2)
+TREE = LineageTree({1: START, 2: PolicyVersion(1, 40)})
+TRAINER = PolicyVersion(2, 50)
+
+
+def filtered(batch: Batch, needs: Requirements = NEEDS) -> Batch:
+    return filter_batch(batch, needs, lineages=TREE, trainer=TRAINER)
+
+
+def with_first(change: dict[str, object]) -> Batch:
+    """A batch of 3 groups of 4 whose first rollout is changed."""
+    batch = make_batch(0)
+    first = batch.groups[0]
+    changed = replace(first, rollouts=(replace(first.rollouts[0], **change), *first.rollouts[1:]))
+    return replace(batch, groups=(changed, *batch.groups[1:]))
+
+
+def spans(*versions: tuple[int, int]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=PolicyVersion(*v), start=i, end=i + 1) for i, v in enumerate(versions))
+
+
+LONG = np.full(64, 5, dtype=np.int32)
+REFUSALS = [
+    ({"reward": None, "reward_status": "pending"}, "no-reward", "its reward is None (status 'pending')"),
+    ({"reward": float("nan")}, "no-reward", "its reward is nan"),
+    ({"reward": 1e308}, "reward-size", "its reward is 1e+308, beyond +-1e+09: scale the reward"),
+    ({"reward": -1e308}, "reward-size", "its reward is -1e+308"),
+    ({"prompt_id": "another"}, "prompt", "it names prompt 'another'"),
+    ({"response_tokens": np.array([5, VOCAB_SIZE])}, "vocabulary", f"token id {VOCAB_SIZE} is outside"),
+    ({"prompt_tokens": np.array([10**6])}, "vocabulary", "token id 1000000 is outside the model's vocabulary of 33"),
+    ({"response_tokens": LONG}, "too-long", "67 tokens, the model reads 64"),
+    ({"sampler_logprobs": np.array([-0.5, -1e30])}, "sampler-logprob", "no sampler draws such a token"),
+    ({"version_spans": spans((2, 51))}, "future-version", "version 2-51 comes after the trainer's own, 2-50"),
+    ({"version_spans": spans((2, 49), (2, 51))}, "future-version", "version 2-51"),
+    ({"version_spans": spans((3, 1))}, "unknown-version", "no trainer start of this run made version 3-1"),
+    ({"version_spans": spans((0, 1))}, "unknown-version", "version 0-1"),
+    ({"version_spans": spans((2, 39))}, "unknown-version", "version 2-39"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason", "sentence"), REFUSALS)
+def test_a_bad_rollout_is_refused_by_name_and_costs_only_itself(
+    change: dict[str, object], reason: str, sentence: str
+) -> None:
+    batch = with_first(change)
+    found = filtered(batch)
+    assert [group.rollouts for group in found.groups] == [
+        batch.groups[0].rollouts[1:],
+        *(group.rollouts for group in batch.groups[1:]),
+    ]
+    [refused] = found.refused
+    bad = batch.groups[0].rollouts[0]
+    assert (refused.prompt_id, refused.reason) == (batch.groups[0].prompt_id, reason)
+    assert refused.detail.startswith(f"rollout {bad.rollout_id.hex()} of prompt {batch.groups[0].prompt_id!r}: ")
+    assert sentence in refused.detail
+
+
+@pytest.mark.parametrize("version", [(0, 0), (1, 40), (1, 55), (2, 40), (2, 50)])
+def test_versions_that_may_be_are_taken_also_those_of_a_lineage_that_died_later(version: tuple[int, int]) -> None:
+    batch = with_first({"version_spans": spans(version)})
+    assert filtered(batch) == batch
+
+
+def test_ref_logprobs_are_needed_where_only_searchers_compute_them() -> None:
+    needs, batch = replace(NEEDS, ref_logprobs=True), make_batch(0)
+
+    def with_ref(value: RefLogprob | None) -> Batch:
+        rollouts = ([replace(r, ref_logprob=value) for r in group.rollouts] for group in batch.groups)
+        groups = (replace(g, rollouts=tuple(of_it)) for g, of_it in zip(batch.groups, rollouts, strict=True))
+        return filtered(replace(batch, groups=tuple(groups)), needs)
+
+    for value in (None, RefLogprob(value=-3.0, version=PolicyVersion(1, 40))):
+        found = with_ref(value)
+        assert found.groups == ()
+        assert count_reasons(found.refused) == {"ref-logprob": 12}
+    assert with_ref(RefLogprob(value=-3.0, version=START)).refused == ()
+
+
+def test_what_is_left_of_a_group_alone_goes_too_where_rollouts_are_compared() -> None:
+    rng = np.random.default_rng(0)
+    rollouts = tuple(make_rollout(rng, prompt_id="p", reward=reward) for reward in (None, None, 1.0))
+    batch = replace(make_batch(0), groups=(Group(prompt_id="p", source="recent", fallback=False, rollouts=rollouts),))
+    found = filtered(batch)
+    assert found.groups == ()
+    assert count_reasons(found.refused) == {"group-of-one": 1, "no-reward": 2}
+    alone = filtered(batch, replace(NEEDS, min_group=1))
+    assert alone.rollouts == [rollouts[2]]
+    # another slot of the same prompt is company
+    twice = replace(batch, groups=(*batch.groups, replace(batch.groups[0], rollouts=(rollouts[2],))))
+    assert filtered(twice).rollouts == [rollouts[2], rollouts[2]]
+
+
+def test_what_decoding_refused_stays_refused() -> None:
+    before = RefusedRollout(prompt_id="p", reason="malformed", detail="rollout: field 'run' is missing")
+    found = filtered(replace(with_first({"reward": None}), refused=(before,)))
+    assert found.refused[0] == before
+    assert count_reasons(found.refused) == {"malformed": 1, "no-reward": 1}
+
+
+def test_what_is_needed_follows_from_the_model_and_the_objective(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+
+    def needs(**objective: object) -> Requirements:
+        recipe = make_recipe(folder, objective=objective)
+        return Requirements.of(recipe, load_policy(recipe.model, device="cpu", gradient_checkpointing=False))
+
+    assert needs() == Requirements(vocab_size=VOCAB_SIZE, max_tokens=512, ref_logprobs=False, min_group=2)
+    assert needs(reference_placement="searcher").ref_logprobs
+    assert not needs(preset="reinforce", beta=0.0).ref_logprobs
+    assert needs(preset="reinforce", beta=0.0).min_group == 1
+    assert needs(preset="grpo").min_group == 2
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([None, *range(len(REFUSALS))]), min_size=1, max_size=4), min_size=1, max_size=4)
+)
+def test_every_rollout_is_either_trained_on_or_refused(kinds: list[list[int | None]]) -> None:
+    rng = np.random.default_rng(0)
+    groups = []
+    for number, members in enumerate(kinds):
+        rollouts: list[Rollout] = []
+        for kind in members:
+            rollout = make_rollout(rng, prompt_id=f"p-{number}")
+            rollouts.append(rollout if kind is None else replace(rollout, **REFUSALS[kind][0]))
+        groups.append(Group(prompt_id=f"p-{number}", source="replay", fallback=True, rollouts=tuple(rollouts)))
+    found = filtered(replace(make_batch(0), groups=tuple(groups)))
+    good = {f"p-{n}": members.count(None) for n, members in enumerate(kinds)}
+    assert Counter(r.prompt_id for r in found.rollouts) == {p: n for p, n in good.items() if n >= 2}
+    assert len(found.rollouts) + len(found.refused) == sum(map(len, kinds))
+    assert all(group.rollouts for group in found.groups)

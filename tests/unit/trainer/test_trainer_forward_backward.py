@@ -1,0 +1,297 @@
+"""The gradient of a batch is the same however it is cut into micro-batches and dealt out to ranks, per objective."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_trainer.learner.forward_backward import (
+    ForwardBackward,
+    ForwardResult,
+    MicroBatch,
+    Plan,
+    Ranks,
+    plan_micro_batches,
+)
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.policy import load_policy
+from tba_trainer.objectives import resolve
+
+from tba.config import ObjectiveSection
+from tba.config.objective import PRESETS
+from tba.wire import Batch
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_batch, make_recipe
+
+OWN = "tests.support.objective_values:weighted_loss"
+BETA = 0.3
+AGES = [0, 3, 40] * 4
+RANK_WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
+    return load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False)
+
+
+def section(preset: str, **values: Any) -> ObjectiveSection:
+    """Baselines with a KL too: then everything that may depend on theta does."""
+    return ObjectiveSection.model_validate({"preset": preset, "beta": {"value": BETA}, **values})
+
+
+def passes(
+    policy: LogprobModel, objective: ObjectiveSection, batch: Batch, max_tokens: int, ranks: Ranks
+) -> ForwardBackward:
+    rng = np.random.default_rng(0)
+    return ForwardBackward(
+        policy,
+        resolve(objective),
+        batch.rollouts,
+        rewards=rng.random(len(batch.rollouts)),
+        ref_logprobs=(-20 * rng.random(len(batch.rollouts))).tolist(),
+        policy_ages=AGES[: len(batch.rollouts)],
+        beta=BETA,
+        micro_batch_tokens=max_tokens,
+        ranks=ranks,
+    )
+
+
+Result = tuple[torch.Tensor, dict[str, float], list[ForwardResult], int]
+"""Gradient, metrics, what is known per rollout, forward passes."""
+
+
+def run(model: Any, objective: ObjectiveSection, batch: Batch, max_tokens: int, ranks: Ranks | None = None) -> Result:
+    num_passes = 0
+
+    class Counting(LogprobModel):
+        def token_logprobs(self, sequences: Any) -> torch.Tensor:
+            nonlocal num_passes
+            num_passes += 1
+            return super().token_logprobs(sequences)
+
+    model = copy.deepcopy(model)
+    work = passes(Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks())
+    metrics = work.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient, metrics, work.results(), num_passes
+
+
+def run_ranks(model: Any, objective: ObjectiveSection, batch: Batch, max_tokens: int, num_ranks: int) -> list[Result]:
+    """Every rank in a thread of its own, on a copy of the model."""
+    barrier = threading.Barrier(num_ranks, timeout=RANK_WAIT_S)
+    parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
+
+    def adder(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def all_reduce(values: torch.Tensor) -> torch.Tensor:
+            assert values.dtype == torch.float64
+            parts[rank] = values.clone()
+            barrier.wait()
+            total = torch.stack(parts).sum(dim=0)
+            barrier.wait()
+            return total
+
+        return all_reduce
+
+    def work(rank: int) -> Result:
+        return run(model, objective, batch, max_tokens, Ranks(rank=rank, num_ranks=num_ranks, all_reduce=adder(rank)))
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(work, range(num_ranks)))
+
+
+def assert_same(found: Result, expected: Result) -> None:
+    torch.testing.assert_close(found[0], expected[0], atol=2e-6, rtol=2e-4)
+    assert found[1] == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
+    for one, other in zip(found[2], expected[2], strict=True):
+        assert one.rollout is other.rollout
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.abs_gap == pytest.approx(other.abs_gap, abs=1e-4)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, OWN])
+def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(model: Any, preset: str) -> None:
+    """4096 tokens: one pass for all. 60: groups whole in several. 1: every rollout alone."""
+    batch, objective = make_batch(0), section(preset)
+    whole = run(model, objective, batch, 4096)
+    assert whole[0].norm() > 0
+    for max_tokens in (60, 1):
+        assert_same(run(model, objective, batch, max_tokens), whole)
+    for num_ranks, max_tokens in ((2, 4096), (3, 30)):
+        results = run_ranks(model, objective, batch, max_tokens, num_ranks)
+        gradient = torch.stack([result[0] for result in results]).sum(dim=0)
+        for result in results:
+            assert_same((gradient, *result[1:]), whole)
+        assert len({result[3] for result in results}) == 1  # the same number of collectives
+
+
+@pytest.mark.parametrize("preset", ["tb", OWN])
+def test_ranks_without_a_rollout_make_the_same_passes(model: Any, preset: str) -> None:
+    batch, objective = make_batch(0, num_groups=1, group_size=2), section(preset)
+    whole = run(model, objective, batch, 4096)
+    results = run_ranks(model, objective, batch, 4096, 5)
+    assert_same((torch.stack([result[0] for result in results]).sum(dim=0), *results[4][1:]), whole)
+    assert sorted(float(result[0].norm()) == 0 for result in results) == [False, False, True, True, True]
+    assert len({result[3] for result in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "max_tokens", "num_passes"),
+    [
+        ({"preset": "tb"}, 4096, 1),
+        ({"preset": "tb"}, 60, 3),
+        ({"preset": "tb"}, 1, 24),
+        ({"preset": "kimi"}, 1, 12),
+        ({"preset": "grpo", "beta": {"value": 0.0}}, 1, 12),
+        ({"preset": "ppo_clip", "beta": {"value": 0.0}}, 60, 3),
+        ({"preset": "ppo_clip"}, 4096, 1),
+        ({"preset": "ppo_clip"}, 60, 6),
+    ],
+)
+def test_a_first_pass_is_made_only_where_an_advantage_needs_it(
+    model: Any, values: dict[str, Any], max_tokens: int, num_passes: int
+) -> None:
+    """12 rollouts in 3 groups. Not where groups are whole, not where A_j does not read theta's log-probs of others."""
+    assert run(model, section(**values), make_batch(0), max_tokens)[3] == num_passes
+
+
+def test_without_a_reference_there_is_no_ref_logprob(model: Any) -> None:
+    work = ForwardBackward(
+        LogprobModel(copy.deepcopy(model), temperature=1.0),
+        resolve(section("tb_behaviour")),
+        make_batch(0).rollouts,
+        rewards=np.zeros(12),
+        ref_logprobs=None,
+        policy_ages=AGES,
+        beta=BETA,
+        micro_batch_tokens=4096,
+    )
+    work.backward()
+    assert {item.ref_logprob for item in work.results()} == {None}
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(model: Any) -> None:
+    batch, objective = make_batch(0), section("tba_prime")
+    expected = run(model, objective, batch, 60)[0]
+    checkpointed = copy.deepcopy(model)
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpointed.train()
+    torch.testing.assert_close(run(checkpointed, objective, batch, 60)[0], expected, atol=1e-6, rtol=1e-5)
+
+
+# ---- Micro-batch plans ----------------------------------------------------------------------------------------------
+
+
+Rows = list[tuple[int, int]]
+ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 6)), min_size=1, max_size=60)
+
+
+def plan_of(rows: Rows, max_tokens: int, *, num_ranks: int = 1, keep_groups: bool = True) -> Plan:
+    lengths, groups = [length for length, _ in rows], [group for _, group in rows]
+    return plan_micro_batches(lengths, groups, max_tokens, num_ranks=num_ranks, keep_groups=keep_groups)
+
+
+def load(rows: Rows, micro_batch: MicroBatch) -> int:
+    return sum(rows[i][0] for i in micro_batch.indices)
+
+
+@given(rows=ROWS, max_tokens=st.integers(1, 500), num_ranks=st.integers(1, 5), keep_groups=st.booleans())
+def test_every_rollout_is_in_exactly_one_micro_batch_within_the_bound(
+    rows: Rows, max_tokens: int, num_ranks: int, keep_groups: bool
+) -> None:
+    plan = plan_of(rows, max_tokens, num_ranks=num_ranks, keep_groups=keep_groups)
+    everything = [micro_batch for micro_batches in plan.rounds for micro_batch in micro_batches]
+    assert sorted(i for micro_batch in everything for i in micro_batch.indices) == list(range(len(rows)))
+    for micro_batch in everything:
+        assert load(rows, micro_batch) <= max_tokens or len(micro_batch.indices) == 1
+    assert {len(micro_batches) for micro_batches in plan.rounds} == {num_ranks}
+    assert [plan.of_rank(rank) for rank in range(num_ranks)] == [
+        [micro_batches[rank] for micro_batches in plan.rounds] for rank in range(num_ranks)
+    ]
+
+
+@given(rows=ROWS, max_tokens=st.integers(1, 500), num_ranks=st.integers(1, 5), keep_groups=st.booleans())
+def test_a_micro_batch_knows_whether_its_groups_are_complete(
+    rows: Rows, max_tokens: int, num_ranks: int, keep_groups: bool
+) -> None:
+    plan = plan_of(rows, max_tokens, num_ranks=num_ranks, keep_groups=keep_groups)
+    split = []
+    for number, micro_batches in enumerate(plan.rounds):
+        for micro_batch in micro_batches:
+            here = {rows[i][1] for i in micro_batch.indices}
+            complete = {i for i, (_, group) in enumerate(rows) if group in here} == set(micro_batch.indices)
+            assert micro_batch.whole_groups == complete
+        if not all(micro_batch.whole_groups for micro_batch in micro_batches):
+            split.append(number)
+    assert plan.split_rounds() == split
+
+
+@given(rows=ROWS, spare_tokens=st.integers(0, 200))
+def test_on_one_rank_no_group_is_split_where_all_fit(rows: Rows, spare_tokens: int) -> None:
+    """Splitting costs a pass and saves nothing there: the tokens of all micro-batches are the same. If a group does
+    not fit, some are split anyway, and a plan that splits others too may have fewer tokens in such rounds."""
+    sizes = Counter[int]()
+    for length, group in rows:
+        sizes[group] += length
+    plan = plan_of(rows, max(sizes.values()) + spare_tokens)
+    assert plan.split_rounds() == []
+
+
+@given(rows=ROWS, max_tokens=st.integers(60, 500), num_ranks=st.integers(1, 5))
+def test_loads_differ_by_no_more_than_the_longest_rollout(rows: Rows, max_tokens: int, num_ranks: int) -> None:
+    plan = plan_of(rows, max_tokens, num_ranks=num_ranks, keep_groups=False)
+    loads = [load(rows, micro_batch) for micro_batches in plan.rounds for micro_batch in micro_batches]
+    assert max(loads) - min(loads) <= max(length for length, _ in rows)
+    assert loads == sorted(loads, reverse=True)  # ranks with similar loads work at the same time
+
+
+@given(rows=ROWS, max_tokens=st.integers(60, 500), num_ranks=st.integers(1, 5))
+def test_there_are_not_many_more_micro_batches_than_the_tokens_need(
+    rows: Rows, max_tokens: int, num_ranks: int
+) -> None:
+    """With the longest rollout at most half the bound, every bin, except in the last round, is at least half full."""
+    half = [(max(1, length // 2), group) for length, group in rows]
+    plan = plan_of(half, max_tokens, num_ranks=num_ranks, keep_groups=False)
+    need = -(-sum(length for length, _ in half) // (max_tokens * num_ranks))
+    assert len(plan.rounds) <= 2 * need
+
+
+def test_a_group_is_split_over_ranks_that_would_otherwise_be_idle() -> None:
+    rows = [(10, 0)] * 8
+    together = plan_of(rows, 100)
+    assert [m.indices for m in together.rounds[0]] == [tuple(range(8))]
+    apart = plan_of(rows, 100, num_ranks=4)
+    assert [load(rows, m) for m in apart.rounds[0]] == [20] * 4
+    assert apart.split_rounds() == [0]
+
+
+def test_groups_stay_whole_over_ranks_where_that_is_balanced_enough() -> None:
+    rows = [(10, group) for group in range(4) for _ in range(8)] + [(1, 4)]
+    plan = plan_of(rows, 100, num_ranks=2)
+    assert plan.split_rounds() == []
+    assert [[load(rows, m) for m in micro_batches] for micro_batches in plan.rounds] == [[81, 80], [80, 80]]
+
+
+def test_too_few_rollouts_leave_empty_micro_batches() -> None:
+    plan = plan_of([(5, 0)], 10, num_ranks=3)
+    assert [m.indices for m in plan.rounds[0]] == [(0,), (), ()]
+    assert all(m.whole_groups for m in plan.rounds[0])
+
+
+def test_a_rollout_longer_than_the_bound_goes_alone() -> None:
+    plan = plan_of([(50, 0), (3, 1), (2, 2)], 10)
+    assert [m.indices for (m,) in plan.rounds] == [(0,), (1, 2)]
+
+
+def test_micro_batches_are_balanced_by_tokens() -> None:
+    plan = plan_of([(8, 0), (2, 1), (7, 2), (3, 3)], 11)
+    assert [m.indices for (m,) in plan.rounds] == [(0, 1), (2, 3)]

@@ -1,0 +1,344 @@
+"""A batch through the learner: micro-batching, temperature, reference cache, optimizer, what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.learner import learner as learner_module
+from tba_trainer.learner.forward_backward import (
+    AGE_BUCKETS,
+    ForwardBackward,
+    ForwardResult,
+    batch_metrics,
+    bucket_name,
+    ess_ratio,
+)
+from tba_trainer.learner.learner import Learner
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import frozen_copy, load_policy
+
+from tba.config.objective import PRESETS
+from tba.errors import TbaError
+from tba.wire import Batch, Rollout
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_batch, make_recipe, make_rollout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
+    recipe = make_recipe(folder, **sections)
+    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    return Learner(model, recipe, np.random.default_rng(0))
+
+
+def moved(learner: Learner) -> Learner:
+    """The same learner with theta away from the reference."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return learner
+
+
+def gradient(learner: Learner, batch: Batch, ages: list[int] | None = None) -> torch.Tensor:
+    ages = ages or [0] * len(batch.rollouts)
+    learner.gradients(batch, step=1, policy_ages=ages)
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters()])
+
+
+def logprob(model: Any, rollout: Rollout, temperature: float) -> float:
+    sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
+    with torch.no_grad():
+        return float(LogprobModel(model, temperature=temperature).token_logprobs(sequences).sum())
+
+
+def test_group_means_are_per_prompt_even_when_two_prompts_share_a_micro_batch(folder: Path) -> None:
+    """A prompt whose rewards are all equal teaches nothing at theta = reference, for any rewards of its neighbour."""
+    batch = make_batch(0, num_groups=2)
+    first, second = batch.groups
+    level = replace(first, rollouts=tuple(replace(r, reward=1.0) for r in first.rollouts))
+    zero = replace(second, rollouts=tuple(replace(r, reward=0.0) for r in second.rollouts))
+    learner = make_learner(folder)
+    assert gradient(learner, replace(batch, groups=(level, zero))).abs().max() < 1e-4
+    assert gradient(learner, batch).abs().max() > 1e-2
+
+
+def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_rollout(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    hot = make_rollout(rng, temperature=2.0)
+    cold = replace(hot, sampling=replace(hot.sampling, temperature=0.5))
+    learner = moved(make_learner(folder, model={"policy_temperature": 0.7}))
+    start = load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False)
+    values = learner.reference.logprobs([hot])
+    assert values is not None
+    [value] = values
+    assert value == pytest.approx(logprob(start, hot, 0.7), abs=1e-4)
+    assert value != pytest.approx(logprob(start, hot, 1.0), abs=1e-2)
+    others = make_batch(0).groups[0]
+    results = []
+    for rollout in (hot, cold):
+        group = replace(others, rollouts=(rollout, *others.rollouts[1:]))
+        metrics = learner.gradients(
+            replace(make_batch(0), groups=(group,)), step=1, policy_ages=[5] * len(group.rollouts)
+        )
+        results.append(metrics)
+    assert results[0] == results[1]
+    measured = results[0]["kl_to_ref"]
+    rollouts = (hot, *others.rollouts[1:])
+    expected = np.mean([logprob(learner.model, r, 0.7) - logprob(start, r, 0.7) for r in rollouts])
+    assert measured == pytest.approx(expected, abs=1e-4)
+
+
+def test_schedules_are_read_at_the_step(folder: Path) -> None:
+    schedule = {"kind": "linear", "value": 1.0, "final": 0.0, "steps": 10}
+    learner = make_learner(folder, trainer={"learning_rate": schedule}, objective={"beta": schedule})
+    for step, value in ((1, 1.0), (6, 0.5), (11, 0.0)):
+        metrics = learner.gradients(make_batch(0), step=step, policy_ages=[0] * 12)
+        assert metrics["learning_rate"] == metrics["beta"] == pytest.approx(value)
+
+
+def test_adamw_steps_like_torch_with_clipped_gradients(folder: Path) -> None:
+    batch = make_batch(0)
+    learner = make_learner(folder, trainer={"learning_rate": {"value": 1e-2}, "max_grad_norm": 0.5})
+    twin = frozen_copy(learner.model).requires_grad_(True)
+    metrics = learner.gradients(batch, step=1, policy_ages=[0] * 12)
+    gradients = [p.grad.clone() for p in learner.model.parameters()]
+    learner.apply(step=1, lineage=1)
+    assert metrics["grad_norm"] is not None
+    assert metrics["grad_norm"] > 0.5
+    assert torch.stack([g.norm() for g in gradients]).norm() == pytest.approx(0.5, rel=1e-3)
+    adamw = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)
+    for parameter, grad in zip(twin.parameters(), gradients, strict=True):
+        parameter.grad = grad
+    adamw.step()
+    assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), twin.parameters(), strict=True))
+
+
+def test_an_infinite_gradient_is_reported_and_the_weights_are_not_touched(folder: Path) -> None:
+    learner = make_learner(folder)
+    learner.model.get_output_embeddings().weight.register_hook(lambda grad: grad * float("inf"))
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    metrics = learner.gradients(make_batch(0), step=7, policy_ages=[0] * 12)
+    assert metrics["grad_norm"] is not None
+    assert not np.isfinite(metrics["grad_norm"])
+    learner.skip(step=7, lineage=1)
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+    assert all(p.grad is None for p in learner.model.parameters())
+
+
+def test_shuffled_rewards_are_the_same_rewards_in_another_order(folder: Path) -> None:
+    batch = make_batch(0)
+    plain = make_learner(folder).gradients(batch, step=1, policy_ages=[0] * 12)
+    first, second = (make_learner(folder, trainer={"shuffle_rewards": True}) for _ in range(2))
+    shuffled = first.gradients(batch, step=1, policy_ages=[0] * 12)
+    assert shuffled["reward_mean"] == plain["reward_mean"]
+    assert shuffled["grad_norm"] != plain["grad_norm"]
+    assert shuffled == second.gradients(batch, step=1, policy_ages=[0] * 12)
+
+
+def test_shuffled_rewards_that_reach_the_passes_are_permuted_over_the_whole_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rollout has a reward of its own, so that each can be followed."""
+    batch = make_batch(0)
+    numbered = iter(range(12))
+    groups = [
+        replace(group, rollouts=tuple(replace(r, reward=float(next(numbered))) for r in group.rollouts))
+        for group in batch.groups
+    ]
+    batch = replace(batch, groups=tuple(groups))
+    reached: list[list[float]] = []
+
+    class Recording(ForwardBackward):
+        def __init__(self, *args: Any, rewards: np.ndarray, **kwargs: Any) -> None:
+            reached.append(rewards.tolist())
+            super().__init__(*args, rewards=rewards, **kwargs)
+
+    monkeypatch.setattr(learner_module, "ForwardBackward", Recording)
+    own = [float(number) for number in range(12)]
+    make_learner(folder).gradients(batch, step=1, policy_ages=[0] * 12)
+    assert reached == [own]  # off: untouched
+    reached.clear()
+    for _ in range(2):
+        learner = make_learner(folder, trainer={"shuffle_rewards": True})
+        for step in (1, 2):
+            learner.gradients(batch, step=step, policy_ages=[0] * 12)
+    first, second, first_again, second_again = reached
+    assert (first, second) == (first_again, second_again)  # seeded
+    assert first != second  # drawn again for every batch
+    for rewards in (first, second):
+        assert sorted(rewards) == own
+        assert rewards != own
+        assert any(int(reward) // 4 != place // 4 for place, reward in enumerate(rewards))  # across groups of 4
+
+
+def test_at_policy_age_0_ess_is_near_1_and_the_gap_near_0(folder: Path) -> None:
+    learner = make_learner(folder)
+    batch = make_batch(0)
+    rollouts = []
+    for rollout in batch.rollouts:
+        sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
+        with torch.no_grad():
+            values = LogprobModel(learner.model, temperature=1.0).token_logprobs(sequences).numpy()
+        rollouts.append(replace(rollout, sampler_logprobs=values))
+    group = replace(batch.groups[0], rollouts=tuple(rollouts))
+    metrics = learner.gradients(replace(batch, groups=(group,)), step=1, policy_ages=[0] * 12)
+    assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["logprob_gap_on_policy"] == pytest.approx(0.0, abs=1e-5)
+    hot = replace(group, rollouts=tuple(replace(r, sampler_logprobs=r.sampler_logprobs * 0.5) for r in rollouts))
+    off = learner.gradients(replace(batch, groups=(hot,)), step=1, policy_ages=[0] * 12)
+    assert off["ess"] is not None
+    assert off["ess"] < 0.9
+    assert off["logprob_gap_on_policy"] is not None
+    assert off["logprob_gap_on_policy"] > 0.5
+
+
+def test_ess_counts_effective_samples() -> None:
+    assert ess_ratio(np.zeros(8)) == pytest.approx(1.0)
+    assert ess_ratio(np.array([0.0, -1e9, -1e9, -1e9])) == pytest.approx(0.25)
+    assert ess_ratio(np.array([900.0, 900.0])) == pytest.approx(1.0)
+
+
+def test_optimizer_state_of_another_model_is_refused(folder: Path) -> None:
+    learner = make_learner(folder)
+    with pytest.raises(TbaError, match=r"'exp_avg\.nothing' in the checkpoint belongs to no parameter"):
+        learner.optimizer.load_state_tensors({"exp_avg.nothing": torch.zeros(1)})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_a_step_on_cuda_in_bfloat16_is_close_to_the_step_on_the_cpu(folder: Path) -> None:
+    trainer = {"device": "cuda", "compute_dtype": "bfloat16", "gradient_checkpointing": True}
+    recipe = make_recipe(folder, trainer=trainer)
+    model = load_policy(recipe.model, device="cuda", gradient_checkpointing=True)
+    learner = Learner(model, recipe, np.random.default_rng(0))
+    found = gradient(learner, make_batch(0)).cpu()
+    learner.apply(step=1, lineage=1)
+    expected = gradient(make_learner(folder), make_batch(0))
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.95
+
+
+# ---- Every objective through the learner ----------------------------------------------------------------------------
+
+
+NUM_GROUPS, GROUP_SIZE = 3, 4
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
+
+
+def batch_of_different_rewards() -> Batch:
+    batch, rng = make_batch(0, num_groups=NUM_GROUPS, group_size=GROUP_SIZE), np.random.default_rng(1)
+    groups = [
+        replace(g, rollouts=tuple(replace(r, reward=float(rng.normal())) for r in g.rollouts)) for g in batch.groups
+    ]
+    return replace(batch, groups=tuple(groups))
+
+
+def step(one_layer: Path, preset: str, micro_batch_tokens: int) -> tuple[torch.Tensor, dict[str, float | None]]:
+    """The gradient of one batch, and its metrics; theta is away from the reference."""
+    trainer = {"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9}
+    recipe = make_recipe(one_layer, objective={"preset": preset, "beta": 0.3}, trainer=trainer)
+    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    learner = Learner(model, recipe, np.random.default_rng(0))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    ages = [0, 40, 3] * (NUM_GROUPS * GROUP_SIZE // 3)
+    metrics = learner.gradients(batch_of_different_rewards(), step=1, policy_ages=ages)
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_gradient_does_not_depend_on_micro_batching(one_layer: Path, preset: str) -> None:
+    """4096 tokens: one pass for all. 60: groups whole in several passes. 15: groups span micro-batches."""
+    whole, metrics = step(one_layer, preset, 4096)
+    assert whole.norm() > 1e-5
+    for micro_batch_tokens in (60, 15):
+        found, cut = step(one_layer, preset, micro_batch_tokens)
+        assert float((found - whole).norm() / whole.norm()) < 1e-4
+        for name in ("loss", "advantage_abs_mean", "clipped_share", "tied_group_share"):
+            assert cut[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+
+
+# ---- Metrics of a batch, whole and per policy age -------------------------------------------------------------------
+
+
+RNG = np.random.default_rng(0)
+
+
+def scored(age: int, log_ratio: float, *, num_tokens: int = 4, abs_gap: float = 1.0) -> ForwardResult:
+    rollout = make_rollout(RNG, sampler_logprobs=np.full(num_tokens, -1.0), num_response_tokens=num_tokens)
+    return ForwardResult(
+        rollout=rollout, policy_age=age, logprob=log_ratio - num_tokens, ref_logprob=-9.0, abs_gap=abs_gap
+    )
+
+
+def metrics(items: list[ForwardResult]) -> dict[str, float | None]:
+    return batch_metrics(items, success_reward=1.0, policy_temperature=1.0)
+
+
+def test_the_gap_is_measured_where_the_sampler_drew_from_the_policy_itself() -> None:
+    items = [scored(0, 0.0, abs_gap=0.4)]
+    assert metrics(items)["logprob_gap_on_policy"] == pytest.approx(0.1)
+    task = items[0].rollout.task
+    found = batch_metrics(items, success_reward=1.0, policy_temperature=1.0, tasks_with_minimum=[task])
+    assert found["logprob_gap_on_policy"] is None  # there it could not sample end of sequence at first
+
+
+@pytest.mark.parametrize(
+    ("age", "name"),
+    [(0, "0"), (1, "1_2"), (2, "1_2"), (3, "3_4"), (4, "3_4"), (5, "5_8"), (8, "5_8"), (9, "9_16"), (16, "9_16"),
+     (17, "17_32"), (32, "17_32"), (33, "33_up"), (10**9, "33_up")],
+)  # fmt: skip
+def test_buckets_of_policy_ages(age: int, name: str) -> None:
+    assert bucket_name(age) == name
+    assert len({bucket_name(first) for first, _ in AGE_BUCKETS}) == 7
+
+
+def test_each_bucket_is_measured_by_itself_and_only_those_that_occur_are_there() -> None:
+    young = [scored(0, 0.0, abs_gap=0.4), scored(0, 0.0, abs_gap=0.4)]
+    old = [scored(40, math.log(3.0), abs_gap=2.0), scored(99, 0.0, num_tokens=6, abs_gap=3.0)]
+    found = metrics(young + old)
+    assert found["ess_age_0"] == pytest.approx(1.0)
+    assert found["ess_age_33_up"] == pytest.approx((3 + 1) ** 2 / (2 * (9 + 1)))
+    assert found["log_ratio_mean_age_33_up"] == pytest.approx(math.log(3.0) / 2)
+    assert found["log_ratio_token_abs_age_0"] == pytest.approx(0.8 / 8)
+    assert found["log_ratio_token_abs_age_33_up"] == pytest.approx(5.0 / 10)
+    assert (found["num_rollouts_age_0"], found["num_rollouts_age_33_up"]) == (2.0, 2.0)
+    assert {name for name in found if "_age_" in name and name.startswith("ess")} == {"ess_age_0", "ess_age_33_up"}
+    assert found["log_ratio_token_mean"] == pytest.approx(math.log(3.0) / 18)
+
+
+def test_one_bucket_that_holds_all_says_what_the_whole_batch_says() -> None:
+    found = metrics([scored(7, ratio) for ratio in (0.1, -0.5, 2.0)])
+    assert found["ess_age_5_8"] == found["ess"]
+    assert found["log_ratio_mean_age_5_8"] == found["log_ratio_mean"]
+
+
+def test_what_is_not_finite_is_unknown_and_never_a_number() -> None:
+    found = metrics([scored(0, math.nan, abs_gap=math.nan), scored(1, math.inf, abs_gap=math.inf), scored(2, 0.0)])
+    for name in ("ess", "ess_age_0", "log_ratio_mean", "log_ratio_token_mean", "kl_to_ref", "logprob_gap_on_policy"):
+        assert found[name] is None
+    assert all(value is None or math.isfinite(value) for value in found.values())
+    assert ess_ratio(np.array([0.0, -math.inf])) is None
+
+
+def test_without_a_reference_the_kl_to_it_is_unknown() -> None:
+    item = scored(0, 0.0)
+    without = ForwardResult(rollout=item.rollout, policy_age=0, logprob=-1.0, ref_logprob=None, abs_gap=0.0)
+    assert metrics([without, without])["kl_to_ref"] is None
+    assert metrics([item])["kl_to_ref"] == pytest.approx(5.0)

@@ -1,0 +1,295 @@
+"""The policy model: log-probs, the output layer, dropout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.model import logprobs as trainer_logprobs
+from tba_trainer.model import policy as trainer_model
+from tba_trainer.model.logprobs import LogprobModel, head_logprobs
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import load_policy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tba.config.sections import ModelSection
+from tba.errors import ConfigError
+from tests.support.tiny_model import EOS_ID, PAD_ID, make_tiny_model
+from tests.support.trainer_values import VOCAB_SIZE
+
+# ---- Trainer log-probs under precision, checkpointing, odd tokens ---------------------------------------------------
+
+
+LENGTHS = [(5, 7), (2, 3), (9, 1), (1, 12)]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt_neox"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), architecture=request.param, hidden_size=32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def some_sequences(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCAB_SIZE, p).astype(np.int32) for p, _ in LENGTHS]
+    responses = [rng.integers(0, VOCAB_SIZE, r).astype(np.int32) for _, r in LENGTHS]
+    return prompts, responses
+
+
+def alone(model: Any, prompt: np.ndarray, response: np.ndarray, temperature: float) -> torch.Tensor:
+    """Log-probs of one response, with nothing but the model's own forward pass."""
+    ids = torch.tensor(np.concatenate([prompt, response]))[None, :].long()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0] / temperature
+    table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return table[torch.arange(len(response)), torch.tensor(response).long()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_sequences_give_what_each_gives_alone(model: Any, temperature: float) -> None:
+    prompts, responses = some_sequences()
+    found = LogprobModel(model, temperature=temperature).token_logprobs(pack_sequences(prompts, responses, "cpu"))
+    expected = [
+        alone(model, prompt, response, temperature) for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_other_sequences_do_not_change_a_gradient(model: Any) -> None:
+    prompts, responses = some_sequences()
+
+    def gradient(rows: list[int]) -> torch.Tensor:
+        model.zero_grad()
+        policy = LogprobModel(model, temperature=1.0)
+        batch = pack_sequences([prompts[i] for i in rows], [responses[i] for i in rows], "cpu")
+        policy.token_logprobs(batch)[batch.row == rows.index(1)].sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    torch.testing.assert_close(gradient([0, 1, 2, 3]), gradient([1]), atol=1e-5, rtol=1e-4)
+
+
+def test_eos_and_pad_ids_inside_a_response_are_tokens_like_any_other(model: Any) -> None:
+    prompt = np.array([PAD_ID, 5, EOS_ID], dtype=np.int32)
+    response = np.array([7, PAD_ID, EOS_ID, EOS_ID], dtype=np.int32)
+    filler = np.array([9] * 8, dtype=np.int32)
+    batch = pack_sequences([prompt, filler], [response, filler], "cpu")
+    assert len(batch.response_tokens) == 12
+    found = LogprobModel(model, temperature=1.0).token_logprobs(batch)
+    torch.testing.assert_close(found[:4], alone(model, prompt, response, 1.0), atol=1e-5, rtol=1e-5)
+    assert (found[:4] < 0).all()
+
+
+def test_chunks_of_the_output_head_give_the_same_values_and_gradients(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = pack_sequences(*some_sequences(), "cpu")
+
+    def values_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        values = LogprobModel(model, temperature=0.7).token_logprobs(batch)
+        (values * torch.arange(23.0)).sum().backward()
+        return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    whole = values_and_gradient()
+    monkeypatch.setattr(trainer_logprobs, "CHUNK_BYTES", {"cpu": 5 * 4 * VOCAB_SIZE})
+    chunked = values_and_gradient()
+    torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_autocast_is_close_and_answers_in_float32(model: Any) -> None:
+    batch = pack_sequences(*some_sequences(), "cpu")
+    exact = LogprobModel(model, temperature=1.0).token_logprobs(batch)
+    fast = LogprobModel(model, temperature=1.0, autocast_dtype=torch.bfloat16).token_logprobs(batch)
+    assert fast.dtype == torch.float32
+    assert 0 < (fast - exact).abs().max() < 0.3
+
+
+def test_gradient_checkpointing_changes_neither_values_nor_gradients(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    batch = pack_sequences(*some_sequences(), "cpu")
+    results = []
+    for gradient_checkpointing in (False, True):
+        model = load_policy(ModelSection(path=str(folder)), device="cpu", gradient_checkpointing=gradient_checkpointing)
+        assert model.is_gradient_checkpointing is gradient_checkpointing
+        values = LogprobModel(model, temperature=1.0).token_logprobs(batch)
+        values.sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        results.append((values.detach(), gradient))
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-6)
+
+
+# ---- The chunked output head ----------------------------------------------------------------------------------------
+
+
+TRAINER = Path(__file__).parents[3] / "services" / "trainer"
+
+
+def random_head(*, dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[torch.Tensor, ...]:
+    """Hidden states [7, 5], weight [11, 5], bias [11], targets [7]."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    return random(7, 5), random(11, 5), random(11) if bias else None, targets  # type: ignore[return-value]
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias) / 0.7
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 3 * 11 * 8, 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_the_formula(chunk_bytes: int | None, bias: bool) -> None:
+    """One chunk of all 7 positions; chunks of 3; a bound too small for one position, which then goes alone."""
+    hidden, weight, b, targets = random_head(bias=bias)
+
+    def ours(*inputs: torch.Tensor) -> torch.Tensor:
+        h, w = inputs[:2]
+        return head_logprobs(h, w, inputs[2] if bias else None, targets, temperature=0.7, chunk_bytes=chunk_bytes)
+
+    inputs = (hidden, weight, b) if bias else (hidden, weight)
+    torch.testing.assert_close(ours(*inputs), plain(hidden, weight, b, targets), atol=1e-12, rtol=1e-12)
+    # a second backward pass computes the logits again: equal up to rounding
+    assert torch.autograd.gradcheck(ours, inputs, nondet_tol=1e-10)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    hidden, weight, bias, targets = random_head()
+    head_logprobs(hidden, weight.detach(), bias.detach(), targets, temperature=1.0).sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+    with torch.no_grad():
+        assert not head_logprobs(hidden, weight, bias, targets, temperature=1.0).requires_grad
+
+
+def test_logits_too_large_to_exponentiate_are_no_problem() -> None:
+    hidden, weight = torch.tensor([[1e4], [-1e4]]), torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    values = head_logprobs(hidden, weight, None, torch.tensor([0, 0]), temperature=1.0)
+    assert values.tolist() == [0.0, -2e4]
+    values.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 3 * 11 * 4])
+def test_bfloat16_products_answer_in_float32(chunk_bytes: int | None) -> None:
+    """Autocast over float32 weights, and bfloat16 weights: both near the exact values, gradients in the dtype of W."""
+    exact = plain(*random_head())
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, weight, bias, targets = random_head(dtype=dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            values = head_logprobs(hidden, weight, bias, targets, temperature=0.7, chunk_bytes=chunk_bytes)
+        assert values.dtype == torch.float32
+        assert 0 < (values.double() - exact).abs().max() < 0.1
+        values.sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.dtype == dtype
+        wide_hidden, wide_weight, wide_bias, _ = random_head()
+        plain(wide_hidden, wide_weight, wide_bias, targets).sum().backward()
+        assert wide_weight.grad is not None
+        assert (
+            torch.nn.functional.cosine_similarity(weight.grad.double().flatten(), wide_weight.grad.flatten(), dim=0)
+            > 0.999
+        )
+
+
+MEASURE = """
+import json, re, sys, torch
+from tba_trainer.model.logprobs import head_logprobs
+torch.set_num_threads(1)
+hidden = torch.randn(1024, 16, requires_grad=True)
+weight = torch.randn(50_000, 16).requires_grad_()
+targets = torch.randint(0, 50_000, (1024,))
+def peak():  # ru_maxrss would begin with the peak of the process that started this one
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+head_logprobs(hidden[:8], weight, None, targets[:8], temperature=1.0).sum().backward()
+before = peak()
+if sys.argv[1] == "chunked":
+    head_logprobs(hidden, weight, None, targets, temperature=1.0, chunk_bytes=16 * 1024**2).sum().backward()
+else:
+    (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+print(json.dumps(peak() - before))
+"""
+
+
+def test_peak_memory_is_bounded_by_the_chunk_not_by_the_batch() -> None:
+    """All logits are 205 MB in float32, and the plain way needs them more than once; chunks here are 16 MiB."""
+
+    def extra_bytes(way: str) -> int:
+        environment = {**os.environ, "PYTHONPATH": str(TRAINER), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", MEASURE, way]
+        return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120).stdout)
+
+    assert extra_bytes("chunked") < 64 * 1024**2
+    assert extra_bytes("plain") > 400 * 1024**2
+
+
+# ---- Dropout is off in train mode, which gradient checkpointing needs, also in families that have no dropout module -
+
+
+_OF_ALL = {"vocab_size": 37, "hidden_size": 16, "num_attention_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {
+        "num_hidden_layers": 2,
+        "ffn_dim": 32,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 16,
+        "dropout": 0.3,
+        "attention_dropout": 0.3,
+        "layerdrop": 0.3,
+    },
+    "bloom": {"n_layer": 2, "hidden_dropout": 0.3, "attention_dropout": 0.3},
+    "falcon": {"num_hidden_layers": 2, "hidden_dropout": 0.3, "attention_dropout": 0.3},
+    "gpt2": {"n_layer": 2, "n_positions": 32, "attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3},
+}
+
+
+def folder_of(family: str, folder: Path) -> Path:
+    config = AutoConfig.for_model(
+        family, **_OF_ALL, **FAMILIES[family], initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=1
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_in_train_mode_are_those_of_the_policy_that_samples(family: str, tmp_path: Path) -> None:
+    section = ModelSection(path=str(folder_of(family, tmp_path / "model")))
+    model = load_policy(section, device="cpu", gradient_checkpointing=True)
+    still = load_policy(section, device="cpu", gradient_checkpointing=False)
+    assert model.training
+    assert not still.training
+    ids = torch.arange(24).view(2, 12)
+    expected = still(input_ids=ids, use_cache=False).logits
+    for _ in range(3):
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
+
+
+def test_a_model_that_is_still_random_in_train_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = ModelSection(path=str(folder_of("opt", tmp_path / "model")))
+    monkeypatch.setattr(trainer_model, "disable_dropout", lambda model: None)
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing = true .* gives different logits \(by up to"):
+        load_policy(section, device="cpu", gradient_checkpointing=True)
+    assert not load_policy(section, device="cpu", gradient_checkpointing=False).training
+
+
+def test_the_check_at_start_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
+    section = ModelSection(path=str(folder_of("opt", tmp_path / "model")))
+    drawn = []
+    for checkpointing in (False, True):
+        torch.manual_seed(3)
+        load_policy(section, device="cpu", gradient_checkpointing=checkpointing)
+        drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[1]

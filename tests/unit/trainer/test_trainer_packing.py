@@ -1,0 +1,230 @@
+"""Packed passes against the model called on one sequence at a time: per family, values and gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tba_trainer.model import logprobs, policy
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import (
+    BUCKET_MIN_SHARE,
+    PACKED_ATTENTION,
+    PACKED_FAMILIES,
+    find_segments,
+    pack_sequences,
+    response_sums,
+)
+from tba_trainer.model.policy import compile_layers
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AttentionInterface
+
+from tba.errors import ConfigError, TbaError
+from tests.support.model_families import PACKED, PADDED, VOCAB_SIZE, make_family_model
+
+LENGTHS = [(3, 7), (9, 1), (1, 14), (4, 2), (6, 5), (2, 12), (8, 20)]
+
+
+def some_tokens(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, VOCAB_SIZE, p).astype(np.int32) for p, _ in LENGTHS]
+    responses = [rng.integers(2, VOCAB_SIZE, r).astype(np.int32) for _, r in LENGTHS]
+    return prompts, responses
+
+
+def alone(model: Any, prompt: np.ndarray, response: np.ndarray, temperature: float) -> torch.Tensor:
+    """Log-probs of one response, with nothing but the model's own forward pass. [R]"""
+    ids = torch.tensor(np.concatenate([prompt, response]))[None, :].long()
+    table = (model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] / temperature).log_softmax(-1)
+    return table[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None].long())[:, 0]
+
+
+def gradient(model: Any, values: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weighted sum of the values, every one with a weight of its own."""
+    model.zero_grad()
+    (values * torch.linspace(-1.0, 1.0, len(values), device=values.device)).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", [*PACKED, *PADDED])
+def test_values_and_gradients_are_those_of_every_sequence_alone(name: str) -> None:
+    model = make_family_model(name)
+    own = copy.deepcopy(model)
+    prompts, responses = some_tokens()
+    policy = LogprobModel(model, temperature=0.7)
+    assert policy.is_packed == (name in PACKED)
+    found = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
+    expected = torch.cat([alone(own, p, r, 0.7) for p, r in zip(prompts, responses, strict=True)])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient(model, found), gradient(own, expected), atol=1e-4, rtol=1e-5)
+
+
+def test_code_that_came_with_a_model_is_not_trusted_to_pack() -> None:
+    model = make_family_model("llama")
+    model.__class__ = type("Remote", (type(model),), {"__module__": "transformers_modules.somebody.llama"})
+    assert not LogprobModel(model, temperature=1.0).is_packed
+
+
+def test_every_family_that_is_packed_is_tested() -> None:
+    assert {name.partition(" ")[0] for name in PACKED} == PACKED_FAMILIES
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2 with a window", "olmo2"])
+def test_a_sequence_sees_nothing_of_its_neighbours(name: str) -> None:
+    """One sequence is exchanged for another of the same length: everything else keeps its bits."""
+    model = make_family_model(name)
+    policy = LogprobModel(model, temperature=1.0)
+    prompts, responses = some_tokens()
+    others = some_tokens(seed=1)
+    before = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
+    changed = 2
+    prompts[changed], responses[changed] = others[0][changed], others[1][changed]
+    sequences = pack_sequences(prompts, responses, "cpu")
+    after = policy.token_logprobs(sequences)
+    kept = sequences.row != changed
+    assert torch.equal(before[kept], after[kept])
+    assert not torch.isclose(before[~kept], after[~kept]).any()
+
+
+def test_a_sharded_model_makes_one_padded_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass of it is a collective, so all ranks must make the same number."""
+    model = make_family_model("olmo2")
+    calls = []
+    model.base_model.register_forward_hook(lambda *_: calls.append(1))
+    prompts, responses = some_tokens()
+    values = []
+    for sharded in (True, False):
+        monkeypatch.setattr(logprobs, "is_sharded", lambda model, sharded=sharded: sharded)
+        policy = LogprobModel(model, temperature=1.0)
+        calls.clear()
+        values.append(policy.token_logprobs(pack_sequences(prompts, responses, "cpu")))
+        assert (len(calls) == 1) == sharded
+    torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
+
+
+def test_sequences_are_laid_out_one_after_another() -> None:
+    prompts = [np.array([5, 6, 7], dtype=np.int32), np.array([8], dtype=np.int32)]
+    responses = [np.array([10, 11], dtype=np.int32), np.array([12, 13, 1], dtype=np.int32)]
+    packed = pack_sequences(prompts, responses, "cpu")
+    assert packed.input_ids.tolist() == [[5, 6, 7, 10, 8, 12, 13]]  # the last response token predicts nothing
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert packed.predictors.tolist() == [2, 3, 4, 5, 6]
+    assert packed.response_tokens.tolist() == [10, 11, 12, 13, 1]  # the end-of-sequence token stays in
+    assert packed.row.tolist() == [0, 0, 1, 1, 1]
+    assert response_sums(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), packed).tolist() == [3.0, 28.0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 50, 333])
+def test_a_sum_has_the_same_bits_in_every_company(num_tokens: int) -> None:
+    rng = torch.Generator().manual_seed(num_tokens)
+    values = -10 * torch.rand(num_tokens, generator=rng)
+    prompt, response = np.array([3], dtype=np.int32), np.full(num_tokens, 5, dtype=np.int32)
+    alone = response_sums(values, pack_sequences([prompt], [response], "cpu"))
+    torch.testing.assert_close(alone, values.double().sum()[None].float())
+    for width in (1, 8, 51, 64, 400, 1025):
+        other = np.full(width, 5, dtype=np.int32)
+        together = pack_sequences([prompt] * 2, [other, response], "cpu")
+        found = response_sums(torch.cat([torch.rand(width, generator=rng), values]), together)
+        assert found[1].item() == alone.item(), width
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), one_bucket=st.booleans())
+def test_buckets_hold_every_position_once_and_little_padding(lengths: list[int], one_bucket: bool) -> None:
+    segments = find_segments(lengths, "cpu", one_bucket=one_bucket)
+    places, sources = segments.places, segments.sources
+    num_places = sum(rows * width for rows, width in segments.buckets)
+    assert len(sources) == num_places
+    assert torch.equal(sources[places], torch.arange(sum(lengths)))
+    assert len(places.unique()) == sum(lengths)
+    assert num_places <= (max(lengths) * len(lengths) if one_bucket else sum(lengths) / BUCKET_MIN_SHARE)
+    assert segments.offsets.tolist() == [0, *np.cumsum(lengths)]
+    # a row of a bucket holds positions of one sequence, in order from its first
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    start = 0
+    for rows, width in segments.buckets:
+        table = sequence[sources[start : start + rows * width]].view(rows, width)
+        assert (table == table[:, :1]).all()
+        start += rows * width
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_attention_refuses_to_be_used_for_anything_else(name: str) -> None:
+    model = make_family_model(name)
+    LogprobModel(model, temperature=1.0)
+    assert model.config._attn_implementation == PACKED_ATTENTION
+    with pytest.raises(TbaError, match=r"it is for passes over one packed row; call model.set_attn_implementation"):
+        model(input_ids=torch.full((2, 3), 5), attention_mask=torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(TbaError, match="for passes over one packed row"):
+        model.generate(torch.full((1, 3), 5), attention_mask=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    model.set_attn_implementation("sdpa")
+    assert model(input_ids=torch.full((2, 3), 5)).logits.shape == (2, 3, VOCAB_SIZE)
+
+
+def test_the_exchange_of_attention_does_not_reach_the_saved_config(tmp_path: Any) -> None:
+    model = make_family_model("llama")
+    LogprobModel(model, temperature=1.0)
+    model.save_pretrained(tmp_path)
+    assert PACKED_ATTENTION not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("name", PACKED)
+def test_variable_length_attention_on_cuda_is_close_to_buckets_on_the_cpu(name: str) -> None:
+    model = make_family_model(name)
+    prompts, responses = some_tokens()
+    policy = LogprobModel(model, temperature=1.0)
+    expected = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
+    expected_gradient = gradient(model, expected)
+    model.to("cuda")
+    policy = LogprobModel(model, temperature=1.0, autocast_dtype=torch.bfloat16)
+    found = policy.token_logprobs(pack_sequences(prompts, responses, "cuda"))
+    torch.testing.assert_close(found.cpu(), expected, atol=0.3, rtol=0.1)
+    cosine = torch.nn.functional.cosine_similarity(gradient(model, found).cpu(), expected_gradient, dim=0)
+    assert cosine > 0.95
+
+
+# ---- torch.compile of decoder layers --------------------------------------------------------------------------------
+
+
+def values_and_gradient(policy: LogprobModel, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(num_sequences)
+    lengths = rng.integers(1, 9, (num_sequences, 2))
+    prompts, responses = (
+        [rng.integers(2, VOCAB_SIZE, n).astype(np.int32) for n in column] for column in lengths.T.tolist()
+    )
+    policy.model.zero_grad()
+    values = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
+    values.sum().backward()
+    return values.detach(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_compiled_layers_compute_the_same_for_batches_of_any_size() -> None:
+    """The backend is dynamo and autograd without code generation: CI machines need no C++ compiler."""
+    model = make_family_model("llama")
+    policy, plain = (LogprobModel(m, temperature=1.0) for m in (model, copy.deepcopy(model)))
+    backend = CompileCounterWithBackend("aot_eager")
+    compile_layers(model, backend=backend)  # type: ignore[arg-type]
+    LogprobModel(make_family_model("llama"), temperature=1.0)  # the trainer makes copies before the first pass compiles
+    assert getattr(AttentionInterface()[PACKED_ATTENTION], "_torchdynamo_disable", False)
+    counts = []
+    for num_sequences in (3, 5, 9):
+        torch.testing.assert_close(
+            values_and_gradient(policy, num_sequences), values_and_gradient(plain, num_sequences), atol=1e-5, rtol=1e-5
+        )
+        counts.append(backend.frame_count)
+    assert counts[0] == counts[1] == counts[2] > 0
+    assert copy.deepcopy(model).model.layers[0]._compiled_call_impl is None  # the reference is not compiled
+
+
+def test_what_cannot_be_compiled_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="Linear has no decoder layers"):
+        compile_layers(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(policy, "is_sharded", lambda model: True)
+    with pytest.raises(ConfigError, match=r"for one process: .*set it to false or trainer.num_processes to 1"):
+        compile_layers(make_family_model("llama"))

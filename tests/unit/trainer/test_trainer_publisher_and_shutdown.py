@@ -1,0 +1,274 @@
+"""Parts of the training loop: publishing, signals, heartbeats, the end of the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.checkpoints.weight_files import SnapshotWriter
+from tba_trainer.loop.batches import Prefetcher
+from tba_trainer.loop.publisher import Evaluations, versions_to_delete
+from tba_trainer.loop.shutdown import stop_on_signals
+from tba_trainer.loop.status import Status
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import load_policy, side_files
+from transformers import AutoModelForCausalLM
+
+from tba.api import BestVersion, ComponentInfo, EvalInfo, RunInfo
+from tba.config.evaluation import EvalSection
+from tba.errors import RunOverError
+from tba.versions import START, PolicyVersion
+from tba.wire import STARTED_AT_S, WAITED_S, Batch, decode_heartbeat, encode_heartbeat
+from tests.support.buffer import SERVICE_PATHS
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
+from tests.support.waits import until
+
+# ---- The parts of a version, deletion of versions, due evaluations, batches drawn ahead -----------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tmp_path: Path, dtype: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32, tied=True)
+    recipe = make_recipe(folder, model={"dtype": dtype, "policy_temperature": 0.5})
+    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    snapshots = SnapshotWriter(theta, recipe, folder=tmp_path)
+    with torch.no_grad():
+        for parameter in theta.parameters():
+            parameter += 0.01
+    taken = snapshots.take(PolicyVersion(1, 4), START)
+    assert "lm_head.weight" not in taken.tensors  # tied: named once
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    loaded.load_state_dict(dict(taken.tensors), strict=False)
+    sequences = pack_sequences([np.array(taken.canary.prompt_tokens)], [np.array(taken.canary.response_tokens)], "cpu")
+    with torch.no_grad():
+        expected = LogprobModel(loaded, temperature=1.0).token_logprobs(sequences)
+        trained = LogprobModel(theta, temperature=1.0).token_logprobs(sequences)
+    found = torch.tensor(taken.canary.logprobs)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert torch.allclose(found, trained, atol=1e-6) == (dtype == "float32")
+
+
+def test_a_snapshot_does_not_follow_later_updates(tmp_path: Path) -> None:
+    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
+    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    taken = SnapshotWriter(theta, recipe, folder=tmp_path).take(START, None)
+    before = {name: tensor.clone() for name, tensor in taken.tensors.items()}
+    with torch.no_grad():
+        for parameter in theta.parameters():
+            parameter.zero_()
+    assert all(torch.equal(before[name], tensor) for name, tensor in taken.tensors.items())
+
+
+def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "modeling_custom.py").write_text("")
+    names = set(side_files(folder, trust_remote_code=False))
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert not names & {"pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "modeling_custom.py"}
+    assert "modeling_custom.py" in side_files(folder, trust_remote_code=True)
+
+
+def component(version: str, *, alive: bool) -> ComponentInfo:
+    return ComponentInfo(
+        component_id=f"searcher-{version}-{alive}",
+        kind="searcher",
+        state="generating",
+        version=version,
+        alive=alive,
+        heartbeat_age_s=1.0,
+        gauges={},
+    )
+
+
+def evaluation(version: str, state: str) -> EvalInfo:
+    return EvalInfo.model_validate(
+        {
+            "eval_id": f"eval-{version}",
+            "version": version,
+            "state": state,
+            "num_prompts": 4,
+            "num_done": 0,
+            "created_at_s": 1.0,
+        }
+    )
+
+
+def test_versions_that_something_holds_are_never_deleted() -> None:
+    info = RunInfo(
+        run="demo",
+        state="running",
+        state_reason=None,
+        step=60,
+        lineage=3,
+        parents={1: "0-0", 2: "1-8", 3: "2-20"},
+        latest_version="3-60",
+        checkpoint="3-48",
+        checkpoint_key="runs/demo/checkpoints/3-48",
+        components=[component("3-24", alive=True), component("3-28", alive=False)],
+        waits=[],
+        evals=[evaluation("3-32", "pending"), evaluation("3-36", "done")],
+        best=BestVersion(version="3-40", metric="accuracy", value=0.5, num_prompts=4, num_samples=1),
+    )
+    versions = [START, PolicyVersion(1, 4), PolicyVersion(1, 8), PolicyVersion(2, 8), PolicyVersion(2, 20)]
+    versions += [PolicyVersion(3, step) for step in range(20, 61, 4)]
+    checkpoints = [PolicyVersion(2, 20), PolicyVersion(3, 48)]
+    deleted = versions_to_delete(versions, info, checkpoints, keep=2)
+    assert [str(v) for v in deleted] == ["1-4", "2-8", "3-20", "3-28", "3-36", "3-44", "3-52"]
+    assert versions_to_delete(versions, info, checkpoints, keep=100) == []
+    without = info.model_copy(update={"best": None})
+    assert PolicyVersion(3, 40) in versions_to_delete(versions, without, checkpoints, keep=2)
+
+
+def test_an_evaluation_is_due_at_the_first_version_after_every_so_many_steps() -> None:
+    section = EvalSection(every_steps=10, num_prompts=7)
+    evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=20, sync_interval=4)  # pyright: ignore[reportArgumentType]
+    due = {step: evaluations.num_prompts_due(step, every_steps=10) for step in (24, 28, 32, 36, 40, 64)}
+    assert due == {24: None, 28: None, 32: 7, 36: None, 40: 7, 64: 7}
+
+
+@pytest.mark.parametrize(
+    ("start_step", "due_at"), [(49, [52, 100]), (50, [52, 100]), (51, [52, 100]), (52, [100]), (54, [100])]
+)
+def test_an_evaluation_that_a_stop_before_its_version_cut_off_is_due_at_the_first_version_after_it(
+    start_step: int, due_at: list[int]
+) -> None:
+    section = EvalSection(every_steps=50, num_prompts=7)
+    evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=start_step, sync_interval=4)  # pyright: ignore[reportArgumentType]
+    syncs = [step for step in range(start_step + 1, 101) if step % 4 == 0]
+    assert [step for step in syncs if evaluations.num_prompts_due(step, every_steps=50)] == due_at
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_are_drawn_as_far_ahead_as_allowed_and_no_further(ahead: int) -> None:
+    drawn: list[int] = []
+
+    def draw(step: int, wait_s: float) -> Batch:
+        drawn.append(step)
+        return make_batch(step)
+
+    prefetcher = Prefetcher(
+        draw,
+        status=Status(trainer_id="trainer", run="demo"),
+        first_step=1,
+        last_step=5,
+        ahead=ahead,
+        batch_wait_s=5.0,
+        batch_deadline_s=60.0,
+        stop=threading.Event(),
+    )
+    prefetcher.start()
+    for step in range(1, 6):
+        batch = prefetcher.take(step)
+        assert batch is not None
+        assert batch.seed == step
+        allowed = list(range(1, min(step + ahead, 5) + 1))
+        until("everything that may be drawn while the step runs is", lambda allowed=allowed: len(drawn) >= len(allowed))
+        assert drawn == allowed
+    prefetcher.close()
+
+
+def test_a_batch_that_has_outlived_its_deadline_is_drawn_again() -> None:
+    drawn: list[int] = []
+
+    def draw(step: int, wait_s: float) -> Batch:
+        drawn.append(step)
+        if len(drawn) > 4:
+            raise RunOverError("enough")
+        return make_batch(step)
+
+    prefetcher = Prefetcher(
+        draw,
+        status=Status(trainer_id="trainer", run="demo"),
+        first_step=1,
+        last_step=5,
+        ahead=0,
+        batch_wait_s=5.0,
+        batch_deadline_s=0.0,
+        stop=threading.Event(),
+    )
+    prefetcher.start()
+    with pytest.raises(RunOverError):
+        prefetcher.take(1)
+    assert drawn == [1] * 5
+    prefetcher.close()
+
+
+# ---- A signal stops the trainer, whatever lock the main thread holds at that moment ---------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_signal_sets_the_event_and_the_old_handler_comes_back(number: signal.Signals, is_locked: bool) -> None:
+    before = signal.getsignal(number)
+    stop = threading.Event()
+    with stop_on_signals(stop):
+        assert not stop.is_set()
+        with stop._cond if is_locked else nullcontext():  # type: ignore[attr-defined]  # Event.set needs it
+            os.kill(os.getpid(), number)
+            for _ in range(1000):  # so that the handler runs here, where one that sets the event would hang
+                pass
+        assert stop.wait(30)
+    assert signal.getsignal(number) is before
+
+
+# ---- The waits in a heartbeat of the trainer ------------------------------------------------------------------------
+
+
+def test_heartbeats_say_how_long_the_trainer_has_waited_by_name_the_open_wait_too() -> None:
+    now = 100.0
+    status = Status(trainer_id="t", run="demo", now=lambda: now)
+
+    def waited() -> dict[str, float]:
+        gauges = decode_heartbeat(encode_heartbeat(status.beat({"extra": 1.0}))).gauges
+        assert gauges["extra"] == 1.0
+        assert gauges[STARTED_AT_S] > 1.6e9
+        return {name.removeprefix(WAITED_S): value for name, value in gauges.items() if name.startswith(WAITED_S)}
+
+    assert waited() == {}
+    with status.named_wait("batch", 60.0):
+        now += 2.0
+        assert waited() == {"batch": 2.0}
+        status.begin_wait("samples-per-insert", 60.0)
+        now += 3.5
+        assert waited() == {"batch": 2.0, "samples-per-insert": 3.5}
+    now += 10.0  # at work
+    with status.named_wait("batch", 60.0):
+        now += 0.25
+    assert waited() == {"batch": 2.25, "samples-per-insert": 3.5}
+    assert status.waited_s == 5.75
+    assert status.beat({}).wait is None
+
+
+# ---- A process of a team ends with its own exit code, whatever the interpreter's teardown would do ------------------
+
+
+PROGRAM = """
+import atexit, os
+atexit.register(os.abort)  # as a thread of gloo that wakes too late
+print("said before the end", end="")
+from tba_trainer.__main__ import exit_process
+exit_process(3)
+"""
+
+
+def _end(world_size: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "WORLD_SIZE": world_size, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
+    return subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("world_size", "code"), [("2", 3), ("1", -6)])
+def test_in_a_team_no_teardown_follows(world_size: str, code: int) -> None:
+    done = _end(world_size)
+    assert (done.returncode, done.stdout) == (code, "said before the end" if world_size == "2" else done.stdout)

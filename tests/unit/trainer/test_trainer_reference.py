@@ -1,0 +1,193 @@
+"""The sources of ref log-probs, the moment of their computation, and changes of the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.learner.learner import Learner
+from tba_trainer.learner.reference import CarriedReference, ModelReference
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.packing import pack_sequences
+from tba_trainer.model.policy import load_policy
+
+from tba.errors import ConfigError, MalformedError
+from tba.versions import START, PolicyVersion
+from tba.wire import Batch, RefLogprob, Rollout
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_batch, make_recipe, make_rollout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
+
+
+def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
+    recipe = make_recipe(folder, **sections)
+    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    return Learner(model, recipe, np.random.default_rng(0))
+
+
+def model_reference(learner: Learner) -> ModelReference:
+    assert isinstance(learner.reference, ModelReference)
+    return learner.reference
+
+
+def move(learner: Learner) -> None:
+    """theta goes away from where it is."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+def logprob(model: Any, rollout: Rollout) -> float:
+    sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
+    with torch.no_grad():
+        return float(LogprobModel(model, temperature=1.0).token_logprobs(sequences).sum())
+
+
+def carrying(batch: Batch, values: list[float], version: PolicyVersion = START) -> Batch:
+    """The batch with ref log-probs."""
+    left = iter(values)
+    groups = [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(r, ref_logprob=RefLogprob(value=next(left), version=version)) for r in group.rollouts
+            ),
+        )
+        for group in batch.groups
+    ]
+    return replace(batch, groups=tuple(groups))
+
+
+def test_a_ref_log_prob_that_a_rollout_carries_counts_only_for_its_version(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    current = make_rollout(rng, ref_logprob=RefLogprob(value=-7.5, version=START))
+    stale = make_rollout(rng, ref_logprob=RefLogprob(value=-7.5, version=PolicyVersion(1, 50)))
+    reference = model_reference(make_learner(folder))
+    values = reference.logprobs([current, stale])
+    assert values[0] == -7.5
+    assert values[1] != -7.5
+    assert reference.num_computed == 1
+
+
+def test_ref_log_probs_are_computed_once_until_a_reset(folder: Path) -> None:
+    batch = make_batch(0)
+    learner = make_learner(folder, objective={"preset": "tba_prime", "reference_reset_steps": 50})
+    reference = model_reference(learner)
+    before = reference.logprobs(batch.rollouts)
+    assert reference.logprobs(batch.rollouts) == before
+    assert reference.num_computed == 12
+    move(learner)
+    reference.after_step(PolicyVersion(1, 50))
+    after = reference.logprobs(batch.rollouts)
+    assert reference.num_computed == 24
+    assert reference.version == PolicyVersion(1, 50)
+    assert after[0] == pytest.approx(logprob(learner.model, batch.rollouts[0]), abs=1e-4)
+    assert after[0] != pytest.approx(before[0], abs=1e-3)
+
+
+def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    rollouts = [make_rollout(rng) for _ in range(4)]
+    bounds = {"buffer": {"max_rollouts": 2}, "sampling": {"min_size_to_sample": 2}}
+    reference = model_reference(make_learner(folder, **bounds))
+    reference.logprobs(rollouts[:2])
+    reference.logprobs([rollouts[0]])
+    reference.logprobs([rollouts[2]])
+    reference.logprobs([rollouts[0]])
+    assert reference.num_computed == 3
+    reference.logprobs([rollouts[1]])
+    assert reference.num_computed == 4
+    assert len(reference.cache_tensors()["ref_logprobs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("objective", "version"),
+    [
+        ({"preset": "tb"}, START),
+        ({"preset": "tba_prime", "reference_reset_steps": 2}, PolicyVersion(4, 4)),
+        ({"preset": "tba_prime", "anchor": "ema", "ema_every_steps": 3}, PolicyVersion(4, 3)),
+        ({"preset": "kimi"}, START),
+    ],
+)
+def test_the_reference_changes_on_schedule(folder: Path, objective: dict[str, Any], version: PolicyVersion) -> None:
+    learner = make_learner(folder, objective=objective)
+    for step in (1, 2, 3, 4):
+        learner.gradients(make_batch(step), step=step, policy_ages=[0] * 12)
+        learner.apply(step=step, lineage=4)
+    assert learner.reference.version == version
+
+
+def test_a_moving_average_is_one_of_the_weights_and_empties_the_cache(folder: Path) -> None:
+    objective = {"preset": "tb", "anchor": "ema", "ema_decay": 0.75, "ema_every_steps": 2}
+    learner, batch = make_learner(folder, objective=objective), make_batch(0)
+    start = {name: tensor.clone() for name, tensor in learner.reference.tensors()}
+    learner.reference.logprobs(batch.rollouts)
+    move(learner)
+    learner.reference.after_step(PolicyVersion(1, 1))
+    assert learner.reference.is_start
+    learner.reference.after_step(PolicyVersion(1, 2))
+    assert learner.reference.version == PolicyVersion(1, 2)
+    assert len(learner.reference.cache_tensors()["ref_logprobs"]) == 0
+    theta = dict(learner.model.named_parameters())
+    for name, tensor in learner.reference.tensors():
+        torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * theta[name].detach())
+    learner.reference.logprobs(batch.rollouts)
+    assert learner.reference.num_computed == 24
+
+
+@pytest.mark.parametrize("objective", [{"preset": "kimi"}, {"preset": "grpo"}, {"preset": "tb_behaviour"}])
+def test_without_a_reference_no_model_is_copied_and_the_kl_is_unknown(
+    folder: Path, objective: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: Any) -> Any:
+        raise AssertionError("a reference model was built")
+
+    monkeypatch.setattr("tba_trainer.learner.reference.frozen_copy", refuse)
+    learner = make_learner(folder, objective=objective)
+    metrics = learner.gradients(make_batch(0), step=1, policy_ages=[3] * 12)
+    assert metrics["kl_to_ref"] is None
+    assert metrics["grad_norm"]
+    assert list(learner.reference.tensors()) == []
+    with pytest.raises(AssertionError, match="a reference model was built"):
+        make_learner(folder, objective={"preset": "tb"})
+
+
+def test_placed_at_the_searcher_the_gradient_is_that_of_the_trainers_reference(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(0)
+    here = make_learner(folder)
+    move(here)
+    expected = here.gradients(batch, step=1, policy_ages=[0] * 12)
+    values = here.reference.logprobs(batch.rollouts)
+    assert values is not None
+    monkeypatch.setattr("tba_trainer.learner.reference.frozen_copy", None)  # no copy is made
+    there = make_learner(folder, objective={"preset": "tb", "reference_placement": "searcher"})
+    move(there)
+    found = there.gradients(carrying(batch, values), step=1, policy_ages=[0] * 12)
+    assert found == expected
+    assert found["kl_to_ref"] is not None
+
+
+def test_placed_at_the_searcher_a_rollout_without_a_value_of_the_starting_model_is_refused(folder: Path) -> None:
+    reference = make_learner(folder, objective={"preset": "tb", "reference_placement": "searcher"}).reference
+    assert isinstance(reference, CarriedReference)
+    with pytest.raises(MalformedError, match=r"carries no ref log-prob of the starting model"):
+        reference.logprobs(make_batch(0).rollouts)
+    with pytest.raises(MalformedError, match=r"carries no ref log-prob of the starting model"):
+        reference.logprobs(carrying(make_batch(0), [-1.0] * 12, PolicyVersion(1, 3)).rollouts)
+
+
+def test_placed_at_the_searcher_a_checkpoint_with_another_reference_is_refused(folder: Path) -> None:
+    reference = make_learner(folder, objective={"preset": "tb", "reference_placement": "searcher"}).reference
+    with pytest.raises(ConfigError, match=r"the checkpoint's reference is version 1-50, .* set it back"):
+        reference.load({}, PolicyVersion(1, 50))

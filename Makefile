@@ -64,10 +64,10 @@ test: $(VENV)/.test lint types unit  ## everything that has to hold: lint, types
 	@$(BIN)/python -m tests.support.chart
 
 # one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
-# once, the longest first, but whole runs one by one: they take both cores already
+# once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again
 unit: $(VENV)/.test $(VENV)/.helm $(VENV)/.vllm  ## the tests alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/chaos tests/integration tests/unit tests/contract tests/chart
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e tests/system/chaos
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
 
 ##@ Faults (minutes to hours)
 chaos: $(VENV)/.test  ## a whole run under kills, network cuts, store and Redis faults for CHAOS_MINUTES (docs/operations.md)

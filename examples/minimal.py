@@ -31,7 +31,7 @@ from tba_reward.scorers.exact import score_text
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import open_codec
-from tba_trainer.checkpoints.weight_files import SnapshotWriter
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.model.policy import load_policy
 
@@ -53,7 +53,7 @@ def train(recipe: Recipe, *, num_steps: int, scratch: Path) -> None:
     heldout, to_visit = prompts[: recipe.data.num_heldout], cycle(prompts[recipe.data.num_heldout :])
     policy = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     learner = Learner(policy, recipe, trainer_rng(recipe))  # theta, the reference, AdamW, the objective
-    snapshots = SnapshotWriter(policy, recipe, folder=scratch)
+    snapshots = WeightSnapshotWriter(policy, recipe, folder=scratch)
     searcher, buffer = Searcher(recipe, prompts), Buffer(recipe, prompts)
     sampling, temperature = recipe.sampling, recipe.model.policy_temperature
     start_s = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tba_cli.redis_server import HOST, redis_url
 from tba_cli.run_folder import RunFolder
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -145,33 +143,6 @@ def made_with_other(data: bytes, recipe: Recipe, *, where: str) -> str | None:
         raise ConfigError(f"{where} is damaged; remove the folder that holds it, and its model is made again") from None
     differs = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     return f"{differs[0]} = {found.get(differs[0])}, not {wanted.get(differs[0])}" if differs else None
-
-
-def child_environ(
-    environ: Mapping[str, str],
-    *,
-    num_threads: int,
-    searcher_id: str | None = None,
-    gpus: Sequence[int] | None = None,
-    tokens_file: Path | None = None,
-) -> dict[str, str]:
-    """Return the environment of a child.
-
-    Args:
-        tokens_file: the child's own, in place of the one in config.json.
-    """
-    # TBA_SECTION__KEY variables are in config.json already, and would override the real ports there
-    child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
-    child.update({name: str(num_threads) for name in _THREAD_VARIABLES})
-    # lines must come at once through a pipe, and everything was fetched before the children start
-    child.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
-    if searcher_id is not None:
-        child["TBA_SEARCHER_ID"] = searcher_id
-    if tokens_file is not None:
-        child["TBA_AUTH__TOKENS_FILE"] = str(tokens_file)
-    if gpus is not None:
-        child["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return child
 
 
 def _make_absolute(document: dict[str, Any], section: str, key: str) -> None:

@@ -1,6 +1,6 @@
 """Clients of the services: synchronous, safe to share between threads."""
 
 from tba.clients.buffer import BufferClient
-from tba.clients.http import RewardClient
+from tba.clients.service_client import RewardClient
 
 __all__ = ["BufferClient", "RewardClient"]

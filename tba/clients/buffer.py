@@ -53,7 +53,7 @@ from tba.api import (
 )
 from tba.api.rollouts import RewardStatus
 from tba.api.run import SETTINGS_HEADER
-from tba.clients.http import Reply, ServiceClient, parse_reply
+from tba.clients.service_client import Reply, ServiceClient, parse_reply
 from tba.clients.sse import read_events, run_event
 from tba.fields import StrictModel
 from tba.wire import (

@@ -3,7 +3,7 @@
 tba evaluate --> EvaluationJob --> tba_searcher.evaluation (a child process) --> EvaluationReport --> table
 """
 
-from tba.evaluation.report import Comparison, Estimate, EvaluationJob, EvaluationReport, ModeReport, ScoreCounts
+from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationJob, EvaluationReport, ModeReport, ScoreCounts
 
 __all__ = [
     "Comparison",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.evaluation.report import Estimate
+from tba.evaluation.evaluation_job import Estimate
 
 Nested = Sequence[Sequence[float]]
 """[prompt][completion]: the known values of each prompt."""

@@ -17,9 +17,9 @@ from tba.errors import ConfigError, ServiceError
 from tba.fields import escape_controls
 from tba.versions import PolicyVersion
 from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name
+from tba_cli.child_processes import child_environ
 from tba_cli.console import Console
 from tba_cli.prompts.reader import prompts_of
-from tba_cli.resolve import child_environ
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, run_folder, save_snapshot
 

@@ -11,7 +11,7 @@ from tba.config import Recipe, load_recipe
 from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
 from tba.evaluation import EvaluationJob
-from tba.evaluation.report import write_prompts
+from tba.evaluation.evaluation_job import write_prompts
 from tba.tokens import role_token
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions

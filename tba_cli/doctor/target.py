@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import urllib3
 
-from tba.clients.http import tls_options
+from tba.clients.service_client import tls_options
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba.tls import explain_missing_tls, explain_tls_error, is_loopback

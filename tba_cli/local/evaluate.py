@@ -18,14 +18,14 @@ from tba.api import Prompt
 from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError, ServiceError, WaitTimeoutError
-from tba.evaluation.report import PROGRESS, EvaluationJob, EvaluationReport, load_report, read_prompts
+from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport, load_report, read_prompts
 from tba.tokens import role_token
+from tba_cli.child_processes import child_environ
 from tba_cli.console import Console, Loudness
 from tba_cli.local.processes import ChildProcess, ProcessManager, ProcessSpec, run_with_processes
 from tba_cli.local.services import wait_for_reward
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.reports.comparison import evaluation_markdown
-from tba_cli.resolve import child_environ
 from tba_cli.run_folder import RunFolder
 
 CONFIG_NAME, JOB_NAME, PROMPTS_NAME = "config.json", "job.json", "prompts.jsonl"

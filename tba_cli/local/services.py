@@ -17,11 +17,11 @@ from tba.clients import RewardClient
 from tba.config import Recipe
 from tba.errors import ConfigError, ServiceError
 from tba.tls import check_ca_file
+from tba_cli.child_processes import child_environ
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, ProcessSpec
 from tba_cli.prompts.reader import check_healthy
 from tba_cli.redis_server import redis_command
-from tba_cli.resolve import child_environ
 from tba_cli.run_folder import RunFolder
 
 READY_POLL_S = 0.1

@@ -87,7 +87,7 @@ def _renderer(recipe: Recipe) -> Callable[[list[Any]], list[str]]:
     """Return a function that renders conversations with the chat template of the starting model."""
 
     def render(chats: list[Any]) -> list[str]:
-        from tba_cli.programs import run_program
+        from tba_cli.child_processes import run_program
 
         folder = recipe.model.path
         if not (Path(folder) / "config.json").is_file():

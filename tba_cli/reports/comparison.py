@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba.api import BestVersion, EvalInfo
-from tba.evaluation.report import Comparison, Estimate, EvaluationReport
+from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationReport
 
 Column = tuple[str, Callable[[EvalInfo], float | int | None]]
 RUN_COLUMNS = (

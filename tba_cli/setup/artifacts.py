@@ -18,8 +18,8 @@ from tba.config import Recipe
 from tba.config.sections import check_tokenizer
 from tba.errors import ConfigError
 from tba_cli.artifacts import ArtifactStore, RequiredFolder, required_folders
+from tba_cli.child_processes import run_program
 from tba_cli.console import Console
-from tba_cli.programs import run_program
 from tba_cli.resolve import made_with_other
 from tba_cli.setup.prepare import prepare_recipe
 

@@ -17,8 +17,8 @@ from tba.config.data import PrepareItem
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import download
 from tba_cli.artifacts.prepared import HALF_DONE, begin_record, is_there, read_record, write_record
+from tba_cli.child_processes import run_program
 from tba_cli.console import Console
-from tba_cli.programs import run_program
 from tba_cli.prompts.reader import prompts_of
 
 MAX_MEASURED_PROMPTS = 20_000

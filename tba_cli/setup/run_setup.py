@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from tba.api import Prompt
 from tba.clients import BufferClient, RewardClient
-from tba.clients.http import ServiceClient
+from tba.clients.service_client import ServiceClient
 from tba.config import Recipe
 from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
 from tba.store import open_store

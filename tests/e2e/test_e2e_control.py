@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 
 import pytest
 
@@ -22,12 +23,17 @@ from tests.support.e2e import (
     until,
 )
 
+ROLLOUTS_PER_VISIT = 4
+
 
 @pytest.fixture(scope="module")
 def place(make_place: MakePlace) -> Place:
     """A run with two searchers that ends on command; leases are short."""
     place = make_place(
-        trainer={"num_steps": ENDLESS}, searcher={"num_searchers": 2}, buffer={"port": 0, "lease_s": 4.0}
+        trainer={"num_steps": ENDLESS},
+        sampling={"rollouts_per_visit": ROLLOUTS_PER_VISIT},
+        searcher={"num_searchers": 2},
+        buffer={"port": 0, "lease_s": 4.0},
     )
     place.start()
     place.until("both searchers push", lambda info: info.step >= 3 and gauges(info, "rollouts_pushed") == 2)
@@ -52,16 +58,24 @@ def test_a_killed_searcher_costs_nothing_but_its_open_leases_which_come_back(pla
     step = client.run().step
     place.until("training continues", lambda info: info.step >= step + 10)
     visits = {lease["v"] for lease in leases.values() if lease["k"] == "train"}
-    fulfilled = lambda: visits <= {rollout.visit_id for rollout in decode_all(stored_rollouts(redis_url))}  # noqa: E731
-    until("others fulfil the visits of the dead searcher", fulfilled)
+
+    def are_fulfilled() -> bool:
+        num_stored = Counter(rollout.visit_id for rollout in decode_all(stored_rollouts(redis_url)))
+        return all(num_stored[visit] >= ROLLOUTS_PER_VISIT for visit in visits)
+
+    until("others fulfil the visits of the dead searcher", are_fulfilled)
     assert leases.keys().isdisjoint(open_leases(redis_url, "searcher-0"))
     assert client.stats().leases["expired"] >= len(leases)
 
     after = stored_rollouts(redis_url)
     assert {rollout_id: after.get(rollout_id) for rollout_id in before} == before
-    # the counters are a little newer than the index of the same answer, and the run continues
-    stats, later = client.stats(), client.stats()
-    assert len(after) <= stats.num_rollouts <= stats.pushed["new"] <= later.num_rollouts <= later.pushed["new"]
+    # Redis has payloads and counters a moment before the index has them, and the run continues
+    until("the index has what Redis had", lambda: client.stats().num_rollouts >= len(after))
+    stats = client.stats()
+    assert stats.num_rollouts <= stats.pushed["new"]
+    until("the index has what was pushed", lambda: client.stats().num_rollouts >= stats.pushed["new"])
+    later = client.stats()
+    assert later.num_rollouts <= later.pushed["new"]
     assert later.pushed["refused"] == 0
     until("its death is said", lambda: "warning: searcher-0 died (killed by SIGKILL)" in place.started[-1].out)
     assert place.pid("searcher-0") != pid

@@ -13,8 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.support.buffer import SERVICE_PATHS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "minimal.py"
@@ -47,7 +45,6 @@ def run_example(place: Path, *, steps: int) -> tuple[str, list[Point]]:
     return done.stdout, [Point(int(m[1]), float(m[2]), float(m[3]), m[4]) for m in found if m is not None]
 
 
-@pytest.mark.timeout(600)
 def test_it_learns_to_add_and_a_second_run_repeats_the_first(tmp_path: Path) -> None:
     output, curve = run_example(tmp_path, steps=STEPS)
     assert "making the starting model" in output

@@ -31,7 +31,7 @@ ROUTE = {
     "draw": "Prefetcher._poll BufferClient.draw_batch batches_router.<locals>.draw_batch",
     "gradient": "TrainingLoop._one_step",
     "ack": "TrainingLoop._ack batches_router.<locals>.ack",
-    "publication": "SnapshotWriter.take Publisher._publish lineages_router.<locals>.announce_version",
+    "publication": "WeightSnapshotWriter.take Publisher._publish lineages_router.<locals>.announce_version",
     "weights": "SearcherLoop._pull_task WeightLoader.download swap_weights",
 }
 """Step of the route -> the functions with which it begins, in tasks, threads and handlers of requests."""

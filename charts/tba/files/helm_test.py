@@ -17,7 +17,7 @@ import urllib3
 
 from tba.api import LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
-from tba.clients.http import ServiceClient, tls_options
+from tba.clients.service_client import ServiceClient, tls_options
 from tba.config import Recipe, load_recipe
 from tba.errors import TbaError, UnavailableError
 from tba.tokens import ClientToken, client_token

@@ -12,7 +12,7 @@ from tba_buffer.service import Buffer
 
 from tba.api import BatchRequest, LineageRequest
 from tba.clients import BufferClient
-from tba.clients.http import ServiceClient
+from tba.clients.service_client import ServiceClient
 from tba.errors import SupersededError, UnavailableError
 from tba.versions import PolicyVersion
 from tests.support.buffer import make_payloads, make_prompts, make_recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tba.evaluation.report import load_report
+from tba.evaluation.evaluation_job import load_report
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions

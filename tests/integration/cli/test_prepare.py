@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tba.errors import ConfigError
-from tba_cli.programs import run_program
+from tba_cli.child_processes import run_program
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.hub_server import HubServer, commit_of
 from tests.support.waits import until
@@ -201,13 +201,13 @@ time.sleep(3600)
 """
 PARENT = """
 import pathlib, sys
-from tba_cli import programs
-class Told(programs.OrphanReaper):
+from tba_cli import child_processes
+class Told(child_processes.OrphanReaper):
     def add(self, pid):
         super().add(pid)
         pathlib.Path(sys.argv[1]).with_suffix(".told").touch()
-programs.OrphanReaper = Told
-programs.run_program("sleeper", sys.argv[1:])
+child_processes.OrphanReaper = Told
+child_processes.run_program("sleeper", sys.argv[1:])
 """
 """Says when the reaper knows the program: a kill before that leaves the program alone."""
 TALKER = "import sys; print('out', sys.argv[1]); sys.exit('error: it went wrong' if sys.argv[1] == 'bad' else 0)"

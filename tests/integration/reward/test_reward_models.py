@@ -9,7 +9,7 @@ from tba_reward.model_server.child.judges import load_judge
 from tba_reward.model_server.child.model_loader import digest_folder
 from tba_reward.model_server.child.server import TokenizedRequest
 from tba_reward.model_server.client import ModelPool
-from tba_reward.model_server.messages import ScoreRequest
+from tba_reward.model_server.model_messages import ScoreRequest
 from tba_reward.scorer import Failure, Item
 from tba_reward.scorers import Tools, redteam, reward_model
 from transformers import (

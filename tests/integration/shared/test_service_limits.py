@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tba.clients.http import ServiceClient
+from tba.clients.service_client import ServiceClient
 from tba.server import auth
 from tests.support.served_app import LARGE_BYTES, ServedApp
 from tests.support.waits import until

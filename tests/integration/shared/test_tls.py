@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from tba import watched_file
-from tba.clients.http import ServiceClient
+from tba.clients.service_client import ServiceClient
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, TlsError, UnauthorizedError, UnavailableError
 from tba.server.serve import Certificate

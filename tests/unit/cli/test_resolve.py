@@ -9,9 +9,10 @@ import pytest
 
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.errors import ConfigError
+from tba_cli.child_processes import child_environ
 from tba_cli.local.services import Services
 from tba_cli.redis_server import find_redis_server, redis_command
-from tba_cli.resolve import absolute_store_url, check_model, child_environ, with_absolute_paths, with_real_addresses
+from tba_cli.resolve import absolute_store_url, check_model, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 
 

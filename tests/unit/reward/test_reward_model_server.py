@@ -14,7 +14,7 @@ from tba_reward.model_server.child.judges import RedteamJudge, mean_of
 from tba_reward.model_server.child.server import Batcher, NoScore, TokenizedRequest, cut_batches
 from tba_reward.model_server.child.victim import SeededSampling, reply_seed
 from tba_reward.model_server.client import MAX_SUSPECTS, ModelProcess, ProcessDiedError
-from tba_reward.model_server.messages import CancelRequest, ScoreAnswer, ScoreRequest
+from tba_reward.model_server.model_messages import CancelRequest, ScoreAnswer, ScoreRequest
 from tba_reward.scorer import Failure, version_of
 from tba_reward.scorers import redteam, reward_model
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 from tba_reward.process_pool.job import Job
-from tba_reward.process_pool.messages import Reply, encode
+from tba_reward.process_pool.pool_messages import Reply, encode
 from tba_reward.process_pool.worker_handle import WorkerHandle
 from tba_reward.scorer import Item
 

@@ -10,7 +10,7 @@ import pytest
 from tba.api import Prompt
 from tba.config.evaluation import EvalSection, PublishedNumber
 from tba.evaluation import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
-from tba.evaluation.report import read_prompts, write_prompts
+from tba.evaluation.evaluation_job import read_prompts, write_prompts
 from tba_cli.reports.comparison import evaluation_markdown
 
 

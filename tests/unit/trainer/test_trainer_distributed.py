@@ -11,10 +11,10 @@ from types import FunctionType
 
 import pytest
 import torch
-from tba_trainer.checkpoints.weight_files import SnapshotWriter, write_model_files
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter, write_model_files
 from tba_trainer.distributed import follower, leader
 from tba_trainer.distributed.launch import main
-from tba_trainer.distributed.leader import LeaderLearner, LeaderSnapshotWriter, encode_drawn_batch
+from tba_trainer.distributed.leader import LeaderLearner, LeaderWeightSnapshotWriter, encode_drawn_batch
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.learner.learner import Learner
 
@@ -32,7 +32,7 @@ def public_methods(kind: type) -> set[str]:
 def test_every_method_that_changes_or_gathers_theta_is_led() -> None:
     """A method that only rank 0 called would wait for the others for ever."""
     assert public_methods(LeaderLearner) == public_methods(Learner)
-    assert public_methods(LeaderSnapshotWriter) == public_methods(SnapshotWriter) - {"follow"}
+    assert public_methods(LeaderWeightSnapshotWriter) == public_methods(WeightSnapshotWriter) - {"follow"}
 
 
 def test_every_command_of_the_leader_is_one_of_the_followers() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tba_trainer.checkpoints.weight_files import SnapshotWriter
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.loop.batches import Prefetcher
 from tba_trainer.loop.publisher import Evaluations, versions_to_delete
 from tba_trainer.loop.shutdown import stop_on_signals
@@ -41,7 +41,7 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
     folder = make_tiny_model(tmp_path / "model", hidden_size=32, tied=True)
     recipe = make_recipe(folder, model={"dtype": dtype, "policy_temperature": 0.5})
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    snapshots = SnapshotWriter(theta, recipe, folder=tmp_path)
+    snapshots = WeightSnapshotWriter(theta, recipe, folder=tmp_path)
     with torch.no_grad():
         for parameter in theta.parameters():
             parameter += 0.01
@@ -61,7 +61,7 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
 def test_a_snapshot_does_not_follow_later_updates(tmp_path: Path) -> None:
     recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    taken = SnapshotWriter(theta, recipe, folder=tmp_path).take(START, None)
+    taken = WeightSnapshotWriter(theta, recipe, folder=tmp_path).take(START, None)
     before = {name: tensor.clone() for name, tensor in taken.tensors.items()}
     with torch.no_grad():
         for parameter in theta.parameters():

@@ -26,7 +26,7 @@ import msgspec
 
 from tba.api.scores import ScoreReason
 from tba.logs import get_logger
-from tba_reward.model_server.messages import (
+from tba_reward.model_server.model_messages import (
     LENGTH_BYTES,
     BatchStarted,
     CancelRequest,

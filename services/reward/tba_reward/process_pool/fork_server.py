@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from tba_reward.process_pool.messages import (
+from tba_reward.process_pool.pool_messages import (
     ForkWorker,
     FrameDecoder,
     PreloadRule,

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from tba_reward.process_pool.messages import (
+from tba_reward.process_pool.pool_messages import (
     ForkWorker,
     FrameDecoder,
     FromForkServer,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tba_reward.process_pool.messages import ItemMessage, LoadRule, ScoreItems, encode
+from tba_reward.process_pool.pool_messages import ItemMessage, LoadRule, ScoreItems, encode
 from tba_reward.scorer import Failure, Item, Outcome, Params
 
 RuleKey = tuple[str, str, str | None, bool, int | None]

@@ -27,7 +27,7 @@ from tba.errors import UnavailableError
 from tba.logs import get_logger
 from tba_reward.process_pool.fork_server_client import ForkServerClient
 from tba_reward.process_pool.job import Job, RuleKey, WorkerRule, load_job, score_job, split_job
-from tba_reward.process_pool.messages import (
+from tba_reward.process_pool.pool_messages import (
     FromForkServer,
     OutcomeMessage,
     PreloadRule,

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import msgspec
 
 from tba_reward.process_pool.job import Job
-from tba_reward.process_pool.messages import FrameDecoder, Reply
+from tba_reward.process_pool.pool_messages import FrameDecoder, Reply
 
 LATE_REPLY_S = 0.05
 """Grace after a deadline: the reply may lie in the socket already, if the event loop was busy."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tba.plugins import import_object
-from tba_reward.process_pool.messages import (
+from tba_reward.process_pool.pool_messages import (
     FrameDecoder,
     ItemMessage,
     LoadRule,

@@ -8,7 +8,7 @@ from pathlib import Path
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_reward.model_server.client import ModelProcess
-from tba_reward.model_server.messages import ModelSet
+from tba_reward.model_server.model_messages import ModelSet
 from tba_reward.scorer import version_of
 from tba_reward.scorers import Tools
 

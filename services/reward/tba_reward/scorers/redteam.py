@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from tba.config.reward import RedteamSpec
-from tba_reward.model_server.messages import (
+from tba_reward.model_server.model_messages import (
     ClassifierSettings,
     GuardSettings,
     ModelFiles,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from tba.config.reward import RewardModelSpec
-from tba_reward.model_server.messages import ClassifierSettings, ModelFiles, RewardModelSet
+from tba_reward.model_server.model_messages import ClassifierSettings, ModelFiles, RewardModelSet
 from tba_reward.scorer import Failure, Item, Outcome, Scorer
 from tba_reward.scorers import Tools
 from tba_reward.scorers.in_model_server import ModelServerScorer

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
 
     def run(recipe: Recipe) -> None:
-        from tba.evaluation.report import load_job
+        from tba.evaluation.evaluation_job import load_job
         from tba_searcher.evaluation.evaluator import evaluate
 
         evaluate(recipe, load_job(args.job))

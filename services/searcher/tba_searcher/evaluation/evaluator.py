@@ -11,7 +11,7 @@ import tba
 from tba.api import Prompt
 from tba.config import Recipe
 from tba.errors import MalformedError
-from tba.evaluation.report import PROGRESS, EvaluationJob, EvaluationReport, read_prompts
+from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport, read_prompts
 from tba.versions import START, PolicyVersion
 from tba.weights import params_sha256_of_files
 from tba.wire import Manifest

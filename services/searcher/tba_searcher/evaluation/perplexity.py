@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tba.config import Recipe
 from tba.errors import ConfigError
-from tba.evaluation.report import Estimate
+from tba.evaluation.evaluation_job import Estimate
 from tba.evaluation.statistics import exp_of_ratio, finite_exp, mean_of_prompts
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.reference_logprobs import StartingModel

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tba.config import Recipe
 from tba.config.evaluation import Mode
-from tba.evaluation.report import Comparison, Estimate, ModeReport, ScoreCounts
+from tba.evaluation.evaluation_job import Comparison, Estimate, ModeReport, ScoreCounts
 from tba.evaluation.statistics import mean_of_pairs, mean_of_prompts, pass_at_k, success_rate
 from tba_searcher.evaluation.completions import Answer, Answers, modes_of, temperature_of
 from tba_searcher.evaluation.perplexity import perplexities

@@ -1,6 +1,6 @@
 """Weights as files: named tensors in safetensors files of bounded size, and snapshots of a version to publish.
 
-    theta --SnapshotWriter.take--> WeightSnapshot: tensor files and canary of one version, between two optimizer steps
+    theta --WeightSnapshotWriter.take--> WeightSnapshot: tensor files and canary of a version, between two steps
 
 Tensors are written as they come and read one at a time: no more than one file's tensors are in memory at once. The
 files lie in a temporary folder until they are in the store.
@@ -70,7 +70,7 @@ class WeightSnapshot:
         shutil.rmtree(self.paths[0].parent, ignore_errors=True)
 
 
-class SnapshotWriter:
+class WeightSnapshotWriter:
     """Takes snapshots of theta.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tba.config import Recipe
 from tba.versions import PolicyVersion
 from tba.wire import Batch, DrawnGroup, encode_batch, encode_rollout
-from tba_trainer.checkpoints.weight_files import SnapshotWriter, WeightSnapshot
+from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
 from tba_trainer.learner.learner import Learner, TrainerState, trainer_rng
 from tba_trainer.learner.schedules import StepValues
@@ -29,7 +29,7 @@ BUILD = "build"
 """The first command of a leader."""
 
 
-def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, SnapshotWriter]:
+def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, WeightSnapshotWriter]:
     """Load the starting model, and build its learner and its snapshots (leader only).
 
     Args:
@@ -45,15 +45,15 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, Sn
     mesh = team.mesh
     if mesh is None:  # one process
         model = load_policy(recipe.model, device=team.device, gradient_checkpointing=checkpointing)
-        return model, Learner(model, recipe, trainer_rng(recipe)), SnapshotWriter(model, recipe, folder=folder)
+        return model, Learner(model, recipe, trainer_rng(recipe)), WeightSnapshotWriter(model, recipe, folder=folder)
     # on the CPU: no device needs to hold the whole model
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=checkpointing)
     with team.lead(BUILD):
         shard(model, mesh)
-        return model, LeaderLearner(model, recipe, team), LeaderSnapshotWriter(model, recipe, team, folder=folder)
+        return model, LeaderLearner(model, recipe, team), LeaderWeightSnapshotWriter(model, recipe, team, folder=folder)
 
 
-def build_follower(recipe: Recipe, team: Team) -> tuple[Learner, SnapshotWriter]:
+def build_follower(recipe: Recipe, team: Team) -> tuple[Learner, WeightSnapshotWriter]:
     """Build the learner and the snapshots of a follower, whose shard of the model the leader sends.
 
     Raises:
@@ -64,7 +64,7 @@ def build_follower(recipe: Recipe, team: Team) -> tuple[Learner, SnapshotWriter]
     assert team.mesh is not None
     shard(model, team.mesh)
     learner = Learner(model, recipe, trainer_rng(recipe), ranks=team.ranks())
-    return learner, SnapshotWriter(model, recipe, folder=Path(tempfile.gettempdir()))  # nothing is written there
+    return learner, WeightSnapshotWriter(model, recipe, folder=Path(tempfile.gettempdir()))  # nothing is written there
 
 
 class LeaderLearner(Learner):
@@ -123,7 +123,7 @@ class LeaderLearner(Learner):
             super().restore(state, shared)
 
 
-class LeaderSnapshotWriter(SnapshotWriter):
+class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
     """Snapshots of a sharded model: all processes gather, the leader writes."""
 
     def __init__(self, model: Any, recipe: Recipe, team: Team, *, folder: Path) -> None:
@@ -131,7 +131,7 @@ class LeaderSnapshotWriter(SnapshotWriter):
         self._team = team
 
     def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
-        """See `SnapshotWriter.take`."""
+        """See `WeightSnapshotWriter.take`."""
         with self._team.lead("snapshot"):
             return super().take(version, parent)
 

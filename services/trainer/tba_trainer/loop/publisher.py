@@ -29,7 +29,7 @@ from tba.logs import get_logger
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
-from tba_trainer.checkpoints.weight_files import SnapshotWriter, WeightSnapshot
+from tba_trainer.checkpoints.weight_files import WeightSnapshot, WeightSnapshotWriter
 from tba_trainer.loop.status import Session, Status
 
 _RETRY_FIRST_S = 0.5
@@ -102,7 +102,7 @@ class Publisher:
             raise self._error
 
     def publish(
-        self, snapshots: SnapshotWriter, version: PolicyVersion, *, num_eval_prompts: int | None = None
+        self, snapshots: WeightSnapshotWriter, version: PolicyVersion, *, num_eval_prompts: int | None = None
     ) -> None:
         """Take a snapshot of the current weights and submit it.
 

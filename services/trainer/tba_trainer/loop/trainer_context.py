@@ -9,7 +9,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.store import ObjectStore
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
-from tba_trainer.checkpoints.weight_files import SnapshotWriter
+from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.distributed.process_group import Team
 from tba_trainer.learner.learner import Learner
 from tba_trainer.learner.schedules import Schedules
@@ -43,7 +43,7 @@ class LineageContext(TrainerContext):
     learner: Learner
     schedules: Schedules
     requirements: Requirements
-    snapshots: SnapshotWriter
+    snapshots: WeightSnapshotWriter
     prefetcher: Prefetcher
     publisher: Publisher
     evaluations: Evaluations

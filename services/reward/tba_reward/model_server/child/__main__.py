@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from tba_reward.model_server.messages import LENGTH_BYTES, FromChild, Loaded, LoadFailed, ModelSet, ToChild, frame
+from tba_reward.model_server.model_messages import LENGTH_BYTES, FromChild, Loaded, LoadFailed, ModelSet, ToChild, frame
 
 Inbox = queue.SimpleQueue[ToChild]
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
 from tba_reward.model_server.child.server import NoScore
-from tba_reward.model_server.messages import ClassifierSettings, GuardSettings
+from tba_reward.model_server.model_messages import ClassifierSettings, GuardSettings
 
 Row = dict[str, list[int]]
 

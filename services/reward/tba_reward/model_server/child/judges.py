@@ -10,7 +10,13 @@ from statistics import fmean
 from tba_reward.model_server.child.classifier import Classifier, GuardClassifier, Row
 from tba_reward.model_server.child.server import Judge, NoScore, TokenizedRequest
 from tba_reward.model_server.child.victim import Victim
-from tba_reward.model_server.messages import ClassifierSettings, ModelSet, RedteamSet, RewardModelSet, ScoreRequest
+from tba_reward.model_server.model_messages import (
+    ClassifierSettings,
+    ModelSet,
+    RedteamSet,
+    RewardModelSet,
+    ScoreRequest,
+)
 
 
 def load_judge(models: ModelSet) -> Judge:

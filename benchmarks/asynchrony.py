@@ -1,12 +1,12 @@
-"""The asynchrony study: every objective at constant lag 0 to 64, with replay, and three small questions.
+"""The studies: which objective at which lag, whether replay pays, and the smaller questions of docs/results.md.
 
-    python benchmarks/asynchrony.py plan   [--json FILE] [--cells TEXT]                what is left, best first
-    python benchmarks/asynchrony.py run    [--json FILE] [--cells TEXT] [--max-minutes N]
-    python benchmarks/asynchrony.py report [--json FILE] [--out FOLDER]                tables and plots from the data
+    python benchmarks/asynchrony.py plan   [--json FILE] [--cells TEXT]           what can be run now, best first
+    python benchmarks/asynchrony.py run    [--json FILE] [--cells TEXT] [--max-minutes N] [--workers N]
+    python benchmarks/asynchrony.py report [--json FILE] [--out FOLDER]           tables and plots from the data
 
-One process, one thread, no services; 12 CPU seconds a cell. Every finished cell is one JSON line, and a cell that has
-a line is not run again: stop it at any time, and start it again to go on. `--cells` takes part of a key, for example
-`lag/tba_prime/lag16`. Method and findings: docs/results.md.
+`make study` runs all of it, in hours. One thread per worker, no services. Every finished cell is one JSON line with the
+digest of the code that decided it, and a cell that has a line of this code is not run again: stop it at any time, and
+start it again to go on. `--cells` takes part of a key, for example `addition/tba_prime/lag16`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "services" / "buffer"), str(ROOT / "services" / "trainer")]
 
-from benchmarks.study.cells import plan  # noqa: E402
-from benchmarks.study.data import read_lines  # noqa: E402
+from benchmarks.study.data import read_lines, sources_digest  # noqa: E402
+from benchmarks.study.plan import plan  # noqa: E402
 
 DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 
@@ -33,25 +33,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=DATA, help="the data file")
     parser.add_argument("--cells", default="", help="only cells whose key contains this")
     parser.add_argument("--max-minutes", type=float, default=None, help="begin no cell after this many minutes")
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side: one for each free core")
     parser.add_argument("--models", type=Path, default=ROOT / "models" / "study", help="folder of starting models")
-    parser.add_argument("--commit", default="", help="name of the code that runs, where it is no git checkout")
     parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of tables and plots")
     args = parser.parse_args()
     if args.command == "plan":
-        for cell in plan(read_lines(args.json)):
+        for cell in plan(read_lines(args.json, sources_digest())):
             if args.cells in cell.key:
                 print(cell.key)
+    elif args.command == "run" and args.workers > 1:
+        from benchmarks.study.run import run_workers
+
+        # of a repeated option the last one counts
+        run_workers([str(Path(__file__).resolve()), *sys.argv[1:], "--workers", "1"], args.workers)
     elif args.command == "run":
         import torch
 
         from benchmarks.study.run import run_cells
 
         torch.set_num_threads(1)
-        run_cells(args.json, models=args.models, only=args.cells, max_minutes=args.max_minutes, commit=args.commit)
+        run_cells(args.json, models=args.models, only=args.cells, max_minutes=args.max_minutes)
     else:
         from benchmarks.study.report import write_report
 
-        write_report(read_lines(args.json), args.out)
+        write_report(args.json, args.out)
 
 
 if __name__ == "__main__":

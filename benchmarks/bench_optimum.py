@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "services/trainer")]
 
 from benchmarks.optimum.task import BETA, Case, converge, optimum, rewards  # noqa: E402
 from tba.config import ObjectiveSection  # noqa: E402
-from tba.config.objective import BASELINE_BETAS  # noqa: E402
+from tba.config.objective import BASELINES, PRESETS  # noqa: E402
 
 NUM_STEPS = 2000
 CASES = (
@@ -33,6 +33,8 @@ CASES = (
     Case("stale", 8),
     Case("stale", 64),
 )
+EXPECTED = tuple(name for name in BASELINES if name != "m2po")
+"""The baselines that have an expected gradient: the mask of `m2po` is a property of a sample."""
 ROWS: dict[str, dict[str, Any]] = {
     "tb": {"preset": "tb"},
     "tb, anchor ema": {"preset": "tb", "anchor": "ema"},
@@ -45,14 +47,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "tb_behaviour": {"preset": "tb_behaviour"},
     "tb, importance weight": {"preset": "tb", "importance_weight": "clamp"},
     "tb, length-normalised": {"preset": "tb", "length_normalise": True},
-    **{name: {"preset": name} for name, beta in BASELINE_BETAS.items() if beta == 0},
-    **{f"{name}, with KL": {"preset": name} for name in BASELINE_BETAS},
+    "tba_prime_published": {"preset": "tba_prime_published"},
+    "tba_prime_published, anchor fixed": {"preset": "tba_prime_published", "anchor": "fixed"},
+    "oapl": {"preset": "oapl"},
+    **{name: {"preset": name} for name in EXPECTED if PRESETS[name].beta == 0},
+    **{f"{name}, with KL": {"preset": name} for name in EXPECTED},
 }
 
 
 def section_of(name: str, fields: dict[str, Any]) -> ObjectiveSection:
     """The objective of a row: beta is 0 in the rows of baselines without a KL."""
-    beta = 0.0 if fields["preset"] in BASELINE_BETAS and "with KL" not in name else BETA
+    beta = 0.0 if fields["preset"] in BASELINES and "with KL" not in name else BETA
     return ObjectiveSection.model_validate({**fields, "beta": beta})
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from tba_buffer.index.log import RECORD_DTYPE, Publication, RolloutsAdded, pack_record
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.sampling.mop import DrawSettings, draw_slots, drawn_event
 from tba_reward.scorer import Item
 from tba_reward.scorers.exact import score_text
 from tba_searcher.engines.engine import Completion, Request
@@ -41,7 +41,7 @@ from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Group, Rollout, Sampling, new_rollout_id
 from tba_cli.generators.addition import generate
 from tba_cli.resolve import check_model
-from tba_cli.starter_models.addition_model import make_starting_model
+from tba_cli.starter_models.starting_model import make_starting_model
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.toml"
 EVAL_EVERY_STEPS = 40  # a multiple of sync_interval: then the searcher has the weights of the step
@@ -174,10 +174,13 @@ class Buffer:
     def draw(self, step: int) -> Batch:
         """Draw a batch by MOP: K recent rollouts of a prompt with probability m, else K of any age."""
         seed, position, groups = self._recipe.run.seed * 1_000_000 + step, self._index.position, []
-        for slot in draw_slots(self._index, DrawSettings.of(self._recipe, step=step), seed):
+        slots = draw_slots(self._index, DrawSettings.of(self._recipe, step=step), seed)
+        for slot in slots:
             rollouts = tuple(self._rollouts[rollout_id] for rollout_id in self._index.rollout_ids(slot.rows))
             prompt_id = rollouts[0].prompt_id
             groups.append(Group(prompt_id=prompt_id, source=slot.source, fallback=slot.fallback, rollouts=rollouts))
+        # prompts take turns across batches, so the log says which had theirs
+        self._index.apply(drawn_event(self._index, slots, str(step), PolicyVersion(0, step)))
         return Batch(batch_id=str(step), deadline_s=math.inf, seed=seed, log_position=position, groups=tuple(groups))
 
 

@@ -107,7 +107,7 @@ def optimum() -> Tensor:
 
 def converge(section: ObjectiveSection, case: Case, *, num_steps: int = NUM_STEPS) -> Outcome:
     """Train with exact expected gradients (Adam, rate 0.1 falling to 0.0001) and see where it ends."""
-    objective, reward = resolve(section), rewards()
+    objective, reward = resolve(section, max_response_tokens=LENGTH), rewards()
     policy, reference = starting_policy(), starting_policy()
     stale = Tabular(2, 1.0).token_logprobs().detach()
     adam = torch.optim.Adam(policy.tables, lr=0.1)
@@ -122,7 +122,7 @@ def converge(section: ObjectiveSection, case: Case, *, num_steps: int = NUM_STEP
             "uniform": torch.full_like(stale, -float(np.log(VOCAB))),
             "stale": stale,
         }[case.behaviour]
-        ref = reference.token_logprobs().detach().sum(1)
+        ref = reference.token_logprobs().detach()
         loss = _expected_loss(logprobs, sampler, ref, reward, objective, case.age, section.beta.at(step - 1))
         adam.zero_grad()
         loss.backward()
@@ -154,23 +154,34 @@ def _expected_loss(
     sequences = Sequences(
         logprob=logprob[_PAIRS],
         sampler_logprob=sampler.sum(1)[_PAIRS],
-        ref_logprob=reference[_PAIRS],
+        ref_log_ratio=_log_ratio(logprobs.detach(), reference, objective)[_PAIRS],
+        sampler_ref_log_ratio=_log_ratio(sampler, reference, objective)[_PAIRS],
         reward=reward[_PAIRS],
         policy_age=torch.full((len(_PAIRS),), age),
         group=_PAIR_NUMBER,
         num_tokens=torch.full((len(_PAIRS),), LENGTH),
     )
     advantage = advantages(sequences, objective, beta=beta)
-    if objective.kind == "batch":  # its mean is over a batch of the behaviour's outcomes, not over all outcomes alike
+    if (
+        objective.parts.kind == "batch"
+    ):  # its mean is over a batch of the behaviour's outcomes, not over all outcomes alike
         advantage = advantage - (advantage * probability.repeat_interleave(2)).sum() / 2
     tokens = Tokens(
         logprobs=logprobs[_PAIRS].flatten(),
         sampler_logprobs=sampler[_PAIRS].flatten(),
         row=torch.arange(len(_PAIRS)).repeat_interleave(LENGTH),
         num_rows=len(_PAIRS),
+        trainer_logprobs=sampler[_PAIRS].flatten(),
+        num_prompt_tokens=torch.ones(len(_PAIRS)),
     )
     weighted = advantage * (probability * len(_FIRST)).repeat_interleave(2)
     return objective_loss(tokens, weighted, objective, totals=_TOTALS)[0]
+
+
+def _log_ratio(logprobs: Tensor, reference: Tensor, objective: Objective) -> Tensor:
+    """Return the sequence log-ratio to the reference, its tokens clamped as the objective has it. [outcomes]"""
+    limit = objective.parts.log_ratio_token_clamp if objective.clamps_tokens else None
+    return (logprobs - reference).clamp(-(limit or torch.inf), limit or torch.inf).sum(1)
 
 
 def _total_variation(left: Tensor, right: Tensor) -> float:

@@ -1,74 +1,91 @@
-"""Cells: what is run, in which order. A cell that has a line in the data file is never run again.
+"""A cell is one run: everything that decides its result, and nothing about the question that asked for it.
 
-The order is that of what decides most: tuning; lag 16 and 1, five seeds of the methods that did well in tuning and two
-of the others; then seed by seed everything else.
+So a run that two questions need is made once. A cell that has a line in the data file is never run again.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from benchmarks.study.methods import LEARNING_RATES, METHODS
-
-NUM_STEPS = 150
-TUNE_LAG = 16
-TUNE_SEED = 100
-SEEDS = (0, 1, 2, 3, 4)
 FINAL_POINTS = 3
-"""Final accuracy is the mean of the last three evaluations (steps 130, 140, 150)."""
-LAGS_FIRST, LAGS_THEN = (16, 1), (64, 4, 0)
-CONTENDER_MARGIN = 0.05
-"""Methods whose tuned accuracy is this close to the best are run first; it decides the order and nothing else."""
-REPLAY_M, REPLAY_LAG = 0.5, 16
-M_VALUES, M_METHODS, M_LAG = (0.0, 0.25, 0.75, 1.0), ("tba_prime", "tb"), 4
-K_VALUES = (2, 4, 8, 16, 32)
-SCALING_BETAS = ((0.01, None), (0.05, None), (0.2, None), (0.2, 0.02))
-"""beta, and what it jumps to half-way."""
-SMALL_SEEDS = (0, 1, 2)
+"""Final accuracy is the mean of the last three evaluations."""
 
-Scaling = Literal["a_form", "raw"]
-SCALINGS: tuple[Scaling, ...] = ("a_form", "raw")
-Kind = Literal["tune", "lag", "second", "replay", "m", "k", "scaling"]
-"""`second`: at lag 16 with the setting that came second in tuning."""
+Priority = Literal["off", "reward", "age", "reward_age"]
+Hazard = Literal["none", "flips", "hack"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The conditions of a run: what is not the method, its setting or the seed."""
+
+    task: str = "addition"
+    lag: int = 0
+    """Optimizer steps between the behaviour policy and theta."""
+    num_steps: int = 0
+    """0: the task's."""
+    sync_interval: int = 1
+    """k: the behaviour policy changes every so many steps."""
+    replay_m: float | None = None
+    """None: every rollout is trained on once, in order. Else: a buffer keeps all of them and MOP draws with this m."""
+    samples_per_insert: int = 1
+    """Rollouts trained per rollout generated, with the buffer: a step generates 128 / this."""
+    priority: Priority = "off"
+    group_size: int = 8
+    """K, at 128 rollouts a batch."""
+    hazard: Hazard = "none"
+    """`flips`: every reward is wrong with `hazard_prob`, once and for all. `hack`: for the first half of the run the
+    scorer also passes every answer that begins with 0."""
+    hazard_prob: float = 0.0
+    clip: Literal["relative", "none"] = "relative"
+    """Of gradients: the product's default, or none."""
+    is_raw: bool = False
+    """The gradient is multiplied by 2 / beta^2, as the paper's loss has it. Only without a clip."""
+    beta_end: float | None = None
+    """beta goes linearly to this over the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What tuning chooses."""
+
+    learning_rate: float
+    beta: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.learning_rate:.3g}" + (f" / {self.beta:.3g}" if self.beta else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One line of the data file."""
+    """One line of the data file. Learning rate 0: no run, the noise of the gradient is measured (gradients.py)."""
 
-    kind: Kind
     method: str
-    lag: int
-    learning_rate: float
-    beta: float
+    world: World
+    setting: Setting
     seed: int
-    most_on_policy_prob: float | None = None
-    group_size: int = 8
-    scaling: Scaling = "a_form"
-    """`raw`: the gradient is multiplied by 2 / beta^2 before it is clipped, as the paper's loss has it."""
-    beta_then: float | None = None
-    """Half-way the beta jumps to this."""
 
     @property
     def key(self) -> str:
         """The cell's name: everything that decides its result."""
-        parts = [self.kind, self.method, f"lag{self.lag}", f"lr{self.learning_rate:g}", f"beta{self.beta:g}"]
-        if self.beta_then is not None:
-            parts.append(f"then{self.beta_then:g}")
-        if self.most_on_policy_prob is not None:
-            parts.append(f"m{self.most_on_policy_prob:g}")
-        if self.group_size != 8:
-            parts.append(f"K{self.group_size}")
-        if self.scaling != "a_form":
-            parts.append(self.scaling)
-        return "/".join([*parts, f"seed{self.seed}"])
+        parts = [self.world.task, self.method, f"lag{self.world.lag}"]
+        for part in fields(World):
+            value = getattr(self.world, part.name)
+            if part.name not in ("task", "lag") and value != part.default:
+                parts.append(f"{part.name}={value:g}" if isinstance(value, int | float) else f"{part.name}={value}")
+        setting = self.setting
+        return "/".join([*parts, f"lr{setting.learning_rate:.6g}", f"beta{setting.beta:.6g}", f"seed{self.seed}"])
 
     def document(self) -> dict[str, Any]:
         """Return the cell as JSON."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Cell:
+        """Read what `document` returned."""
+        world, setting = World(**document["world"]), Setting(**document["setting"])
+        return cls(method=document["method"], world=world, setting=setting, seed=document["seed"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +96,24 @@ class Line:
     result: Mapping[str, Any]
 
     @property
+    def area(self) -> float:
+        """Area under the curve of sampled accuracy: its mean over the run, by the trapezoid rule."""
+        return self._area("sampled")
+
+    @property
+    def area_greedy(self) -> float:
+        """The same of greedy accuracy."""
+        return self._area("greedy")
+
+    @property
     def final(self) -> float:
         """Mean sampled accuracy of the last points; a run that was not finite any more counts as 0."""
-        return 0.0 if self.broke else _mean(self.result["curve"]["sampled"][-FINAL_POINTS:])
+        return 0.0 if self.broke else mean(self.result["curve"]["sampled"][-FINAL_POINTS:])
 
     @property
     def final_greedy(self) -> float:
         """The same for greedy accuracy."""
-        return 0.0 if self.broke else _mean(self.result["curve"]["greedy"][-FINAL_POINTS:])
-
-    @property
-    def best(self) -> float:
-        """Best sampled accuracy of the run."""
-        return max(self.result["curve"]["sampled"])
-
-    @property
-    def start(self) -> float:
-        """Sampled accuracy of the starting model."""
-        return self.result["curve"]["sampled"][0]
+        return 0.0 if self.broke else mean(self.result["curve"]["greedy"][-FINAL_POINTS:])
 
     @property
     def broke(self) -> bool:
@@ -106,116 +123,45 @@ class Line:
     @property
     def collapsed(self) -> bool:
         """The final accuracy is below the start's, or below 0.8 of the run's best."""
-        return self.final < self.start or self.final < 0.8 * self.best
+        sampled = self.result["curve"]["sampled"]
+        return self.final < sampled[0] or self.final < 0.8 * max(sampled)
+
+    @property
+    def clip_share(self) -> float:
+        """Share of steps whose gradient was clipped."""
+        return self.result["clip_share"]
+
+    def mean_of(self, name: str) -> float | None:
+        """Mean of a column of the curve over the second half of the run; None: unknown throughout."""
+        values = self.result["curve"][name]
+        known = [value for value in values[len(values) // 2 :] if value is not None]
+        return mean(known) if known else None
+
+    def first_step_at(self, target: float) -> int | None:
+        """The first step of a measured point from which sampled accuracy is at the target; None: never."""
+        curve = self.result["curve"]
+        return next(
+            (step for step, value in zip(curve["step"], curve["sampled"], strict=True) if value >= target), None
+        )
+
+    def _area(self, name: str) -> float:
+        steps, values = list(self.result["curve"]["step"]), list(self.result["curve"][name])
+        if self.broke:  # nothing is left of it from there on
+            steps, values = [*steps, steps[-1] + 1, self.result["num_steps"]], [*values, 0.0, 0.0]
+        pairs = zip(zip(steps, values, strict=True), zip(steps[1:], values[1:], strict=True), strict=False)
+        return sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairs) / (steps[-1] or 1)
 
 
-def plan(lines: Mapping[str, Line]) -> Iterator[Cell]:
-    """Cells that can be run now, best first, those that have a line left out. Run the first and ask again."""
-    return (cell for cell in ordered(lines) if cell.key not in lines)
+def cells_of(method: str, world: World, setting: Setting, seeds: Sequence[int]) -> list[Cell]:
+    """The same run with each seed."""
+    return [Cell(method=method, world=world, setting=setting, seed=seed) for seed in seeds]
 
 
-def ordered(lines: Mapping[str, Line]) -> Iterator[Cell]:
-    """All cells that are known so far, each once. A method's cells after tuning are known once it is tuned."""
-    return iter({cell.key: cell for cell in _ordered(lines)}.values())
+def with_lag(world: World, lag: int) -> World:
+    """The same world at another lag."""
+    return replace(world, lag=lag)
 
 
-def _ordered(lines: Mapping[str, Line]) -> Iterator[Cell]:
-    for method in METHODS:
-        yield from tuning(method)
-    first, others = contenders(lines)
-    yield from _of(lines, "lag", SEEDS[:1], LAGS_FIRST[:1], tuple(METHODS))
-    yield from _of(lines, "lag", SEEDS, LAGS_FIRST, first)
-    yield from _of(lines, "lag", SEEDS[:2], LAGS_FIRST, others)
-    yield from _gradient_noise()
-    yield from _of(lines, "second", SEEDS[:3], LAGS_FIRST[:1], first)
-    for seed in SEEDS:
-        for methods in (first, others):
-            yield from _of(lines, "lag", (seed,), LAGS_FIRST + LAGS_THEN, methods)
-            yield from _of(lines, "replay", (seed,), (REPLAY_LAG,), methods)
-            if methods == first and seed in SMALL_SEEDS:
-                yield from _most_on_policy(seed, lines)
-                yield from _scaling(seed)
-
-
-def contenders(lines: Mapping[str, Line]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Methods close to the best in tuning, and the others."""
-    best = {method: max(lines[cell.key].final for cell in tuning(method)) for method in METHODS if tuned(method, lines)}
-    bar = max(best.values(), default=0.0) - CONTENDER_MARGIN
-    first = tuple(method for method in best if best[method] >= bar)
-    return first, tuple(method for method in METHODS if method not in first)
-
-
-def tuning(method: str) -> list[Cell]:
-    """Six settings on the tuning seed."""
-    return [
-        Cell(kind="tune", method=method, lag=TUNE_LAG, learning_rate=rate, beta=beta, seed=TUNE_SEED)
-        for rate in LEARNING_RATES
-        for beta in METHODS[method].betas
-    ]
-
-
-def tuned(method: str, lines: Mapping[str, Line], *, rank: int = 0) -> tuple[float, float] | None:
-    """(learning rate, beta) of the best of them (rank 1: of the next best); None: not all are done."""
-    cells = tuning(method)
-    if any(cell.key not in lines for cell in cells):
-        return None
-    chosen = sorted(cells, key=lambda cell: -lines[cell.key].final)[rank]
-    return chosen.learning_rate, chosen.beta
-
-
-def _of(
-    lines: Mapping[str, Line], kind: Kind, seeds: Iterable[int], lags: Iterable[int], methods: Iterable[str]
-) -> Iterator[Cell]:
-    for seed, lag, method in itertools.product(seeds, lags, methods):
-        if (setting := tuned(method, lines, rank=int(kind == "second"))) is not None:
-            yield Cell(
-                kind=kind,
-                method=method,
-                lag=lag,
-                learning_rate=setting[0],
-                beta=setting[1],
-                seed=seed,
-                most_on_policy_prob=REPLAY_M if kind == "replay" else None,
-            )
-
-
-def _gradient_noise() -> Iterator[Cell]:
-    """C6 of algorithm.md, section 10: K at a fixed batch."""
-    for seed, k in itertools.product(SMALL_SEEDS, K_VALUES):
-        yield Cell(kind="k", method="tb", lag=0, learning_rate=0.0, beta=0.05, seed=seed, group_size=k)
-
-
-def _most_on_policy(seed: int, lines: Mapping[str, Line]) -> Iterator[Cell]:
-    """C5: m with a replay buffer."""
-    for m, method in itertools.product(M_VALUES, M_METHODS):
-        if (setting := tuned(method, lines)) is not None:
-            rate, beta = setting
-            yield Cell(
-                kind="m",
-                method=method,
-                lag=M_LAG,
-                learning_rate=rate,
-                beta=beta,
-                seed=seed,
-                most_on_policy_prob=m,
-            )
-
-
-def _scaling(seed: int) -> Iterator[Cell]:
-    """C7: beta, and the A-form beside the raw scale."""
-    for beta, then in SCALING_BETAS:
-        for scaling in SCALINGS:
-            yield Cell(
-                kind="scaling",
-                method="tb",
-                lag=1,
-                learning_rate=2.5e-4,
-                beta=beta,
-                seed=seed,
-                scaling=scaling,
-                beta_then=then,
-            )
-
-
-def _mean(values: list[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Of at least one value."""
     return sum(values) / len(values)

@@ -1,7 +1,15 @@
-"""The data file: one finished cell per line, appended and synced; a torn last line is cut off."""
+"""The data file: one finished cell per line, appended under a lock and synced; a torn last line is cut off.
+
+Every line has the digest of the code that decides results. Lines of other code are no results of this code: they are
+neither counted as done nor mixed into a table.
+"""
 
 from __future__ import annotations
 
+import ast
+import fcntl
+import functools
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -9,26 +17,85 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.cells import Cell, Line
+from benchmarks.study.world import TASKS
+from tba.config import TrainerSection
+
+ROOT = Path(__file__).resolve().parents[2]
+DECIDES = (
+    "services/trainer/tba_trainer/learner",
+    "services/trainer/tba_trainer/model",
+    "services/trainer/tba_trainer/objectives",
+    "services/buffer/tba_buffer/index",
+    "services/buffer/tba_buffer/sampling",
+    "tba/config/objective.py",
+    "tba/config/schedules.py",
+    "tba_cli/generators",
+    "tba_cli/starter_models",
+    *(f"benchmarks/study/{name}.py" for name in ("gradients", "methods", "replay", "training", "world")),
+)
+"""The code that decides the result of a cell, as files and folders."""
+DEFAULTS = ("max_grad_norm", "max_grad_norm_ratio", "adam_beta1", "adam_beta2", "weight_decay", "guards")
+"""Keys of [trainer] whose defaults do."""
 
 
-def read_lines(path: Path) -> dict[str, Line]:
-    """All finished cells by key; a last line without a newline (a crash while writing) does not count."""
+@functools.cache
+def sources_digest() -> str:
+    """Digest of that code without its comments, docstrings and layout, which decide nothing."""
+    digest = hashlib.sha256()
+    for path in (ROOT / name for name in DECIDES):
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(meaning(file.read_text()).encode())
+    # what runs take from defaults and recipes, and no more of those: other keys may change
+    defaults = TrainerSection()
+    taken = [getattr(defaults, name) for name in DEFAULTS] + [task.warm_start for task in TASKS.values()]
+    digest.update(repr(taken).encode())
+    return digest.hexdigest()[:16]
+
+
+def meaning(source: str) -> str:
+    """The syntax tree of a module, without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)]
+    return ast.dump(tree)
+
+
+def read_lines(path: Path, digest: str | None = None) -> dict[str, Line]:
+    """Finished cells by key; a last line without a newline (a crash while writing) does not count.
+
+    Args:
+        digest: only lines of this code; None: of all.
+    """
     if not path.is_file():
         return {}
     lines = {}
     for text in path.read_text().splitlines(keepends=True):
         if text.endswith("\n"):
             document = json.loads(text)
-            line = Line(cell=Cell(**document["cell"]), result=document["result"])
-            lines[line.cell.key] = line
+            if digest is None or document["digest"] == digest:
+                line = Line(cell=Cell.of(document["cell"]), result=document["result"])
+                lines[line.cell.key] = line
     return lines
 
 
-def append_line(path: Path, cell: Cell, result: Mapping[str, Any], source: Mapping[str, str]) -> None:
+def digests(path: Path) -> dict[str, int]:
+    """How many lines are of which code, in the order of the file."""
+    found: dict[str, int] = {}
+    if path.is_file():
+        for text in path.read_text().splitlines(keepends=True):
+            if text.endswith("\n"):
+                digest = json.loads(text)["digest"]
+                found[digest] = found.get(digest, 0) + 1
+    return found
+
+
+def append_line(path: Path, cell: Cell, result: Mapping[str, Any], *, digest: str) -> None:
     """Add a finished cell; it is on disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"key": cell.key, "cell": cell.document(), "result": result, "source": source}
+    document = {"key": cell.key, "digest": digest, "cell": cell.document(), "result": result}
     with path.open("ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # two workers append to it
         _cut_torn_line(file)
         file.write(json.dumps(document, separators=(",", ":")).encode() + b"\n")
         file.flush()
@@ -40,3 +107,7 @@ def _cut_torn_line(file: Any) -> None:
     whole = file.read().rfind(b"\n") + 1
     file.truncate(whole)
     file.seek(0, os.SEEK_END)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

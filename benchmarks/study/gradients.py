@@ -1,4 +1,20 @@
-"""C6: how noisy the gradient of a batch of fixed size is, by the size of its groups."""
+"""How noisy the gradient of a batch of fixed size is, by the size K of its groups, and where the noise comes from.
+
+A batch has P = N / K prompts with K rollouts each, and the baseline of a rollout is the mean of its group, itself
+included. Of a prompt x the expected contribution is then (1 - 1/K) g_x, with g_x its true gradient, and
+
+    between   variance of the batch's gradient because its prompts were drawn:  (1 - 1/K)^2 Var[g_x] / P
+    within    because their rollouts were drawn: (1 - 1/K) V / N, V the variance of one rollout about a perfect baseline
+    signal    |(1 - 1/K) E[g_x]|^2
+
+up to terms of order 1/K^2 of `within`. Relative to the signal, with P = N / K:
+
+    between  K Var[g_x] / (N |E g_x|^2)        grows as K: fewer different prompts
+    within   K / (K - 1) V / (N |E g_x|^2)     falls towards 1: the group mean is a better baseline
+
+So the least noise is at K = 1 + sqrt(V / Var[g_x]), and a larger group only pays where prompts have gradients that are
+alike. The claim that noise falls with K is about `within` alone, at a fixed number of prompts.
+"""
 
 from __future__ import annotations
 
@@ -13,57 +29,50 @@ from tba_trainer.learner.learner import Learner
 from tba_trainer.model.policy import load_policy
 from torch import Tensor
 
-from benchmarks.study.training import Settings, make_groups, recipe_of
-from benchmarks.study.world import Problems, sample
+from benchmarks.study.cells import Cell
+from benchmarks.study.training import BATCH_ROLLOUTS, Scorer, make_groups, recipe_of
+from benchmarks.study.world import NUM_TRAIN, TASKS, Problems, sample
 from tba.wire import Batch
 
-NUM_ROLLOUTS = 128
-NUM_BATCHES = 40
-"""Number of batches in the mean; a signal is clear when it is well above the variance divided by this number."""
+NUM_SETS, NUM_REPEATS = 24, 4
+"""Sets of prompts, and batches with each."""
 
 
-def gradient_noise(start: Path, *, group_size: int, beta: float, seed: int) -> dict[str, Any]:
-    """On-policy batches of 128 rollouts of the starting model, 128 / K prompts each, never an optimizer step.
+def gradient_noise(cell: Cell, start: Path) -> dict[str, Any]:
+    """On-policy batches of the starting model, never an optimizer step.
 
     Returns:
-        The figures of `noise_of` for TB's on-policy gradient before any clip.
+        The figures of `noise_of`, for the gradient before any clip.
     """
-    began_s = time.process_time()
-    torch.manual_seed(seed)
-    settings = Settings(
-        objective={"preset": "tb", "beta": {"value": beta}},
-        learning_rate=0.0001,
-        lag=0,
-        seed=seed,
-        num_steps=NUM_BATCHES,
-        num_prompts=NUM_ROLLOUTS // group_size,
-        group_size=group_size,
-        max_grad_norm=1e9,
-    )
-    recipe = recipe_of(settings, start)
+    began_s, world = time.process_time(), cell.world
+    torch.manual_seed(cell.seed)
+    recipe = recipe_of(cell, start)
     model, twin = (load_policy(recipe.model, device="cpu", gradient_checkpointing=False) for _ in range(2))
-    learner = Learner(model, recipe, np.random.default_rng(seed))
-    generator = torch.Generator().manual_seed(seed)
-    problems = Problems.of("train", 3000, seed)
-    rng = np.random.default_rng([seed, 1])
-    found = []
-    for number in range(NUM_BATCHES):
-        rows = rng.choice(len(problems), size=settings.num_prompts, replace=False).tolist()
-        samples = sample(twin, problems.prompts[rows], group_size, generator)
-        groups = make_groups(problems, rows, samples, 0, first=number * settings.num_prompts)
-        batch = Batch(batch_id=f"{number}", deadline_s=0.0, seed=0, log_position=0, groups=tuple(groups))
-        learner.gradients(batch, step=1, policy_ages=[0] * NUM_ROLLOUTS)
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double())
-    return {**noise_of(torch.stack(found)), "cpu_s": round(time.process_time() - began_s, 2)}
+    learner = Learner(model, recipe, np.random.default_rng(cell.seed))
+    generator = torch.Generator().manual_seed(cell.seed)
+    problems = Problems.of(world.task, "train", NUM_TRAIN, cell.seed)
+    scorer = Scorer(problems, world, cell.seed)
+    rng = np.random.default_rng([cell.seed, 1])
+    found, limit = [], TASKS[world.task].max_response_tokens
+    for number in range(NUM_SETS):
+        rows = rng.choice(len(problems), size=BATCH_ROLLOUTS // world.group_size, replace=False).tolist()
+        for repeat in range(NUM_REPEATS):
+            samples = sample(twin, problems.prompts[rows], world.group_size, limit, generator)
+            first = (number * NUM_REPEATS + repeat) * BATCH_ROLLOUTS
+            groups = make_groups(problems, scorer, rows, samples, 0, first=first, step=1)
+            batch = Batch(batch_id=f"{first}", deadline_s=0.0, seed=0, log_position=0, groups=tuple(groups))
+            learner.gradients(batch, step=1, policy_ages=[0] * BATCH_ROLLOUTS)
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double())
+    noise = noise_of(torch.stack(found).reshape(NUM_SETS, NUM_REPEATS, -1))
+    return {**noise, "cpu_s": round(time.process_time() - began_s, 2)}
 
 
-def noise_of(gradients: Float[Tensor, "num_batches P"]) -> dict[str, float | None]:
-    """`variance` (trace of the covariance), `signal` (squared norm of the mean, less what noise adds to it) and their
-    ratio, None where the mean is lost in the noise."""
-    variance = float(gradients.var(dim=0).sum())
-    signal = float(gradients.mean(dim=0).square().sum()) - variance / len(gradients)
-    return {
-        "relative_variance": round(variance / signal, 3) if signal > 0 else None,
-        "variance": float(f"{variance:.4g}"),
-        "signal": float(f"{signal:.4g}"),
-    }
+def noise_of(gradients: Float[Tensor, "sets repeats D"]) -> dict[str, float]:
+    """`within`, `between` (traces of covariances) and `signal` (squared norm of the mean gradient), without bias."""
+    num_sets, num_repeats, _ = gradients.shape
+    means = gradients.mean(dim=1)  # [sets, D]
+    within = float(gradients.var(dim=1).sum(dim=1).mean())
+    of_means = float(means.var(dim=0).sum())
+    signal = float(means.mean(dim=0).square().sum()) - of_means / num_sets
+    found = {"within": within, "between": of_means - within / num_repeats, "signal": signal}
+    return {name: float(f"{value:.4g}") for name, value in found.items()}

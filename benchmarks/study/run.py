@@ -1,92 +1,104 @@
-"""Runs cells, one after the other, until the plan is done or the time is up."""
+"""Runs cells until the plan is done or the time is up, in as many processes as wanted, which share one data file."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from benchmarks.study.cells import NUM_STEPS, Cell, plan
-from benchmarks.study.data import append_line, read_lines
-from benchmarks.study.methods import METHODS
+from benchmarks.study.cells import Cell, Line
+from benchmarks.study.data import append_line, read_lines, sources_digest
+from benchmarks.study.plan import plan
 
-ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ("services/trainer/tba_trainer", "benchmarks/study")
-"""The code that decides results; its digest stands in every line."""
+WAIT_FOR_OTHERS_S = 2 * 3600.0
+"""A worker without a cell waits this long for the cells of others, which decide what comes next."""
+POLL_S = 2.0
 
 
-def run_cells(path: Path, *, models: Path, only: str = "", max_minutes: float | None = None, commit: str = "") -> None:
+def run_workers(arguments: list[str], num_workers: int) -> None:
+    """Run `arguments` once per worker, and wait for all.
+
+    Raises:
+        SystemExit: one failed.
+    """
+    # so that `finally` ends the workers when this process is asked to end
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    workers = [subprocess.Popen([sys.executable, *arguments]) for _ in range(num_workers)]
+    try:
+        codes = [worker.wait() for worker in workers]
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.terminate()
+                worker.wait()
+    if any(codes):
+        raise SystemExit(f"workers ended with the exit codes {codes}; what they finished is in the data file")
+
+
+def run_cells(path: Path, *, models: Path, only: str = "", max_minutes: float | None = None) -> None:
     """Run cells whose key contains `only` and append a line for each.
 
     Raises:
-        SystemExit: another process is writing this file.
+        SystemExit: other workers did not finish cells that the plan waits for.
     """
-    deadline_s = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-    source = {"commit": commit or _commit(), "sources_sha256": _sources_sha256()}
-    models.mkdir(parents=True, exist_ok=True)
-    with (models / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SystemExit(f"another process runs cells with {models}; stop it, or give --models") from None
-        while deadline_s is None or time.monotonic() < deadline_s:
-            lines = read_lines(path)
-            cell = next((cell for cell in plan(lines) if only in cell.key), None)
-            if cell is None:
-                return
-            began_s = time.monotonic()
+    began_s, digest, waiting_since_s = time.monotonic(), sources_digest(), None
+    claims = models / ".claims"
+    claims.mkdir(parents=True, exist_ok=True)
+    while max_minutes is None or time.monotonic() - began_s < 60 * max_minutes:
+        lines = read_lines(path, digest)
+        todo = [cell for cell in plan(lines) if only in cell.key]
+        if not todo:
+            return
+        claimed = next(((cell, lock) for cell in todo if (lock := _claim(claims, cell, path, digest))), None)
+        if claimed is None:
+            waiting_since_s = waiting_since_s or time.monotonic()
+            if time.monotonic() - waiting_since_s > WAIT_FOR_OTHERS_S:
+                raise SystemExit(f"the cells of other workers have not come for {WAIT_FOR_OTHERS_S:.0f} s")
+            time.sleep(POLL_S)
+            continue
+        waiting_since_s = None
+        cell, lock = claimed
+        with lock:
             result = run_cell(cell, models)
-            append_line(path, cell, result, source)
-            print(f"{len(lines) + 1:4d} {cell.key}: {_shown(result)}, {time.monotonic() - began_s:.0f} s", flush=True)
+            append_line(path, cell, result, digest=digest)
+        print(f"{len(lines) + 1:4d} {cell.key}: {_shown(cell, result)}, {result['cpu_s']} CPU s", flush=True)
 
 
 def run_cell(cell: Cell, models: Path) -> dict[str, Any]:
     """The result of one cell."""
     from benchmarks.study.gradients import gradient_noise
-    from benchmarks.study.training import Settings, train
+    from benchmarks.study.training import train
     from benchmarks.study.world import starting_model
 
-    start = starting_model(models, cell.seed)
-    if cell.kind == "k":
-        return gradient_noise(start, group_size=cell.group_size, beta=cell.beta, seed=cell.seed)
-    settings = Settings(
-        objective=METHODS[cell.method].section(cell.beta),
-        learning_rate=cell.learning_rate,
-        lag=cell.lag,
-        seed=cell.seed,
-        num_steps=NUM_STEPS,
-        most_on_policy_prob=cell.most_on_policy_prob,
-        group_size=cell.group_size,
-        raw_scale=cell.scaling == "raw",
-        beta_then=cell.beta_then,
-        give_up_below=0.25 if cell.kind == "tune" else 0.0,
-    )
-    return train(settings, start)
+    start = starting_model(models, cell.world.task, cell.seed)
+    return train(cell, start) if cell.setting.learning_rate else gradient_noise(cell, start)
 
 
-def _shown(result: Mapping[str, Any]) -> str:
+def _claim(folder: Path, cell: Cell, path: Path, digest: str) -> IO[str] | None:
+    """Take a cell for this process; None: another one has it, or has finished it since the plan was made.
+
+    The claim is a file lock, so it ends with the process that holds it, however that ends.
+    """
+    lock = (folder / hashlib.sha256(cell.key.encode()).hexdigest()[:24]).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    if cell.key in read_lines(path, digest):
+        lock.close()
+        return None
+    return lock
+
+
+def _shown(cell: Cell, result: Mapping[str, Any]) -> str:
     if "curve" not in result:
         return ", ".join(f"{name} {value}" for name, value in result.items() if name != "cpu_s")
-    sampled = result["curve"]["sampled"]
-    return f"{sampled[0]:.3f} -> {sampled[-1]:.3f} (best {max(sampled):.3f}), {result['cpu_s']} CPU s"
-
-
-def _commit() -> str:
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
-
-
-def _sources_sha256() -> str:
-    digest = hashlib.sha256()
-    for folder in MEASURED:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    line = Line(cell=cell, result=result)
+    return f"area {line.area:.3f}, final {line.final:.3f}, clipped {line.clip_share:.0%}"

@@ -1,12 +1,13 @@
-"""Means with 95 % confidence intervals from few seeds."""
+"""Means with 95 % confidence intervals from few seeds, and paired bootstraps over them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t quantile 0.975 for 1 to 9 degrees of freedom."""
@@ -20,16 +21,6 @@ class Estimate:
     mean: float
     half_width: float
     num: int
-
-    @property
-    def low(self) -> float:
-        """Lower end."""
-        return self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        """Upper end."""
-        return self.mean + self.half_width
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" if self.num < 2 else f"{self.mean:.3f} ± {self.half_width:.3f}"
@@ -49,10 +40,34 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(float(np.mean(values)), T_975[len(values) - 2] * spread, len(values))
 
 
-def ratio_interval(above: Sequence[float], below: Sequence[float], *, seed: int = 0) -> tuple[float, float, float]:
-    """Ratio of the means of paired values, and its 95 % percentile bootstrap over the pairs: (ratio, low, high)."""
-    a, b = np.asarray(above), np.asarray(below)
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure of paired values with its 95 % percentile bootstrap over the pairs."""
+
+    value: float
+    low: float
+    high: float
+    num: int
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float], *, seed: int = 0) -> Interval:
+    """Ratio of the means of paired values (NaN where the lower mean is 0)."""
+    return _bootstrap(above, below, lambda a, b: a / np.where(b == 0, math.nan, b), seed)
+
+
+def difference_interval(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Interval:
+    """Difference of the means of paired values."""
+    return _bootstrap(ours, theirs, lambda a, b: a - b, seed)
+
+
+def _bootstrap(
+    first: Sequence[float],
+    second: Sequence[float],
+    figure: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]],
+    seed: int,
+) -> Interval:
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(0, len(a), size=(NUM_RESAMPLES, len(a)))
-    ratios = a[picks].mean(axis=1) / b[picks].mean(axis=1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(a.mean() / b.mean()), float(low), float(high)
+    figures = figure(a[picks].mean(axis=1), b[picks].mean(axis=1))
+    low, high = np.nanquantile(figures, [0.025, 0.975])
+    return Interval(float(figure(a.mean(), b.mean())), float(low), float(high), len(a))

@@ -1,166 +1,230 @@
-"""Tables of the study in Markdown. A table holds what is there: a missing cell is a dash, n says how many seeds."""
+"""Tables of the studies in Markdown. A table holds what is there: a missing cell is a dash, n says how many seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from benchmarks.study.cells import SCALING_BETAS, SCALINGS, Line, tuned, tuning
-from benchmarks.study.methods import METHODS
-from benchmarks.study.stats import estimate
+import numpy as np
 
-Lines = Mapping[str, Line]
-LAGS = (0, 1, 4, 16, 64)
+from benchmarks.study.cells import Line, mean
+from benchmarks.study.plan import GROUP_SIZES, LAGS, SEEDS, Arm, Study, noise_cells
+from benchmarks.study.stats import Interval, difference_interval, estimate, ratio_interval
+from benchmarks.study.training import BATCH_ROLLOUTS, num_steps_of
 
-
-def select(lines: Lines, kind: str, method: str, lag: int, m: float | None = None) -> dict[int, Line]:
-    """Finished cells of the method's tuned setting by seed (of the second best setting, where the kind says so)."""
-    setting = tuned(method, lines, rank=int(kind == "second"))
-    return {
-        line.cell.seed: line
-        for line in lines.values()
-        if (line.cell.kind, line.cell.method, line.cell.lag, line.cell.most_on_policy_prob) == (kind, method, lag, m)
-        and (line.cell.learning_rate, line.cell.beta) == setting
-    }
+Found = Mapping[int, Line]
+NO_CELLS = "No cell of this table has been run yet."
+TARGET = 0.9
+"""Sampled accuracy of the tables of costs."""
+PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""What it costs to generate a rollout, where to train on one costs 1."""
 
 
-def mean_ess(line: Line) -> float | None:
-    """Mean effective sample size (share of the batch) over the second half of a run."""
-    values = line.result["curve"]["ess"]
-    known = [value for value in values[len(values) // 2 :] if value is not None]
-    return sum(known) / len(known) if known else None
+def screening_table(study: Study) -> str:
+    """Every method that is screened, best first."""
+    full, rows = study.full(), []
+    for rank, (method, tuning) in enumerate(study.screened().items(), start=1):
+        score = f"{max(tuning.scores.values()):.3f}"
+        rows.append([str(rank), f"`{method}`", score, str(tuning.best), "yes" if method in full else ""])
+    return markdown(["", "method", "area, mean of 2 seeds", "learning rate / beta", "full comparison"], rows)
 
 
-def by_lag(lines: Lines, value: Callable[[Line], float | None], *, collapse: bool = False) -> str:
-    """One row per method, one column per lag: mean with its interval over seeds, or the number of collapses."""
+def by_lag(study: Study, task: str, value: Callable[[Line], float | None], how: str = ".3f") -> str:
+    """One row per method, one column per lag."""
+    arms = {(arm.method, lag): arm for lag in LAGS for arm in study.at_lag(task, lag)}
+    return _grid(
+        "method",
+        [(f"`{method}`", method) for method in study.full()],
+        [(f"lag {lag}", lag) for lag in LAGS],
+        lambda method, lag: _shown([value(line) for line in study.found(arms[method, lag]).values()], how),
+    )
+
+
+def kept_table(study: Study, task: str) -> str:
+    """Area at every lag over the method's own at lag 0, the same seeds."""
+    arms = {(arm.method, lag): arm for lag in LAGS for arm in study.at_lag(task, lag)}
+
+    def entry(method: str, lag: int) -> str:
+        late, early = study.found(arms[method, lag]), study.found(arms[method, 0])
+        if not (both := sorted(late.keys() & early.keys())):
+            return "-"
+        return _range(ratio_interval([late[s].area for s in both], [early[s].area for s in both]), ".0%")
+
+    return _grid(
+        "method",
+        [(f"`{method}`", method) for method in study.full()],
+        [(f"lag {lag}", lag) for lag in LAGS if lag],
+        entry,
+    )
+
+
+def standings_table(study: Study, task: str, lag: int) -> str:
+    """The methods at one lag, best first, with their distance to the best on the same seeds."""
+    found = {arm.method: lines for arm in study.at_lag(task, lag) if (lines := study.found(arm))}
+    ranked = sorted(found, key=lambda method: -mean([line.area for line in found[method].values()]))
+    return arms_table({f"`{method}`": found[method] for method in ranked}, against=f"`{ranked[0]}`" if ranked else "")
+
+
+def arms_table(found: Mapping[str, Found], *, against: str = "", labels: Mapping[str, str] | None = None) -> str:
+    """One row per arm.
+
+    Args:
+        found: finished cells by label.
+        against: label of the arm that the others are compared with, seed by seed.
+        labels: the same for each label, where it differs.
+    """
     rows = []
-    for method in METHODS:
-        row = [f"`{method}`"]
-        for lag in LAGS:
-            found = select(lines, "lag", method, lag).values()
-            values = [v for line in found if (v := value(line)) is not None]
-            if not values:
-                row.append("-")
-            elif collapse:
-                row.append(f"{int(sum(values))} of {len(values)}")
-            else:
-                row.append(_with_n(values))
-        if len(set(row[1:])) > 1:
-            rows.append(row)
-    return markdown(["method", *(f"lag {lag}" for lag in LAGS)], rows)
-
-
-def tuning_table(lines: Lines) -> str:
-    """Make the table of the tried settings, their results and the chosen one."""
-    rows = []
-    for method in METHODS:
-        cells = tuning(method)
-        setting = tuned(method, lines)
-        if not any(cell.key in lines for cell in cells):
+    for label, lines in found.items():
+        if not lines:
             continue
-        tried = "; ".join(
-            f"{cell.learning_rate:g}/{cell.beta:g}: {lines[cell.key].final:.2f}" for cell in cells if cell.key in lines
-        )
-        rows.append([f"`{method}`", tried, "-" if setting is None else f"{setting[0]:g} / {setting[1]:g}"])
-    return markdown(["method", "learning rate/beta: final accuracy at lag 16", "taken"], rows)
-
-
-def second_table(lines: Lines) -> str:
-    """Lag 16 with the best setting and the second best, on the seeds that both have."""
-    rows = []
-    for method in METHODS:
-        best, second = select(lines, "lag", method, 16), select(lines, "second", method, 16)
-        if both := sorted(best.keys() & second.keys()):
-            row = [f"`{method}`"]
-            for rank, found in ((0, best), (1, second)):
-                rate, beta = tuned(method, lines, rank=rank) or (0.0, 0.0)
-                row += [f"{rate:g} / {beta:g}", _with_n([found[seed].final for seed in both])]
-            rows.append(row)
-    return markdown(["method", "best setting", "final accuracy", "second setting", "final accuracy"], rows)
-
-
-def replay_table(lines: Lines, lag: int, m: float) -> str:
-    """The same lag without replay and with it, on the seeds that both have: their starting models differ."""
-    rows = []
-    for method in METHODS:
-        plain, replayed = select(lines, "lag", method, lag), select(lines, "replay", method, lag, m)
-        if both := sorted(plain.keys() & replayed.keys()):
-            found = [replayed[seed] for seed in both]
-            rows.append(
-                [
-                    f"`{method}`",
-                    ", ".join(map(str, both)),
-                    _with_n([plain[seed].final for seed in both]),
-                    _with_n([line.final for line in found]),
-                    _with_n([replayed[seed].final - plain[seed].final for seed in both]),
-                    f"{sum(line.collapsed for line in found)} of {len(found)}",
-                    _shown(_mean_of(mean_ess(line) for line in found)),
-                ]
-            )
-    return markdown(["method", "seeds", "no replay", f"replay, m = {m:g}", "difference", "collapsed", "ESS"], rows)
-
-
-def m_table(lines: Lines) -> str:
-    """C5: final accuracy by m at lag 4."""
-    groups: dict[tuple[str, float], list[Line]] = {}
-    for line in lines.values():
-        if line.cell.kind == "m" and line.cell.most_on_policy_prob is not None:
-            groups.setdefault((line.cell.method, line.cell.most_on_policy_prob), []).append(line)
-    rows = [
-        [f"`{method}`", f"{m:g}", _with_n([line.final for line in found]), _shown(_mean_of(map(_age, found)), ".0f")]
-        for (method, m), found in sorted(groups.items())
-    ]
-    return markdown(["method", "m", "final accuracy", "mean policy age"], rows)
-
-
-def k_table(lines: Lines) -> str:
-    """C6: gradient noise by group size, 128 rollouts a batch."""
-    groups: dict[int, list[float]] = {}
-    for line in lines.values():
-        if line.cell.kind == "k" and (noise := line.result["relative_variance"]) is not None:
-            groups.setdefault(line.cell.group_size, []).append(noise)
-    rows = [[str(k), f"{estimate(v).mean:.1f}", str(len(v))] for k, v in sorted(groups.items())]
-    return markdown(["K", "variance / squared mean", "seeds"], rows)
-
-
-def scaling_table(lines: Lines) -> str:
-    """C7: `tb` at lag 1 by beta, A-form beside the raw scale."""
-    rows = []
-    for beta, then in SCALING_BETAS:
-        row = [f"{beta:g}" if then is None else f"{beta:g}, half-way {then:g}"]
-        for scaling in SCALINGS:
-            found = [
-                line.final
-                for line in lines.values()
-                if line.cell.kind == "scaling"
-                and (line.cell.beta, line.cell.beta_then, line.cell.scaling) == (beta, then, scaling)
+        every = list(lines.values())
+        rival_label = (labels or {}).get(label, against)
+        rival = found.get(rival_label, {})
+        both = sorted(lines.keys() & rival.keys())
+        gap = "-"
+        if both and label != rival_label:
+            gap = _range(difference_interval([lines[s].area for s in both], [rival[s].area for s in both]), "+.3f")
+        rows.append(
+            [
+                label,
+                _shown([line.area for line in every]),
+                gap,
+                _shown([line.final for line in every]),
+                _shown([line.final_greedy for line in every]),
+                f"{mean([line.clip_share for line in every]):.0%}",
+                _column(every, "ess", ".2f"),
+                _column(every, "age", ".1f"),
+                f"{sum(line.collapsed for line in every)} of {len(every)}",
             ]
-            row.append(_with_n(found) if found else "-")
-        if row[1:] != ["-", "-"]:
-            rows.append(row)
-    return markdown(["beta", "A-form", "raw (2 / beta^2)"], rows)
+        )
+    to = f"minus {against}" if against else "minus its reference"
+    head = ["", "area", to, "final", "final greedy", "steps clipped", "ESS", "age", "collapsed"]
+    return markdown(head, rows)
+
+
+def tuning_table(study: Study, arms: Iterable[Arm]) -> str:
+    """What was tried and taken, and whether the best is inside the grid."""
+    rows, seen = [], set()
+    for arm in arms:
+        tuning = study.tuning(arm.method, arm.tuned_in)
+        if (arm.method, arm.tuned_in) in seen or tuning is None or not tuning.is_done:
+            continue
+        seen.add((arm.method, arm.tuned_in))
+        world = arm.tuned_in
+        where = f"{world.task}, lag {world.lag}"
+        where += "" if world.replay_m is None else f", buffer, {world.samples_per_insert} per insert"
+        where += "" if world.clip == "relative" else ", no clip"
+        ordered = sorted(tuning.scores.items(), key=lambda item: (item[0].beta, item[0].learning_rate))
+        tried = "; ".join(f"{setting}: {score:.3f}" for setting, score in ordered)
+        rows.append([f"`{arm.method}`", where, str(tuning.best), "yes" if tuning.is_inside else "**given up**", tried])
+    return markdown(["method", "world", "taken", "inside", "learning rate / beta: area, mean of 3 seeds"], rows)
+
+
+def generated_table(found: Mapping[str, tuple[Arm, Found]], budgets: Sequence[int]) -> str:
+    """Sampled accuracy by rollouts generated (equal generation), and at the end (equal training)."""
+    rows = []
+    for label, (arm, lines) in found.items():
+        if not lines:
+            continue
+        row = [label]
+        for budget in budgets:
+            step = step_of(arm, budget)
+            row.append(_shown([_at(line, step) for line in lines.values()]))
+        rows.append([*row, _shown([line.final for line in lines.values()])])
+    return markdown(["", *(f"{budget:,} generated" for budget in budgets), "at the end, equally trained"], rows)
+
+
+def pace_table(found: Mapping[str, tuple[Arm, Found]]) -> str:
+    """Time to the target by pace, in units of training on one batch, where both sides always work."""
+    rows = []
+    for label, (arm, lines) in found.items():
+        if not lines:
+            continue
+        steps = [step for line in lines.values() if (step := line.first_step_at(TARGET)) is not None]
+        row = [label, f"{len(steps)} of {len(lines)}"]
+        if len(steps) == len(lines):
+            row += [f"{mean([num_generated(arm, step) for step in steps]):,.0f}"]
+            row += [f"{mean(steps) * BATCH_ROLLOUTS:,.0f}"]
+            for pace in PACES:
+                times = [max(num_generated(arm, step) / BATCH_ROLLOUTS * pace, step) for step in steps]
+                row.append(f"{mean(times):.0f}")
+        else:
+            row += ["-"] * (2 + len(PACES))
+        rows.append(row)
+    return markdown(["", "reached", "generated", "trained", *(f"pace {pace:g}" for pace in PACES)], rows)
+
+
+def noise_table(study: Study) -> str:
+    """The gradient's noise by K, and what follows from K = 8 alone by the formulas of gradients.py."""
+    found: dict[int, tuple[float, float]] = {}
+    for size in GROUP_SIZES:
+        cells = [cell for cell in noise_cells() if cell.world.group_size == size and cell.key in study.lines]
+        results = [study.lines[cell.key].result for cell in cells]
+        if results and (signal := mean([result["signal"] for result in results])) > 0:
+            within, between = (mean([result[name] for result in results]) / signal for name in ("within", "between"))
+            found[size] = within, between
+    rows = []
+    for size, (within, between) in found.items():
+        row = [str(size), str(BATCH_ROLLOUTS // size), f"{within:.2f}", f"{between:.2f}", f"{within + between:.2f}"]
+        if 8 in found:
+            of_within, of_between = found[8][0] * (7 / 8) * size / (size - 1), found[8][1] * size / 8
+            row += [f"{of_within:.2f}", f"{of_between:.2f}", f"{of_within + of_between:.2f}"]
+        else:
+            row += ["-"] * 3
+        rows.append(row)
+    head = ["K", "prompts", "within", "between", "both", "within, by K = 8", "between, by K = 8", "both, by K = 8"]
+    return markdown(head, rows)
+
+
+def num_generated(arm: Arm, step: int) -> float:
+    """Rollouts generated for the first `step` steps of an arm."""
+    if arm.world.replay_m is None:
+        return float(step * BATCH_ROLLOUTS)
+    return BATCH_ROLLOUTS * (1 + max(0, step - 1) / arm.world.samples_per_insert) if step else 0.0
+
+
+def step_of(arm: Arm, budget: int) -> float:
+    """The step of an arm at which it has generated so many rollouts."""
+    batches = budget / BATCH_ROLLOUTS
+    return batches if arm.world.replay_m is None else 1 + (batches - 1) * arm.world.samples_per_insert
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, or a sentence when there are no rows."""
     body = [f"| {' | '.join(row)} |" for row in rows]
     if not body:
-        return "No cell of this table has been run yet."
+        return NO_CELLS
     return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *body])
 
 
-def _with_n(values: Sequence[float]) -> str:
-    found = estimate(values)
-    return f"{found}" if found.num == 5 else f"{found} (n {found.num})"
+def _grid(
+    corner: str,
+    rows: Sequence[tuple[str, str]],
+    columns: Sequence[tuple[str, int]],
+    entry: Callable[[str, int], str],
+) -> str:
+    body = [[label, *(entry(row, column) for _, column in columns)] for label, row in rows]
+    return markdown([corner, *(label for label, _ in columns)], [row for row in body if set(row[1:]) != {"-"}])
 
 
-def _age(line: Line) -> float | None:
-    return _mean_of(line.result["curve"]["age"])
+def _at(line: Line, step: float) -> float | None:
+    steps, sampled = line.result["curve"]["step"], line.result["curve"]["sampled"]
+    return None if step > num_steps_of(line.cell.world) else float(np.interp(step, steps, sampled))
 
 
-def _mean_of(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _column(lines: Sequence[Line], name: str, how: str) -> str:
+    values = [value for line in lines if (value := line.mean_of(name)) is not None]
+    return format(mean(values), how) if values else "-"
 
 
-def _shown(value: float | None, how: str = ".2f") -> str:
-    return "-" if value is None else format(value, how)
+def _shown(values: Sequence[float | None], how: str = ".3f") -> str:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return "-"
+    found = estimate(numbers)
+    text = format(found.mean, how) + (f" ± {format(found.half_width, how)}" if found.num > 1 else "")
+    return text if found.num == len(SEEDS) else f"{text} (n {found.num})"
+
+
+def _range(found: Interval, how: str) -> str:
+    text = f"{format(found.value, how)} ({format(found.low, how)} to {format(found.high, how)})"
+    return text if found.num == len(SEEDS) else f"{text} (n {found.num})"

@@ -1,15 +1,21 @@
-"""The study's world: the addition task as arrays, its starting models, and exact accuracy on held-out sums.
+"""The study's tasks as arrays: prompts, starting models, rewards, sampling, and accuracy on held-out prompts.
 
-Everything runs in one process. A prompt always has the same number of tokens (`47+85=`: six), so that sampling needs
-no padding.
+    addition  the quickstart's task and starting model; one right answer, so accuracy is exact
+    chain     recipes/chain.toml in the smallest size, responses cut at 64 tokens: 13 to 64 of them, the policy decides
+              how many; any response whose last number is right counts, so accuracy is of sampled responses
+
+Everything runs in one process. All prompts of a task have the same number of tokens, so sampling needs no padding.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,17 +25,68 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from tba.config import load_recipe
 from tba.config.sections import WarmStartSection
-from tba_cli.generators import addition
+from tba_cli.generators import addition, chain
 
+ROOT = Path(__file__).resolve().parents[2]
 EOS_ID = 2
 FIRST_CHARACTER_ID = 4
 CHARACTERS = "0123456789+="
-NUM_PROMPT_TOKENS = 6
-MAX_RESPONSE_TOKENS = 5
-NUM_HELDOUT = 512
-WARM_START = WarmStartSection(task=addition.TASK, target_accuracy=0.6, noise_steps=30)
-"""About 0.34 sampled and 0.6 greedy at the start (docs/results.md says why not the quickstart's)."""
+NUM_TRAIN = 3000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a run is about."""
+
+    name: str
+    recipe: str
+    """Has the starting model."""
+    start: Mapping[str, Any]
+    """What is different in it."""
+    max_response_tokens: int
+    num_steps: int
+    """Optimizer steps of a run."""
+    num_heldout: int
+    is_exact: bool
+    """Whether the answer and its end are the only right response."""
+    problems: Callable[[str], list[Any]]
+    """Of a split; each has `text` and `answer`."""
+
+    @property
+    def warm_start(self) -> WarmStartSection:
+        """How the starting model is made."""
+        section = load_recipe(ROOT / self.recipe).model.warm_start
+        assert section is not None
+        return section.model_copy(update={"seed": None, **self.start})
+
+
+TASKS = MappingProxyType(
+    {
+        "addition": Task(
+            name="addition",
+            recipe="recipes/quickstart.toml",
+            start=MappingProxyType({}),
+            max_response_tokens=5,
+            num_steps=150,
+            num_heldout=512,
+            is_exact=True,
+            problems=addition.all_problems,
+        ),
+        "chain": Task(
+            name="chain",
+            recipe="recipes/chain.toml",
+            # the small size learns more slowly
+            start=MappingProxyType({"size": "0.3m", "max_steps": 800}),
+            max_response_tokens=64,
+            num_steps=100,
+            num_heldout=256,
+            is_exact=False,
+            problems=chain.all_problems,
+        ),
+    }
+)
 
 
 def encode(text: str) -> list[int]:
@@ -37,71 +94,107 @@ def encode(text: str) -> list[int]:
     return [FIRST_CHARACTER_ID + CHARACTERS.index(character) for character in text]
 
 
+def decode(tokens: list[int]) -> str:
+    """The text of token ids; special tokens are left out."""
+    return "".join(CHARACTERS[token - FIRST_CHARACTER_ID] for token in tokens if token >= FIRST_CHARACTER_ID)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problems:
-    """N sums as tokens."""
+    """N problems as tokens."""
 
+    task: Task
     ids: tuple[str, ...]
-    prompts: Int[Tensor, "N 6"]
-    answers: tuple[tuple[int, ...], ...]
-    """Right answers with their end of sequence."""
+    prompts: Int[Tensor, "N P"]
+    answers: tuple[str, ...]
 
     @classmethod
     @functools.cache
-    def of(cls, split: str, count: int, order_seed: int) -> Problems:
-        """The first `count` sums of a split in a seeded order."""
-        problems = addition.all_problems(split)
+    def of(cls, task: str, split: str, count: int, order_seed: int) -> Problems:
+        """The first `count` problems of a split in a seeded order."""
+        problems = TASKS[task].problems(split)
         random.Random(f"study:{split}:{order_seed}").shuffle(problems)
         chosen = problems[:count]
         return cls(
-            ids=tuple(f"{p.left}-{p.right}" for p in chosen),
+            task=TASKS[task],
+            ids=tuple(p.text for p in chosen),
             prompts=torch.tensor([encode(p.text) for p in chosen]),
-            answers=tuple((*encode(p.answer), EOS_ID) for p in chosen),
+            answers=tuple(p.answer for p in chosen),
         )
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    def reward(self, row: int, tokens: list[int]) -> float:
+        """1 for a right response to problem `row`, else 0."""
+        if self.task.is_exact:
+            return float(tokens == [*encode(self.answers[row]), EOS_ID])
+        text = decode(tokens)
+        digits = text[len(text.rstrip("0123456789")) :]
+        return float(digits == self.answers[row])
 
-def starting_model(folder: Path, seed: int) -> Path:
-    """The folder of this seed's starting model, made now if it is not there (20 CPU seconds)."""
-    path = folder / f"start-{seed}"
-    if not (path / "config.json").is_file():
-        from tba_cli.starter_models.addition_model import make_starting_model
 
-        folder.mkdir(parents=True, exist_ok=True)
-        make_starting_model(path, WARM_START, seed=seed, num_threads=1)
+def starting_model(folder: Path, task: str, seed: int) -> Path:
+    """The folder of this seed's starting model, made now if it is not there (20 to 60 CPU seconds)."""
+    path = folder / f"{task}-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    # two workers may want the same one: the second waits until the first has made it, or has ended
+    with (folder / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (path / "config.json").is_file():
+            from tba_cli.starter_models.starting_model import make_starting_model
+
+            make_starting_model(path, TASKS[task].warm_start, seed=seed, num_threads=1)
     return path
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Over the held-out sums: `sampled` is the exact expected pass@1 at temperature 1, `greedy` the share of right
-    greedy answers. Neither has sampling noise."""
+    """Pass@1 at temperature 1, the share of right greedy answers, and the mean length of the sampled ones.
+
+    `addition`: both exact, without sampling noise. `chain`: one response to each held-out prompt, the same random
+    numbers at every point."""
 
     sampled: float
     greedy: float
+    num_tokens: float | None
 
 
 class HeldOut:
-    """Measures a model on the same `NUM_HELDOUT` held-out sums in every run."""
+    """Measures models on the same held-out problems in every run."""
 
-    def __init__(self) -> None:
-        problems = Problems.of("heldout", NUM_HELDOUT, 0)
-        width = max(map(len, problems.answers))
-        rows = [[*answer, *[-100] * (width - len(answer))] for answer in problems.answers]
-        self._answers = torch.tensor(rows)  # [N, R]
-        self._inputs = torch.cat([problems.prompts, self._answers[:, :-1].clamp(min=0)], dim=1)
+    def __init__(self, task: str) -> None:
+        self._problems = Problems.of(task, "heldout", TASKS[task].num_heldout, 0)
+        rows = [[*encode(answer), EOS_ID] for answer in self._problems.answers]
+        width = max(map(len, rows))
+        self._answers = torch.tensor([[*row, *[-100] * (width - len(row))] for row in rows])  # [N, R]
+
+    def accuracy(self, model: Any) -> Accuracy:
+        """Measure one."""
+        return self._exact(model) if self._problems.task.is_exact else self._sampled(model)
 
     @torch.no_grad()
-    def accuracy(self, model: Any) -> Accuracy:
+    def _exact(self, model: Any) -> Accuracy:
         """One teacher-forced pass: greedy decoding is right exactly where every token of the answer is the most
         probable one after those before it."""
         width = self._answers.shape[1]
-        logits = model(input_ids=self._inputs, use_cache=False, logits_to_keep=width).logits  # [N, R, V]
+        inputs = torch.cat([self._problems.prompts, self._answers[:, :-1].clamp(min=0)], dim=1)
+        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=width).logits  # [N, R, V]
         losses = functional.cross_entropy(logits.transpose(1, 2), self._answers, ignore_index=-100, reduction="none")
         right = (logits.argmax(dim=2) == self._answers) | (self._answers < 0)
-        return Accuracy(sampled=float((-losses.sum(dim=1)).exp().mean()), greedy=float(right.all(dim=1).float().mean()))
+        sampled = float((-losses.sum(dim=1)).exp().mean())
+        return Accuracy(sampled=sampled, greedy=float(right.all(dim=1).float().mean()), num_tokens=None)
+
+    def _sampled(self, model: Any) -> Accuracy:
+        problems, generator = self._problems, torch.Generator().manual_seed(0)
+        limit = problems.task.max_response_tokens
+        sampled = sample(model, problems.prompts, 1, limit, generator)
+        greedy = sample(model, problems.prompts, 1, limit, None)
+        shares = [
+            float(np.mean([problems.reward(row, tokens.tolist()) for row, tokens in enumerate(found.tokens)]))
+            for found in (sampled, greedy)
+        ]
+        return Accuracy(*shares, num_tokens=float(np.mean([len(tokens) for tokens in sampled.tokens])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,25 +206,42 @@ class Samples:
 
 
 @torch.no_grad()
-def sample(model: Any, prompts: Int[Tensor, "P 6"], num_each: int, generator: torch.Generator) -> Samples:
-    """`num_each` completions of every prompt at temperature 1, prompt after prompt, with the sampler's log-probs."""
+def sample(
+    model: Any, prompts: Int[Tensor, "N P"], num_each: int, max_tokens: int, generator: torch.Generator | None
+) -> Samples:
+    """`num_each` completions of every prompt at temperature 1, prompt after prompt, with the sampler's log-probs.
+
+    Args:
+        generator: None: greedy.
+    """
     cache = model(input_ids=prompts[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
     cache.batch_repeat_interleave(num_each)
-    tokens = prompts[:, -1:].repeat_interleave(num_each, dim=0)  # [B, 1]
-    chosen, logprobs = [], []
-    done = torch.zeros(len(tokens), dtype=torch.bool)
-    for _ in range(MAX_RESPONSE_TOKENS):
-        logits: Float[Tensor, "B V"] = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    tokens = prompts[:, -1:].repeat_interleave(num_each, dim=0)  # [A, 1]
+    num = len(tokens)
+    ids, values = torch.full((num, max_tokens), EOS_ID), torch.zeros(num, max_tokens)
+    lengths = torch.full((num,), max_tokens)
+    alive = torch.arange(num)  # rows of the cache
+    is_open = torch.ones(num, dtype=torch.bool)
+    for place in range(max_tokens):
+        logits: Float[Tensor, "A V"] = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
         table = logits.log_softmax(dim=1)
-        tokens = torch.multinomial(table.exp(), 1, generator=generator)  # [B, 1]
-        chosen.append(tokens[:, 0])
-        logprobs.append(table.gather(1, tokens)[:, 0])
-        done |= tokens[:, 0] == EOS_ID
-        if done.all():
+        tokens = (
+            table.argmax(1, keepdim=True)
+            if generator is None
+            else torch.multinomial(table.exp(), 1, generator=generator)
+        )
+        ids[alive, place], values[alive, place] = tokens[:, 0], table.gather(1, tokens)[:, 0]
+        ended = is_open & (tokens[:, 0] == EOS_ID)
+        lengths[alive[ended]] = place + 1
+        is_open &= ~ended
+        if not is_open.any():
             break
-    ids, values = torch.stack(chosen, 1).numpy().astype(np.int32), torch.stack(logprobs, 1).numpy()
-    ends = np.where((ids == EOS_ID).any(1), (ids == EOS_ID).argmax(1) + 1, ids.shape[1])
+        # a few long responses must not cost as much as all of them
+        if 2 * int(is_open.sum()) <= len(alive):
+            cache.batch_select_indices(is_open.nonzero()[:, 0])
+            alive, tokens, is_open = alive[is_open], tokens[is_open], is_open[is_open]
+    rows = lengths.tolist()
     return Samples(
-        tokens=[row[:end] for row, end in zip(ids, ends, strict=True)],
-        logprobs=[row[:end] for row, end in zip(values, ends, strict=True)],
+        tokens=[row[:end] for row, end in zip(ids.numpy().astype(np.int32), rows, strict=True)],
+        logprobs=[row[:end] for row, end in zip(values.numpy(), rows, strict=True)],
     )

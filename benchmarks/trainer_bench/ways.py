@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_trainer.learner.forward_backward import ForwardBackward
+from tba_trainer.learner.forward_backward import ForwardBackward, Given
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.objectives import Sequences, Tokens, Totals, advantages, objective_loss, resolve
 from torch import Tensor
@@ -33,8 +33,9 @@ def ours(work: Workload) -> Step:
             policy,
             OBJECTIVE,
             work.rollouts,
+            groups=group_numbers(work),
             rewards=work.rewards,
-            ref_logprobs=None,
+            given=Given(),
             policy_ages=[0] * len(work.rollouts),
             beta=0.0,
             micro_batch_tokens=work.micro_batch_tokens,
@@ -115,17 +116,23 @@ def autocast(work: Workload) -> AbstractContextManager[Any]:
     return torch.autocast(work.device, dtype=work.autocast_dtype)
 
 
+def group_numbers(work: Workload) -> list[int]:
+    """Group of each rollout, by its prompt. [N]"""
+    numbers = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r in work.rollouts))}
+    return [numbers[r.prompt_id] for r in work.rollouts]
+
+
 def group_advantages(work: Workload) -> Tensor:
     """A_j of all rollouts; GRPO's do not depend on theta. [N]"""
-    numbers = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r in work.rollouts))}
     zeros = torch.zeros(len(work.rollouts))
     sequences = Sequences(
         logprob=zeros,
         sampler_logprob=zeros,
-        ref_logprob=zeros,
+        ref_log_ratio=zeros,
+        sampler_ref_log_ratio=zeros,
         reward=torch.tensor(work.rewards, dtype=torch.float32),
         policy_age=torch.zeros(len(work.rollouts), dtype=torch.long),
-        group=torch.tensor([numbers[r.prompt_id] for r in work.rollouts]),
+        group=torch.tensor(group_numbers(work)),
         num_tokens=torch.tensor([len(r.response_tokens) for r in work.rollouts]),
     )
     return advantages(sequences, OBJECTIVE, beta=0.0).to(work.device)

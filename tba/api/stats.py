@@ -53,6 +53,8 @@ class Stats(StrictModel):
     num_scored: int
     num_pending: int
     num_failed: int
+    num_used_up: int = 0
+    """Of the scored ones: those that were in `sampling.max_uses` batches, and are not drawn again."""
     num_prompts_train: int
     num_prompts_heldout: int
     num_prompts_seen: int

@@ -6,7 +6,7 @@ the buffer whether a live change of beta is possible. The formulas are in tba_tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -16,98 +16,200 @@ from tba import plugins
 from tba.config.schedules import KlCoefficient, Schedule
 from tba.fields import StrictModel
 
+Kind = Literal["trajectory_balance", "group", "group_std", "leave_one_out", "batch_std", "batch", "best_worst", "best"]
+"""The formula of the advantage A_j."""
 Anchor = Literal["fixed", "reset", "ema", "behaviour"]
-Centre = Literal["theta", "behaviour", "none"]
-ImportanceWeight = Literal["none", "clamp"]
+Centre = Literal["theta", "behaviour", "log_z", "none"]
+RewardBaseline = Literal["mean", "log_mean_exp"]
+ImportanceWeight = Literal[
+    "none", "clamp", "mask", "token_clip", "sequence_clip", "sequence_mean_clip", "second_moment"
+]
+Aggregation = Literal["rollouts", "groups", "tokens", "sequence_mean", "whole_sequence_mean", "constant"]
+OldPolicy = Literal["sampler", "trainer", "theta"]
+MismatchWeight = Literal["none", "truncate", "mask"]
+
+NO_AGE_LIMIT = 2**31 - 1
+CLIPS: tuple[ImportanceWeight, ...] = ("token_clip", "sequence_clip", "sequence_mean_clip")
+"""The importance weights that are PPO's clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One member of the family of Trajectory Balance objectives."""
+class Parts:
+    """Everything that makes an objective; every part is also a key of `[objective]`."""
 
-    anchor: Anchor
-    centre: Centre
+    kind: Kind = "trajectory_balance"
+    beta: float = 0.05
+    anchor: Anchor | None = None
+    """None: `fixed` where beta is above 0 at some step, else there is no KL."""
+    centre: Centre = "none"
+    reward_baseline: RewardBaseline = "mean"
     importance_weight: ImportanceWeight = "none"
+    aggregation: Aggregation = "rollouts"
+    old_policy: OldPolicy = "sampler"
     length_normalise: bool = False
     age_scaled: bool = False
+    clip_range: float = 0.2
+    clip_range_high: float = 0.2
+    importance_clamp: float = 8.0
+    centre_max_age_steps: int = 32
+    log_ratio_token_clamp: float | None = None
 
 
-MEMBERS = MappingProxyType(
+PRESETS = MappingProxyType(
     {
-        "tb": Member(anchor="fixed", centre="theta"),
-        "tba_prime": Member(anchor="reset", centre="behaviour", importance_weight="clamp"),
-        "tba_prime_unweighted": Member(anchor="reset", centre="behaviour"),
-        "kimi": Member(anchor="behaviour", centre="none"),
-        "tb_behaviour": Member(anchor="behaviour", centre="theta", age_scaled=True),
+        # the family
+        "tb": Parts(anchor="fixed", centre="theta"),  # arXiv 2503.18929, Eq. 5
+        "tb_log_z": Parts(anchor="fixed", centre="log_z"),  # Trajectory Balance, arXiv 2201.13259
+        "tba_prime": Parts(anchor="reset", centre="behaviour", importance_weight="clamp"),
+        "tba_prime_unweighted": Parts(anchor="reset", centre="behaviour"),
+        # TBA' as its authors published it (arXiv 2503.18929, section 4.3, and their code)
+        "tba_prime_published": Parts(
+            anchor="reset",
+            centre="behaviour",
+            importance_weight="mask",
+            aggregation="whole_sequence_mean",
+            old_policy="trainer",
+            centre_max_age_steps=NO_AGE_LIMIT,
+            log_ratio_token_clamp=10.0,
+            beta=0.005,
+        ),
+        "kimi": Parts(anchor="behaviour"),  # Kimi k1.5, arXiv 2501.12599
+        "tb_behaviour": Parts(anchor="behaviour", centre="theta", age_scaled=True),
+        "oapl": Parts(anchor="behaviour", reward_baseline="log_mean_exp"),  # arXiv 2602.19362
+        # the baselines
+        "grpo": Parts(kind="group_std", beta=0.0, importance_weight="token_clip", aggregation="sequence_mean"),
+        "dr_grpo": Parts(kind="group", beta=0.0, importance_weight="token_clip", aggregation="constant"),
+        "dr_grpo_clamp": Parts(kind="group", beta=0.0, importance_weight="clamp"),
+        "dapo": Parts(
+            kind="group_std", beta=0.0, importance_weight="token_clip", aggregation="tokens", clip_range_high=0.28
+        ),
+        "gspo": Parts(
+            kind="group_std",
+            beta=0.0,
+            importance_weight="sequence_mean_clip",
+            aggregation="sequence_mean",
+            clip_range=3e-4,
+            clip_range_high=4e-4,
+        ),
+        "cispo": Parts(
+            kind="group_std", beta=0.0, importance_weight="clamp", aggregation="tokens", importance_clamp=5.0
+        ),
+        "m2po": Parts(kind="group_std", beta=0.0, importance_weight="second_moment", aggregation="tokens"),
+        "rloo": Parts(kind="leave_one_out", beta=0.0),
+        "proximal_rloo": Parts(kind="leave_one_out", beta=0.0, importance_weight="sequence_clip"),
+        "ppo_clip": Parts(kind="batch_std", beta=0.0, importance_weight="token_clip", aggregation="tokens"),
+        "reinforce": Parts(kind="batch", beta=0.0),
+        "online_dpo": Parts(kind="best_worst", beta=0.1, aggregation="groups"),
+        "raft": Parts(kind="best", beta=0.0, aggregation="groups"),
     }
 )
-"""The family by name (arXiv 2503.18929 Eq. 5; its TBA' experiments; Kimi k1.5, arXiv 2501.12599)."""
+"""The built-in names of `objective.preset`; docs/algorithm.md has their formulas and sources."""
 
-BASELINE_BETAS = MappingProxyType(
-    {
-        "grpo": 0.0,
-        "dr_grpo": 0.0,
-        "rloo": 0.0,
-        "proximal_rloo": 0.0,
-        "ppo_clip": 0.0,
-        "reinforce": 0.0,
-        "online_dpo": 0.1,
-    }
+FAMILY = tuple(name for name, parts in PRESETS.items() if parts.kind == "trajectory_balance")
+BASELINES = tuple(name for name in PRESETS if name not in FAMILY)
+
+FORMER_DEFAULTS = MappingProxyType(
+    {"reference_reset_steps": 50, "importance_clamp": 8.0, "clip_range": 0.2, "centre_max_age_steps": 32}
 )
-"""The baselines by name, with the beta that each has unless the recipe says otherwise."""
-
-PRESETS = (*MEMBERS, *BASELINE_BETAS)
-"""The built-in names of `objective.preset`."""
-
-FORMER_DEFAULTS = MappingProxyType({"reference_reset_steps": 50})
-"""Defaults of older releases. Resolved recipes in their run folders hold them with any anchor, where they have no
+"""Defaults of older releases. Resolved recipes in their run folders hold them with any preset, where they have no
 effect."""
 
-CLIPPED = ("grpo", "ppo_clip", "proximal_rloo")
-"""The baselines whose ratio to the behaviour policy is clipped."""
-
 DEFAULT_RESET_STEPS, DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS = 50, 0.9, 10
+DEFAULT_LOG_Z_RATE, DEFAULT_SECOND_MOMENT = 0.2, 0.04
+DEFAULT_MISMATCH_RANGE = (0.5, 5.0)
+"""IcePop's bounds; a truncation has the upper one alone, by default 2 (TIS)."""
+DEFAULT_TRUNCATION = 2.0
 
 
 def _known_preset(preset: str) -> str:
-    plugins.resolve(preset, group="tba.objectives", what="preset", builtin=PRESETS)
+    plugins.resolve(preset, group="tba.objectives", what="preset", builtin=tuple(PRESETS))
     return preset
 
 
+_NOT_CUSTOM = (
+    *("importance_weight", "second_moment_limit", "aggregation", "aggregation_tokens"),
+    *("old_policy", "old_policy_versions", "log_z_rate"),
+)
+"""Keys that an objective of your own cannot read or has no use for."""
+
+
 class ObjectiveSection(StrictModel):
-    """The objective (docs/algorithm.md)."""
+    """The objective (docs/algorithm.md). A key that is None has the value of the preset."""
 
     preset: Annotated[str, AfterValidator(_known_preset), Field(json_schema_extra={"examples": [*PRESETS]})] = (
         "tba_prime"
     )
-    """A member of the family (MEMBERS), a baseline (BASELINE_BETAS), or an objective of your own: MODULE:NAME, or an
-    entry point of the group `tba.objectives` (docs/extending.md). The default is the one that held at a lag of 16
-    steps, where the others fell behind (docs/results.md)."""
+    """A name of the table in docs/algorithm.md, or an objective of your own: MODULE:NAME, or an entry point of the
+    group `tba.objectives` (docs/extending.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
-    """KL coefficient. Default: 0.05 in the family, 0 for all others (no KL), but 0.1 for `online_dpo`."""
+    """KL coefficient. Default: that of the preset; 0 for an objective of your own."""
     anchor: Anchor | None = None
     """The target of the KL: the starting model (`fixed`), theta as it was every `reference_reset_steps`
     (`reset`), a moving average of theta (`ema`), or the policy that sampled the rollout (`behaviour`; not for a
-    baseline). None: as the preset says; `fixed` for a baseline whose beta is above 0."""
+    baseline). A baseline whose beta is above 0 has `fixed`."""
     centre: Centre | None = None
-    """The term that is subtracted from a rollout's log-ratio: the group mean under theta, the group mean under the
-    behaviour policy (up to `centre_max_age_steps`), or nothing. Family only. None: as the preset says."""
-    importance_weight: ImportanceWeight | None = None
-    """Token weight: none, or clamp(pi_theta / pi_behaviour, 0, `importance_clamp`). Family only. None: as the preset
-    says."""
+    """The term that is subtracted from a rollout's log-ratio: the group mean under theta (VarGrad), the group mean
+    under the behaviour policy (up to `centre_max_age_steps`), -log Z of the prompt, kept as a running estimate
+    (`log_z`), or nothing. Family only."""
+    reward_baseline: RewardBaseline | None = None
+    """The term that is subtracted from a rollout's reward: the group mean, or beta log mean exp(r / beta) of the
+    group. Family only."""
     length_normalise: bool | None = None
-    """Divide every sequence's log-probs by its number of tokens. Family only. None: as the preset says."""
+    """Divide every sequence's log-ratio by its number of tokens; `aggregation` is then `sequence_mean` unless it is
+    named. Family only."""
     age_scaled: bool | None = None
     """With the anchor `behaviour`: clamp the log-ratio to +-`log_ratio_clamp` and divide it by the policy age (at
-    least 1). Family only. None: as the preset says."""
-    importance_clamp: float = Field(default=8.0, gt=0)
-    """Upper clamp of the token importance weight, where the objective has one (`dr_grpo` too)."""
-    clip_range: float = Field(default=0.2, gt=0, lt=1)
-    """Clip of the ratio pi_theta / pi_behaviour in `grpo`, `ppo_clip` (per token) and `proximal_rloo` (per rollout)."""
+    least 1). Family only."""
+    importance_weight: ImportanceWeight | None = None
+    """Token weight from rho = pi_theta / pi_old: none; rho within [`importance_floor`, `importance_clamp`] (`clamp`),
+    or 0 outside of it (`mask`); PPO's clip per token, per rollout (their product) or per rollout (their geometric
+    mean); or rho without the tokens that carry the second moment of log rho above `second_moment_limit`."""
+    importance_clamp: float | None = Field(default=None, gt=0)
+    """Upper bound of `clamp` and `mask` (default 8; 5 for `cispo`)."""
+    importance_floor: float | None = Field(default=None, ge=0)
+    """Lower bound of `clamp` and `mask` (default 0)."""
+    clip_range: float | None = Field(default=None, gt=0, lt=1)
+    """PPO's clip: rho is clipped at 1 - this, and at 1 + this unless there is a `clip_range_high` (default 0.2)."""
+    clip_range_high: float | None = Field(default=None, gt=0)
+    """Another clip above 1 ("clip-higher"; `dapo` and `gspo` have one)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """With PPO's clip: where A is negative, no gradient beyond this rho (arXiv 1912.09729). None: no such limit."""
+    second_moment_limit: float | None = Field(default=None, gt=0)
+    """With `second_moment`: largest mean of (log rho)^2 over the tokens that are kept (default 0.04)."""
+    log_ratio_penalty: float = Field(default=0.0, ge=0)
+    """Weight of (log rho)^2 / 2 per token in the loss, in units of the reward."""
+    aggregation: Aggregation | None = None
+    """The divisor of a token's term: `rollouts` or `groups` of the batch; its response `tokens`; rollouts times the
+    rollout's own response tokens (`sequence_mean`) or prompt and response tokens (`whole_sequence_mean`); rollouts
+    times `aggregation_tokens` (`constant`)."""
+    aggregation_tokens: int | None = Field(default=None, ge=1)
+    """With `constant`: its number (default: `searcher.max_response_tokens`)."""
+    mask_truncated: bool = False
+    """Rollouts that ended at their token limit count in the baseline of their group and teach nothing themselves."""
+    old_policy: OldPolicy | None = None
+    """pi_old, whose log-probs rho is taken to: those that the sampler reported; those of the same weights, computed
+    again by the trainer; or theta itself, without gradient (rho is then 1)."""
+    old_policy_versions: int = Field(default=4, ge=1)
+    """With the old policy `trainer`: the published versions whose weights the trainer keeps, on its device and in its
+    checkpoints, each a float32 copy of what is trained. As many as the oldest rollouts need (policy age over
+    `trainer.sync_interval`). Tokens of older ones have the sampler's log-probs, and are counted
+    (`old_policy_missing_tokens`)."""
+    mismatch_weight: MismatchWeight = "none"
+    """A second token weight pi_old / pi_sampler, for what sampler and trainer compute differently: cut at
+    `mismatch_max` (`truncate`), or 0 outside of [`mismatch_min`, `mismatch_max`] (`mask`). Not with the old policy
+    `sampler`."""
+    mismatch_min: float | None = Field(default=None, ge=0)
+    """Lower bound of the mismatch `mask` (default 0.5)."""
+    mismatch_max: float | None = Field(default=None, gt=0)
+    """Upper bound of the mismatch weight (default 2 for `truncate`, 5 for `mask`)."""
     log_ratio_clamp: float = Field(default=10.0, gt=0)
     """Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
-    centre_max_age_steps: int = Field(default=32, ge=0)
-    """Behaviour centring applies to rollouts up to this policy age; beyond it the centre is theta."""
+    log_ratio_token_clamp: float | None = Field(default=None, gt=0)
+    """Clamp of every token's log-ratio to the reference, in nats, before they are summed. None: no clamp."""
+    centre_max_age_steps: int | None = Field(default=None, ge=0)
+    """Behaviour centring applies to rollouts up to this policy age; beyond it the centre is theta (default 32)."""
+    log_z_rate: float | None = Field(default=None, gt=0, le=1)
+    """With the centre `log_z`: the share of a batch's estimate in the running one (default 0.2)."""
     reference_placement: Literal["trainer", "searcher"] = "trainer"
     """The service that computes ref log-probs: `trainer`, which holds the reference model, or `searcher`: the searchers
     send them with their rollouts (the paper's way: no reference model in the trainer; anchor `fixed` only)."""
@@ -125,15 +227,40 @@ class ObjectiveSection(StrictModel):
         if not isinstance(document, dict) or "beta" in document or "preset" not in document:
             return document
         preset = document["preset"]
-        if not isinstance(preset, str) or preset in MEMBERS:
+        if not isinstance(preset, str):
             return document
-        return {**document, "beta": Schedule(value=BASELINE_BETAS.get(preset, 0.0))}
+        return {**document, "beta": Schedule(value=PRESETS[preset].beta if preset in PRESETS else 0.0)}
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
+        if self.preset == "dr_grpo" and self.importance_clamp is not None and self.importance_weight is None:
+            raise ValueError(
+                f"importance_clamp = {self.importance_clamp:g} is not used by dr_grpo, which has PPO's clip and a "
+                'constant divisor as in its paper; what had that name in 0.2 is preset = "dr_grpo_clamp"'
+            )
         self._check_family_only()
-        anchor = self.used_anchor
-        if self.member is not None and self.member.age_scaled and anchor != "behaviour":
+        self._check_anchor()
+        self._check_log_z()
+        self._check_old_policy()
+        if not self.is_custom:  # what an objective of your own reads is not known here
+            self._check_unused()
+        return self
+
+    def _check_log_z(self) -> None:
+        parts = self.parts
+        if parts is None or parts.centre != "log_z":
+            return
+        clamp = parts.log_ratio_token_clamp
+        if self.used_anchor != "fixed" or clamp is not None or self.reward_baseline is not None:
+            name = "reward_baseline" if self.reward_baseline else "anchor" if clamp is None else "log_ratio_token_clamp"
+            raise ValueError(
+                f'centre = "log_z" keeps a log Z for each prompt, which is that of the starting model\'s whole '
+                f'log-probs and takes the place of a baseline: {name} does not go with it; remove it (anchor "fixed")'
+            )
+
+    def _check_anchor(self) -> None:
+        anchor, parts = self.used_anchor, self.parts
+        if parts is not None and parts.age_scaled and anchor != "behaviour":
             raise ValueError(
                 f"age_scaled scales the log-ratio to the behaviour policy, but the anchor is {anchor}; set "
                 'anchor = "behaviour" or age_scaled = false'
@@ -151,39 +278,94 @@ class ObjectiveSection(StrictModel):
                 'reference_placement = "searcher" works with anchor = "fixed" alone, because searchers know only the '
                 f'starting model, but {self._anchor_text()}; choose that anchor or reference_placement = "trainer"'
             )
-        self._check_unused()
-        return self
+        if self.reference_placement == "searcher" and parts is not None and parts.log_ratio_token_clamp is not None:
+            raise ValueError(
+                f'reference_placement = "searcher" sends one number per rollout, and {self.preset} clamps the '
+                'log-ratio of every token (log_ratio_token_clamp); choose reference_placement = "trainer"'
+            )
+
+    def _check_old_policy(self) -> None:
+        parts = self.parts
+        if self.is_custom:
+            for name in _NOT_CUSTOM:
+                if getattr(self, name) not in (None, type(self).model_fields[name].default):
+                    raise ValueError(
+                        f"{name} = {getattr(self, name)!r} is not used by an objective of your own: {self.preset} "
+                        "returns the loss itself, which is divided by the number of rollouts; remove it"
+                    )
+        if self.mismatch_weight != "none" and (parts is None or parts.old_policy == "sampler"):
+            raise ValueError(
+                f'mismatch_weight = "{self.mismatch_weight}" compares the old policy with the sampler, and the old '
+                'policy is the sampler; set old_policy = "trainer" or "theta"'
+            )
+        if self.dual_clip is not None and parts is not None and self.dual_clip <= 1 + parts.clip_range_high:
+            raise ValueError(
+                f"dual_clip = {self.dual_clip:g} is inside the clip, which ends at {1 + parts.clip_range_high:g}; "
+                "raise it"
+            )
+        low, high = self.mismatch_range
+        if low >= high:
+            raise ValueError(f"mismatch_min = {low:g} is not below mismatch_max = {high:g}; lower it")
+        if parts is not None and (self.importance_floor or 0.0) >= parts.importance_clamp:
+            raise ValueError(
+                f"importance_floor = {self.importance_floor:g} is not below importance_clamp = "
+                f"{parts.importance_clamp:g}; lower it"
+            )
 
     def _check_unused(self) -> None:
         """Refuse a setting that nothing here uses."""
-        member = self.member
-        clamps = self.preset == "dr_grpo" if member is None else member.importance_weight == "clamp"
+        parts = self.parts
+        assert parts is not None
+        weight = parts.importance_weight
+        bounded = weight in ("clamp", "mask"), 'importance_weight = "clamp" or "mask"'
+        clips = weight in CLIPS, "a clip (importance_weight = " + ", ".join(f'"{name}"' for name in CLIPS) + ")"
+        reads_ratio = weight != "none" or self.log_ratio_penalty > 0 or self.mismatch_weight != "none"
+        reads_behaviour = parts.anchor == "behaviour" or parts.centre == "behaviour"
+        moving = parts.old_policy != "theta", 'old_policy = "sampler" or "trainer"'
+        if weight == "second_moment" and not moving[0]:
+            raise ValueError(
+                f'importance_weight = "second_moment" belongs to {moving[1]}, and with "theta" every ratio is 1'
+            )
         used = {
-            "importance_clamp": (clamps, 'importance_weight = "clamp", or dr_grpo'),
-            "clip_range": (self.preset in CLIPPED, f"a clip ({', '.join(CLIPPED)})"),
-            "log_ratio_clamp": (member is not None and member.age_scaled, "age_scaled = true"),
-            "centre_max_age_steps": (member is not None and member.centre == "behaviour", 'centre = "behaviour"'),
+            "old_policy": (reads_ratio or (reads_behaviour and self.old_policy != "theta"), "an importance weight"),
+            "log_ratio_penalty": moving,
+            "importance_clamp": bounded,
+            "importance_floor": bounded,
+            "clip_range": clips,
+            "clip_range_high": clips,
+            "dual_clip": clips,
+            "second_moment_limit": (weight == "second_moment", 'importance_weight = "second_moment"'),
+            "aggregation_tokens": (parts.aggregation == "constant", 'aggregation = "constant"'),
+            "mismatch_min": (self.mismatch_weight == "mask", 'mismatch_weight = "mask"'),
+            "mismatch_max": (self.mismatch_weight != "none", 'mismatch_weight = "truncate" or "mask"'),
+            "log_ratio_clamp": (parts.age_scaled, "age_scaled = true"),
+            "log_ratio_token_clamp": (self.needs_reference, "a KL to a reference (anchor fixed, reset or ema)"),
+            "centre_max_age_steps": (parts.centre == "behaviour", 'centre = "behaviour"'),
+            "log_z_rate": (parts.centre == "log_z", 'centre = "log_z"'),
+            "old_policy_versions": (parts.old_policy == "trainer", 'old_policy = "trainer"'),
         }
         for name, (is_used, needed) in used.items():
             value = getattr(self, name)
             # resolved recipes name every setting, so a default is no choice of a person
-            if not is_used and not self.is_custom and value != type(self).model_fields[name].default:
+            defaults = (None, type(self).model_fields[name].default, FORMER_DEFAULTS.get(name))
+            if not is_used and value not in defaults:
                 raise ValueError(
-                    f"{name} = {value:g} belongs to {needed}, and {self.preset} does not have it here; remove it"
+                    f"{name} = {value if isinstance(value, str) else format(value, 'g')} belongs to {needed}, and "
+                    f"{self.preset} does not have it here; remove it"
                 )
 
     def _check_family_only(self) -> None:
-        if self.preset in MEMBERS:
+        if self.preset in FAMILY:
             return
-        for name in ("centre", "importance_weight", "length_normalise", "age_scaled"):
+        for name in ("centre", "reward_baseline", "length_normalise", "age_scaled"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} = {getattr(self, name)!r} belongs to the family ({', '.join(MEMBERS)}); {self._kind} "
+                    f"{name} = {getattr(self, name)!r} belongs to the family ({', '.join(FAMILY)}); {self._kind} "
                     f"{self.preset} does not have this setting: remove it"
                 )
         if self.anchor == "behaviour":
             raise ValueError(
-                f'anchor = "behaviour" belongs to the family ({", ".join(MEMBERS)}); the KL of {self._kind} '
+                f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {self._kind} '
                 f"{self.preset} is to a reference: fixed, reset or ema"
             )
         if self.anchor is not None and self.used_anchor is None:
@@ -205,24 +387,39 @@ class ObjectiveSection(StrictModel):
         return "the objective" if self.is_custom else "the baseline"
 
     @property
-    def member(self) -> Member | None:
-        """The member of the family: the preset with what the recipe overrides. None: another objective."""
-        if self.preset not in MEMBERS:
+    def parts(self) -> Parts | None:
+        """The preset with what the recipe overrides. None: an objective of your own."""
+        if self.is_custom:
             return None
-        preset = MEMBERS[self.preset]
-        return Member(
-            anchor=self.anchor or preset.anchor,
-            centre=self.centre or preset.centre,
-            importance_weight=self.importance_weight or preset.importance_weight,
-            length_normalise=preset.length_normalise if self.length_normalise is None else self.length_normalise,
-            age_scaled=preset.age_scaled if self.age_scaled is None else self.age_scaled,
+        return replace(PRESETS[self.preset], **self.named_parts)
+
+    @property
+    def named_parts(self) -> dict[str, Any]:
+        """The parts that the recipe names, by name."""
+        named = {name: value for name in _OVERRIDES if (value := getattr(self, name)) is not None}
+        preset = PRESETS.get(self.preset, Parts())
+        if self.clip_range is not None and self.clip_range_high is None and preset.clip_range == preset.clip_range_high:
+            named["clip_range_high"] = self.clip_range
+        if self.length_normalise and self.aggregation is None:
+            named["aggregation"] = "sequence_mean"
+        return named
+
+    @property
+    def mismatch_range(self) -> tuple[float, float]:
+        """Bounds of the mismatch weight."""
+        low, high = DEFAULT_MISMATCH_RANGE
+        if self.mismatch_weight != "mask":
+            low, high = 0.0, DEFAULT_TRUNCATION
+        return (
+            low if self.mismatch_min is None else self.mismatch_min,
+            high if self.mismatch_max is None else self.mismatch_max,
         )
 
     @property
     def used_anchor(self) -> Anchor | None:
         """The target of the KL; None: there is no KL at any step."""
-        if (member := self.member) is not None:
-            return member.anchor
+        if (parts := self.parts) is not None and parts.anchor is not None and self.preset in FAMILY:
+            return parts.anchor
         # a schedule may begin at 0 and rise: the reference must be there from the first step
         return (self.anchor or "fixed") if self.beta.highest > 0 else None
 
@@ -232,17 +429,32 @@ class ObjectiveSection(StrictModel):
         return self.used_anchor in ("fixed", "reset", "ema")
 
     @property
-    def takes_behaviour_for_theta(self) -> Literal["anchor", "centre"] | None:
+    def takes_behaviour_for_theta(self) -> Literal["anchor", "centre", "old_policy"] | None:
         """The part that takes the behaviour policy for an earlier theta, which is right only at the policy
         temperature."""
-        if (member := self.member) is None:
+        if (parts := self.parts) is None:
             return None
-        return "anchor" if member.anchor == "behaviour" else "centre" if member.centre == "behaviour" else None
+        found: dict[Literal["anchor", "centre", "old_policy"], bool] = {
+            "anchor": parts.anchor == "behaviour",
+            "centre": parts.centre == "behaviour",
+            "old_policy": parts.old_policy == "trainer",
+        }
+        return next((part for part, takes in found.items() if takes), None)
+
+    @property
+    def reads_sampler_logprobs(self) -> bool:
+        """Whether the log-probs of the policy that wrote a rollout enter the objective."""
+        if (parts := self.parts) is None:
+            return True
+        ratio = parts.importance_weight != "none" or self.log_ratio_penalty > 0
+        # with theta as old policy every ratio is 1, and the sampler enters through the mismatch alone
+        read = (ratio and parts.old_policy != "theta") or self.mismatch_weight != "none"
+        return read or self.takes_behaviour_for_theta is not None
 
     @property
     def needs_beta(self) -> bool:
         """Whether a beta of 0 has no meaning."""
-        return self.preset in MEMBERS or self.preset == "online_dpo"
+        return self.preset in FAMILY or self.preset == "online_dpo"
 
     def check_steps(self, num_steps: int) -> None:
         """Refuse a beta of 0 where it has no meaning.
@@ -259,3 +471,7 @@ class ObjectiveSection(StrictModel):
                 "at every step (its optimum is pi_ref exp(r / beta)); raise beta, or its `final`, or choose a baseline "
                 "without KL such as dr_grpo"
             )
+
+
+_OVERRIDES = tuple(part.name for part in fields(Parts) if part.name not in ("kind", "beta"))
+"""The parts that are keys of the same name; beta has a schedule."""

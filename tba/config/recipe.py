@@ -39,6 +39,9 @@ from tba.errors import ConfigError
 from tba.fields import StrictModel
 
 ENV_PREFIX = "TBA_"
+MAX_LATE_SHARE = 0.03
+"""Of a rehearsal: where real engines or the trainer are behind their pace for more of the time, it says nothing about
+the rehearsed GPUs."""
 CONSTANT_SETTINGS = (
     "run.name",
     "run.snapshot",
@@ -133,10 +136,21 @@ class Recipe(StrictModel):
 
     def _check_unused(self) -> None:
         """Refuse settings without any effect."""
+        if self.searcher.abort_stale_requests and self.buffer.max_policy_age_steps is None:
+            raise ValueError(
+                "searcher.abort_stale_requests aborts what would be older than buffer.max_policy_age_steps, which is "
+                "not set; set it, or remove abort_stale_requests"
+            )
         if self.sampling.min_size_to_sample > self.buffer.max_rollouts:
             raise ValueError(
                 f"sampling.min_size_to_sample {self.sampling.min_size_to_sample} is above buffer.max_rollouts "
                 f"{self.buffer.max_rollouts}: no batch could ever be drawn"
+            )
+        ratio, max_uses = self.sampling.samples_per_insert, self.sampling.max_uses
+        if ratio is not None and max_uses is not None and ratio > max_uses:
+            raise ValueError(
+                f"sampling.samples_per_insert is {ratio:g}, and no rollout is in more than {max_uses} batches "
+                "(sampling.max_uses): the trainer would always wait; lower the first or raise the second"
             )
         tasks = sorted({*self.reward.tasks, *BUILT_IN_TASKS})
         for task in self.searcher.tasks:
@@ -187,9 +201,10 @@ class Recipe(StrictModel):
         part, wanted = self.objective.takes_behaviour_for_theta, self.model.policy_temperature
         if part is None or self.is_offline:  # offline nothing is sampled
             return
+        value_of = "trainer" if part == "old_policy" else "behaviour"
         if self.searcher.distortions:
             raise ValueError(
-                f'objective.{part} is "behaviour" (preset {self.objective.preset}), which takes the policy that '
+                f'objective.{part} is "{value_of}" (preset {self.objective.preset}), which takes the policy that '
                 f"sampled for an earlier theta, but searcher.{self.searcher.distortions[0]} makes it another "
                 f"distribution; remove that setting or choose another {part}"
             )
@@ -197,7 +212,7 @@ class Recipe(StrictModel):
         for value in (found.lowest(self.trainer.num_steps), found.highest):
             if value != wanted:
                 raise ValueError(
-                    f'objective.{part} is "behaviour" (preset {self.objective.preset}), which takes the policy that '
+                    f'objective.{part} is "{value_of}" (preset {self.objective.preset}), which takes the policy that '
                     f"sampled for an earlier theta, but searcher.sampling_temperature is {value:g} at some step and "
                     f"model.policy_temperature is {wanted:g}, so theta would be pulled towards a distorted copy of "
                     f"itself; make the temperatures equal or choose another {part}"
@@ -216,6 +231,16 @@ class Recipe(StrictModel):
             "eval.kl_to_reference = true": self.eval.kl_to_reference,
         }
         return [setting for setting, asks in asking.items() if asks]
+
+    @property
+    def rehearsal(self) -> str | None:
+        """What is paced, in words, for every place that shows the run; None where it runs as fast as it can."""
+        found = []
+        if (pace := self.searcher.pace_tokens_per_s) is not None:
+            found.append(f"searchers paced at {pace:g} tokens/s each")
+        if (step_s := self.trainer.pace_step_s) is not None:
+            found.append(f"trainer paced at {step_s:g} s per step")
+        return f"rehearsal: {', '.join(found)}; its times are those of the rehearsed GPUs" if found else None
 
     @property
     def is_offline(self) -> bool:

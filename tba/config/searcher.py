@@ -155,6 +155,9 @@ class SearcherSection(StrictModel):
     """How the simulated engine behaves; other engines do not read it."""
     vllm: VllmSection = VllmSection()
     """Settings of the vLLM engine alone."""
+    pace_tokens_per_s: float | None = Field(default=None, gt=0)
+    """A rehearsal: the engine and the model are real, and completions are handed out no faster than a GPU would that
+    decodes this many tokens per second with all slots busy. None: no pace. A run with it is labelled as a rehearsal."""
     num_slots: int = Field(default=64, ge=1)
     """Completions that one engine decodes at once."""
     max_prompt_tokens: int = Field(default=64, ge=1)
@@ -183,6 +186,9 @@ class SearcherSection(StrictModel):
     engine_timeout_s: float = Field(default=600.0, gt=5)
     """An engine that does not come back from a weight load or from a few steps in this time counts as dead: the
     searcher delivers what is finished and ends with an error, and is started again."""
+    abort_stale_requests: bool = False
+    """Abort a training request as soon as its rollout is certain to be older than `buffer.max_policy_age_steps` when it
+    arrives, and give its visit back. Saves the rest of responses that would be evicted; long ones are hit most."""
     drain_s: float = Field(default=20.0, gt=0)
     """After SIGTERM: time to finish, push, and return leases."""
     retry_s: float = Field(default=120.0, gt=0)
@@ -195,6 +201,11 @@ class SearcherSection(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> SearcherSection:
+        if self.pace_tokens_per_s is not None and self.engine == "simulated":
+            raise ValueError(
+                'pace_tokens_per_s slows a real engine down, and engine = "simulated" has a speed of its own: give '
+                "simulated.batch_tokens_per_s instead"
+            )
         if self.temperature_mix is not None and self.sampling_temperature != Schedule(value=1.0):
             raise ValueError(
                 "temperature_mix takes the place of sampling_temperature, and both are given; remove one of them"

@@ -68,6 +68,8 @@ class WarmStartSection(StrictModel):
 
     task: str
     """Built-in task whose warm-start split the model learns from."""
+    size: Literal["0.1m", "0.3m", "3m"] | None = None
+    """About how many parameters the model has. `addition` has 0.1m, `chain` has 0.3m and 3m; none: the task's first."""
     target_accuracy: float = Field(default=0.9, gt=0, lt=1)
     """The first phase ends when expected sampled accuracy on the validation split reaches this."""
     max_steps: int = Field(default=800, ge=1)
@@ -196,6 +198,9 @@ class SamplingSection(StrictModel):
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
     uniform_share: float = Field(default=0.0, ge=0, le=1)
     """Share of uniform probability mixed into the reward-softmax."""
+    age_half_life_steps: float | None = Field(default=None, gt=0)
+    """In replay slots the weight of a rollout, exp(reward_inverse_temperature * reward), halves every so many optimizer
+    steps of its age; none: its age does not matter."""
     prioritise: Literal["within", "across"] = "within"
     """`within`: a replay slot takes any prompt, and the softmax weighs the rollouts of that prompt. `across`: the
     prompt too is drawn with probability proportional to the sum of exp(reward_inverse_temperature * reward) over its
@@ -204,8 +209,11 @@ class SamplingSection(StrictModel):
     """Draw the K rollouts of a slot with replacement. Without: K different ones where the prompt has K."""
     min_distinct: int = Field(default=2, ge=1)
     """A prompt can fill a slot once it has this many rollouts there; with fewer than K, some are drawn repeatedly."""
+    max_uses: int | None = Field(default=None, ge=1, le=65_535)
+    """A rollout that was in this many batches is not drawn again; batches that nobody has trained on yet count too,
+    void ones do not. A resume over more than 1,024 batches leaves the older ones counted. None: no bound."""
     min_size_to_sample: int = Field(default=64, ge=1)
-    """No batch is drawn before this many scored rollouts are stored."""
+    """No batch is drawn before this many scored rollouts are stored that may be drawn."""
     samples_per_insert: float | None = Field(default=None, gt=0)
     """Rollouts trained per rollout generated that flow control aims at; none: no flow control."""
     samples_per_insert_error: float = Field(default=512, gt=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tba.config.schedules import LearningRate, Schedule
 from tba.fields import StrictModel
@@ -195,8 +195,13 @@ class TrainerSection(StrictModel):
     """AdamW second-moment decay."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW decoupled weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradient clipping by global norm."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Gradient clipping by global norm. Norms differ by orders of magnitude between aggregations and lengths, and a
+    clip that is always active makes every step a normalised one (metric `grad_clipped`). None: relative clipping."""
+    max_grad_norm_ratio: float = Field(default=2.0, ge=0)
+    """Without `max_grad_norm`: gradients are clipped at this times the median norm of the last
+    `guards.grad_spike.window_steps` steps, once a quarter of them are known (the first steps are not clipped). 0: no
+    clip."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward pass (a longer rollout goes alone). Micro-batches have about the same
     number of tokens, without padding for the model families in docs/trainer.md."""
@@ -210,6 +215,9 @@ class TrainerSection(StrictModel):
     """bfloat16: autocast; master weights and optimizer stay float32."""
     torch_num_threads: int = Field(default=1, ge=1)
     """Threads on CPU."""
+    pace_step_s: float | None = Field(default=None, gt=0)
+    """A rehearsal: an optimizer step takes at least this long, asleep where it would take less, as on a GPU of its own
+    beside paced searchers (`searcher.pace_tokens_per_s`). None: no pace. A run with it is labelled as a rehearsal."""
     num_processes: int = Field(default=1, ge=1)
     """Processes that `tba run` starts the trainer in, one per GPU; the model is sharded over them. On several machines
     torchrun starts them, and this number is not read."""
@@ -241,3 +249,18 @@ class TrainerSection(StrictModel):
     """The version that is exported: the last one, or the best by `eval.best_metric`."""
     guards: GuardsSection = GuardsSection()
     """Alarms, and what they do."""
+
+    @model_validator(mode="after")
+    def _one_clip(self) -> TrainerSection:
+        default = type(self).model_fields["max_grad_norm_ratio"].default
+        if self.max_grad_norm is not None and self.max_grad_norm_ratio not in (default, 0):
+            raise ValueError(
+                f"max_grad_norm_ratio = {self.max_grad_norm_ratio:g} is not used beside max_grad_norm = "
+                f"{self.max_grad_norm:g}: gradients are clipped at that norm; remove one of them"
+            )
+        if 0 < self.max_grad_norm_ratio <= 1:
+            raise ValueError(
+                f"max_grad_norm_ratio = {self.max_grad_norm_ratio:g} would clip half of all steps or more; set it "
+                "above 1, or 0 for no clip"
+            )
+        return self

@@ -476,6 +476,11 @@ class Batch:
         """All rollouts, group after group."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
+    @property
+    def group_numbers(self) -> list[int]:
+        """The place in `groups` of each of `rollouts`: two slots of one prompt are two groups."""
+        return [number for number, group in enumerate(self.groups) for _ in group.rollouts]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:

@@ -30,12 +30,14 @@ from tba.api import (
 )
 from tba.clients import BufferClient
 from tba.clients.buffer import Command
+from tba.config import MAX_LATE_SHARE
 from tba.config.live_settings import setting_text
 from tba.config.trainer import REMEDIES
 from tba.errors import BusyError, UnavailableError
 from tba.fields import escape_controls
 from tba_cli.commands.control import searchers_line
 from tba_cli.reports.comparison import best_text
+from tba_cli.reports.history import pace_late_share
 from tba_cli.run_target import ended_run, open_client
 
 if TYPE_CHECKING:
@@ -141,6 +143,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
     """Return the state of the run, one fact per line."""
     # no rollout has been stored so far: a quotient would be infinite
     ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
+    used_up = f", {stats.num_used_up} used up" if stats.num_used_up else ""
     lines = [
         state_line(info),
         *([] if info.note is None else [f"  {info.note}"]),
@@ -150,7 +153,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
         *([] if info.last_change is None else [f"  {change_line(info.last_change)}"]),
         f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
-        f"{stats.num_failed} failed), {stats.rollouts_trained} trained; samples per insert {ratio}",
+        f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}",
         f"  prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out",
     ]
     if info.searchers is not None:
@@ -164,6 +167,9 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
     ):
         if counts:
             lines.append(f"  {what}: " + ", ".join(f"{reason} {number}" for reason, number in sorted(counts.items())))
+    if (late_share := pace_late_share(info.components)) is not None:
+        says = "; it says nothing: lower searcher.pace_tokens_per_s" if late_share > MAX_LATE_SHARE else ""
+        lines.append(f"  rehearsal: the engines were slower than their pace for {100 * late_share:.1f} % of it{says}")
     for item in info.components:
         lines.append(f"  {component_line(item)}")
         if alarms := _alarms_text(item.gauges):
@@ -198,7 +204,9 @@ def component_line(item: ComponentInfo) -> str:
     version = f", version {item.version or 'none'}" if item.kind in WITH_WEIGHTS else ""
     note = f" ({item.note})" if item.note else ""
     silent = "" if item.alive else f"  SILENT for {item.heartbeat_age_s:.0f} s"
-    return f"{item.component_id}: {item.state}{version}{note}{silent}"
+    pace = item.gauges.get("pace_tokens_per_s")
+    rehearsal = "" if pace is None else f" [rehearsal: paced at {pace:g} tokens/s]"
+    return f"{item.component_id}: {item.state}{version}{note}{rehearsal}{silent}"
 
 
 def eval_line(item: EvalInfo) -> str:

@@ -41,6 +41,7 @@ SUMMARY_KEYS_SHOWN = (
     "first_step_s",
     "warm_start_s",
     "trainer_wait_share",
+    "clipped_steps_share",
     "rollouts_generated",
     "rollouts_trained",
     "generated_per_s",
@@ -79,10 +80,16 @@ def render_report(history: History, summary: Mapping[str, Any]) -> tuple[str, by
     rows = "\n".join(
         f"<tr><td>{key}</td><td>{html.escape(show(summary.get(key)))}</td></tr>" for key in SUMMARY_KEYS_SHOWN
     )
-    title = html.escape(f"tba run {history.run}")
+    title = html.escape(f"tba run {history.run}{'' if history.rehearsal is None else ' (rehearsal)'}")
+    late = show(summary.get("pace_late_share"))
+    rehearsal = (
+        ""
+        if history.rehearsal is None
+        else f"<p><b>{html.escape(history.rehearsal)}; pace_late_share {late}.</b></p>\n"
+    )
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<table>\n{rows}\n</table>\n{figures}\n"
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n{rehearsal}<table>\n{rows}\n</table>\n{figures}\n"
         f"<h2>Evaluations</h2>\n{evaluations_html(history.evals, history.best)}\n{changes_section(history.settings)}"
         "</body></html>\n"
     )

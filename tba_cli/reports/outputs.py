@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from tba.config import MAX_LATE_SHARE
 from tba.errors import ConfigError
 from tba.store import ObjectStore
 from tba_cli.reports.history import History
@@ -85,6 +86,12 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         lines.append(f"{summary['steps']} steps in {train_s:.0f} s of training{waited}")
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")
+    if (rehearsal := summary.get("rehearsal")) is not None:
+        lines.append(rehearsal)
+        late_share = summary["pace_late_share"]
+        if late_share is not None:
+            says = "; it says nothing: lower the pace" if late_share > MAX_LATE_SHARE else ""
+            lines.append(f"the real engines were slower than the pace for {100 * late_share:.1f} % of the time{says}")
     lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])
     lines.append(f"summary: {folder.summary_path}")
     lines.append(f"report:  {folder.report_path}")

@@ -55,11 +55,14 @@ def summarise(history: History) -> dict[str, Any]:
         "best_metric": history.best and history.best.metric,
         "best_value": history.best and history.best.value,
         "not_evaluated": "the run had no searchers (searcher.num_searchers = 0)" if history.is_offline else None,
+        "rehearsal": history.rehearsal,
+        "pace_late_share": _pace_late_share(history),
         "began_with": history.origin and history.origin.source,
         "forked_from": history.origin and history.origin.version,
         "steps": history.step,
         "num_steps": history.num_steps,
         "settings_changed": len(history.settings.changes) if history.settings else 0,
+        "clipped_steps_share": _clipped_steps_share(active),
         "steps_skipped": sum(entry.skipped is not None for entry in active),
         "rollouts_refused_by_trainer": sum(stats.rollouts_refused_by_trainer.values()),
         "train_s": train_s(history.batches),
@@ -81,6 +84,12 @@ def summarise(history: History) -> dict[str, Any]:
         ),
         "num_starts": len(history.timing.starts),
     }
+
+
+def _clipped_steps_share(entries: Sequence[LedgerEntry]) -> float | None:
+    """Return the share of steps whose gradient was clipped: near 1, every step is a normalised one."""
+    clipped = [value for entry in entries if (value := entry.metrics.get("grad_clipped")) is not None]
+    return sum(clipped) / len(clipped) if clipped else None
 
 
 def eval_of(history: History, version: PolicyVersion) -> EvalInfo | None:
@@ -181,6 +190,12 @@ def _start_eval(history: History) -> EvalInfo | None:
     own = sorted(n for n, parent in history.parents.items() if n > origin.lineage and parent == origin.version)
     found = (eval_of(history, PolicyVersion(number, step)) for number in own)
     return next((item for item in found if item is not None), None)
+
+
+def _pace_late_share(history: History) -> float | None:
+    """Return the share of the whole run: searchers count from their start."""
+    found = [poll.pace_late_share for poll in history.polls if poll.pace_late_share is not None]
+    return found[-1] if found else None
 
 
 def _difference(start: float | None, final: float | None) -> float | None:

@@ -18,7 +18,7 @@ def run(recipe: Recipe) -> None:
     section = recipe.model.warm_start
     if section is None:
         raise ConfigError("the recipe has no [model.warm_start] section, so there is no starting model to make")
-    from tba_cli.starter_models.addition_model import make_starting_model
+    from tba_cli.starter_models.starting_model import make_starting_model
 
     report = make_starting_model(
         recipe.model.path, section, seed=recipe.run.seed, num_threads=recipe.trainer.torch_num_threads

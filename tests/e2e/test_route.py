@@ -17,7 +17,7 @@ from tests.support.waits import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = ROOT / "tests" / "support" / "route_hook"
-MAX_FILES = 70
+MAX_FILES = 80
 """From lease to gradient, in Python and Lua."""
 NUM_STEPS = 8
 """Steps that are recorded: several publications, and every kind of draw."""

@@ -8,17 +8,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from tba_trainer.objectives import Objective, Sequences, Tokens, Totals, advantages, objective_loss, resolve
+from tba_trainer.objectives import (
+    Objective,
+    Sequences,
+    Tokens,
+    Totals,
+    advantages,
+    log_ratios,
+    objective_loss,
+    resolve,
+    second_moment_cut,
+)
 from torch import Tensor
 
 from tba.config import ObjectiveSection
 
-VOCAB = 9
+VOCAB, MAX_TOKENS = 9, 16
 
 
 def objective_of(preset: str, **fields: Any) -> Objective:
     """The resolved objective of a preset with overrides."""
-    return resolve(ObjectiveSection.model_validate({"preset": preset, **fields}))
+    return resolve(ObjectiveSection.model_validate({"preset": preset, **fields}), max_response_tokens=MAX_TOKENS)
 
 
 def weighted_loss(sequences: Sequences, tokens: Tokens, settings: Objective, beta: float) -> Tensor:
@@ -42,6 +52,12 @@ class Problem:
     reward: Tensor
     age: Tensor
     group: Tensor
+    prompt_lengths: Tensor
+    recomputed: tuple[Tensor, ...]
+    """What the trainer computes again for the policy that sampled, per token."""
+    ref_tokens: tuple[Tensor, ...]
+    """Log-probs of the reference per token, where they matter; `ref` has their sums."""
+    log_z: Tensor | None = None
 
     @property
     def num_rollouts(self) -> int:
@@ -51,10 +67,24 @@ class Problem:
     def lengths(self) -> Tensor:
         return torch.tensor([len(tokens) for tokens in self.tokens])
 
-    @property
-    def totals(self) -> Totals:
-        return Totals(
+    def totals(self, objective: Objective) -> Totals:
+        totals = Totals(
             num_rollouts=self.num_rollouts, num_tokens=int(self.lengths.sum()), num_groups=len(self.group.unique())
+        )
+        if not objective.needs_all_tokens:
+            return totals
+        squares = log_ratios(self.micro_batch(range(self.num_rollouts)), objective)[0].square()
+        return replace(totals, max_second_moment=second_moment_cut(squares, objective.second_moment_limit))
+
+    def micro_batch(self, rows: Sequence[int]) -> Tokens:
+        rows = list(rows)
+        return Tokens(
+            logprobs=torch.cat([self.logprobs(row) for row in rows]),
+            sampler_logprobs=torch.cat([self.sampler[row] for row in rows]),
+            row=torch.arange(len(rows)).repeat_interleave(self.lengths[rows]),
+            num_rows=len(rows),
+            trainer_logprobs=torch.cat([self.recomputed[row] for row in rows]),
+            num_prompt_tokens=self.prompt_lengths[rows],
         )
 
     def logprobs(self, row: int) -> Tensor:
@@ -69,11 +99,27 @@ class Problem:
     def sampler_logprob(self) -> Tensor:
         return torch.stack([values.sum() for values in self.sampler])
 
-    def sequences(self) -> Sequences:
+    def sequences(self, objective: Objective | None = None) -> Sequences:
+        """What `advantages` reads; the objective says which behaviour log-probs, and whether tokens are clamped."""
+        recomputes = objective is not None and objective.parts.old_policy == "trainer"
+        behaviour = self.recomputed if recomputes else self.sampler
+        logprob, sampler_logprob = self.logprob().detach(), torch.stack([values.sum() for values in behaviour])
+        ref_log_ratio, sampler_ref_log_ratio = logprob - self.ref, sampler_logprob - self.ref
+        if objective is not None and objective.clamps_tokens:
+            limit = objective.parts.log_ratio_token_clamp or 0.0
+            rows = range(self.num_rollouts)
+            ref_log_ratio = torch.stack(
+                [(self.logprobs(row).detach() - self.ref_tokens[row]).clamp(-limit, limit).sum() for row in rows]
+            )
+            sampler_ref_log_ratio = torch.stack(
+                [(behaviour[row] - self.ref_tokens[row]).clamp(-limit, limit).sum() for row in rows]
+            )
         return Sequences(
-            logprob=self.logprob().detach(),
-            sampler_logprob=self.sampler_logprob(),
-            ref_logprob=self.ref,
+            logprob=logprob,
+            sampler_logprob=sampler_logprob,
+            ref_log_ratio=ref_log_ratio,
+            sampler_ref_log_ratio=sampler_ref_log_ratio,
+            log_z=self.log_z,
             reward=self.reward,
             policy_age=self.age,
             group=self.group,
@@ -87,7 +133,10 @@ class Problem:
             self,
             tokens=tuple(self.tokens[row] for row in rows),
             sampler=tuple(self.sampler[row] for row in rows),
-            **{name: getattr(self, name)[index] for name in ("ref", "reward", "age", "group")},
+            recomputed=tuple(self.recomputed[row] for row in rows),
+            ref_tokens=tuple(self.ref_tokens[row] for row in rows),
+            log_z=None if self.log_z is None else self.log_z[index],
+            **{name: getattr(self, name)[index] for name in ("ref", "reward", "age", "group", "prompt_lengths")},
         )
 
     def gradient_of(self, loss: Tensor) -> Tensor:
@@ -98,16 +147,11 @@ class Problem:
         self, objective: Objective, *, beta: float, cuts: Sequence[Sequence[int]] | None = None
     ) -> tuple[Tensor, dict[str, float]]:
         """The objective over micro-batches of these rows (one of all rows by default), and its metrics."""
-        advantage = advantages(self.sequences(), objective, beta=beta)
+        advantage = advantages(self.sequences(objective), objective, beta=beta)
         total, sums = torch.zeros((), dtype=torch.float64), {}
         for rows in cuts or [range(self.num_rollouts)]:
-            tokens = Tokens(
-                logprobs=torch.cat([self.logprobs(row) for row in rows]),
-                sampler_logprobs=torch.cat([self.sampler[row] for row in rows]),
-                row=torch.arange(len(rows)).repeat_interleave(self.lengths[list(rows)]),
-                num_rows=len(rows),
-            )
-            loss, metrics = objective_loss(tokens, advantage[list(rows)], objective, totals=self.totals)
+            tokens = self.micro_batch(rows)
+            loss, metrics = objective_loss(tokens, advantage[list(rows)], objective, totals=self.totals(objective))
             total = total + loss
             sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
         return total, sums
@@ -130,17 +174,23 @@ def make_problem(
     tokens = tuple(
         torch.tensor(rng.integers(0, VOCAB, int(rng.integers(2, num_positions + 1)))) for _ in range(num_rollouts)
     )
+    ref_tokens = tuple(normal(len(each)) - 2 for each in tokens)
     problem = Problem(
         theta=theta,
         tokens=tokens,
         sampler=(),
-        ref=normal(num_rollouts) * 2 - 8,
+        ref=torch.stack([values.sum() for values in ref_tokens]),
         reward=normal(num_rollouts),
         age=torch.full((num_rollouts,), age),
         group=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
+        prompt_lengths=torch.tensor(rng.integers(1, 30, num_rollouts)),
+        recomputed=(),
+        ref_tokens=ref_tokens,
     )
-    sampler = [problem.logprobs(row).detach() for row in range(num_rollouts)]
-    return replace(problem, sampler=tuple(values + normal(len(values)) * drift for values in sampler))
+    theta_now = [problem.logprobs(row).detach() for row in range(num_rollouts)]
+    recomputed = tuple(values + normal(len(values)) * drift for values in theta_now)
+    sampler = tuple(values + normal(len(values)) * drift / 2 for values in recomputed)
+    return replace(problem, sampler=sampler, recomputed=recomputed)
 
 
 def assert_same(left: Tensor, right: Tensor) -> None:

@@ -176,9 +176,14 @@ class SamplingParts:
         """Wire them."""
         return cls(
             batch_drawer=BatchDrawer(
-                context, catalog=catalog, run_state=run.state, components=run.components, scorer=scorer
+                context,
+                catalog=catalog,
+                run_state=run.state,
+                components=run.components,
+                lineages=run.lineages,
+                scorer=scorer,
             ),
-            sample_drawer=SampleDrawer(context, run.state, scorer),
+            sample_drawer=SampleDrawer(context, run.state, run.lineages, scorer),
             ledger=BatchLedger(context, run.lineages, evictor),
         )
 

@@ -64,6 +64,7 @@ from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
+from tba_searcher.generation.stale_requests import StaleRequests
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
 from tba_searcher.waits import retry_until
@@ -72,6 +73,8 @@ TICK_S = 0.05
 HEARTBEAT_S = 1.0
 HEARTBEAT_TIMEOUT_S = 5.0
 MAX_LEASES = 256
+SHORT_REPLY_S = 0.25
+"""Pause after a reply with fewer leases than were asked for."""
 PULL_ATTEMPTS = 3
 """Damaged bytes may come from a damaged transfer; after this many attempts the version is refused."""
 log = get_logger("loop")
@@ -115,7 +118,9 @@ class SearcherLoop:
         self._newest = current.version
         self._run_is_over = asyncio.Event()
         self._has_work = asyncio.Event()
-        self._aborts: list[str] = []
+        self._aborts: dict[str, str] = {}
+        """Request id -> why it is aborted in the next step."""
+        self._stale = StaleRequests(recipe, queue)
         self._num_version_retries: int | None = None
         """From the last lease reply."""
         self._is_stepping = False
@@ -185,6 +190,7 @@ class SearcherLoop:
         """Hold three rounds of slots: one being decoded, one in the engine's queue, one in the work queue."""
         settings, waits, found_evals = self._recipe.searcher, self._status.waits, False
         while not self._is_ending:
+            await self._leases.return_pushed()
             num_held = self._queue.num_unsubmitted + self._engine.num_active + self._engine.num_waiting
             num_wanted = math.ceil((3 * settings.num_slots - num_held) / self._recipe.sampling.rollouts_per_visit)
             # generation must not run ahead of scoring and pushing without limit
@@ -220,6 +226,10 @@ class SearcherLoop:
             if num_kept:
                 waits.end("leases")
                 self._has_work.set()
+                # The buffer has no more for now: asking at once would get nothing, and a little later gets more visits
+                # in one reply, which are then decoded, scored and pushed together.
+                if len(reply.leases) < request.max_leases and not found_evals:
+                    await asyncio.sleep(SHORT_REPLY_S)
             else:
                 if self._queue.num_unsubmitted + self._engine.num_active == 0:
                     self._begin_wait(reply.wait or "leases")
@@ -278,13 +288,17 @@ class SearcherLoop:
     async def _engine_task(self) -> None:
         """Decide what the engine does next, run it in the engine's thread, and handle the result."""
         while self._engine_error is None:
+            self._abort_stale()
             step = EngineStep(self._next_swap(), self._next_requests(), self._aborts)
-            self._aborts = []
+            self._aborts = {}
             if step.swap_to is None and not step.requests and not self._is_busy:
                 await self._sleep_until_work(self._tick_s)
                 continue
             self._is_stepping = True
+            self._stale.submit(step.requests)
             result = await self._thread.run(self._engine, step, self._current)
+            self._stale.after_step(result, self._engine.version, self._engine.num_waiting)
+            self._status.counts.update({f"lost_tokens_{reason}": num for reason, num in result.lost_tokens.items()})
             if result.died is not None:
                 log.error("engine died", reason=str(result.died))
                 self._engine_error = result.died
@@ -307,12 +321,25 @@ class SearcherLoop:
                 continue
             self._status.counts["refused_prompts"] += 1
             log.error("prompt refused", prompt_id=visit.lease.prompt.prompt_id, reason=str(error))
-            self._aborts += visit.request_ids()
+            self._abort([visit], "refused")
             self._queue.drop([visit])
             if visit.pinned is None:
                 await self._leases.return_leases([], refused=[visit.lease.lease_id])
             else:
                 self._delivery.put_failed(visit)
+
+    def _abort(self, visits: Sequence[Visit], reason: str) -> None:
+        request_ids = [request_id for visit in visits for request_id in visit.request_ids()]
+        self._aborts |= dict.fromkeys(request_ids, reason)
+        self._stale.end(request_ids)
+
+    def _abort_stale(self) -> None:
+        """Cut visits short whose rollouts would be evicted when they arrive; their leases go back after the push."""
+        visits = [] if self._is_ending else self._stale.visits(self._newest)
+        self._status.counts["stale_requests"] += sum(v.num_submitted - len(v.completions) for v in visits)
+        self._abort(visits, "stale")
+        self._cut_short(visits)
+        self._leases.return_after_push(visit.lease.lease_id for visit in visits)
 
     def _available_pin(self) -> PolicyVersion | None:
         """Return the version that evaluations need next, once it is on this machine."""
@@ -363,12 +390,8 @@ class SearcherLoop:
     def _on_completion(self, completion: Completion) -> None:
         self._status.counts["rollouts_generated"] += 1
         self._status.counts["generated_tokens"] += len(completion.response_tokens)
-        visit = self._queue.add_completion(completion)
-        if visit is None:  # dropped, or not complete yet
-            return
-        if visit.pinned is None:
-            self._status.num_unpushed += len(visit.completions)
-        self._delivery.put(visit)
+        if (visit := self._queue.add_completion(completion)) is not None:
+            self._delivery.put(visit)
 
     async def _pull_task(self) -> None:
         """Pull pinned versions first, then the newest; return the leases of evaluations whose version is refused."""
@@ -431,23 +454,27 @@ class SearcherLoop:
             [visit for visit in self._queue.open_visits() if not visit.num_submitted]
         )
         await self._wait_until(lambda: not self._is_busy, begin + 0.7 * drain_s, tasks)
-        self._aborts = [request_id for visit in self._queue.open_visits() for request_id in visit.request_ids()]
+        self._abort(self._queue.open_visits(), "drain")
         # the step in progress may still complete rollouts, and they are delivered too
         await self._wait_until(lambda: not self._is_busy, begin + 0.8 * drain_s, tasks)
         cut_short = self._queue.open_visits()
-        self._queue.drop(cut_short)
-        # rollouts of a visit that is cut short are paid for, so they are pushed; an evaluation must be complete
-        for visit in cut_short:
-            if visit.completions and visit.pinned is None:
-                self._status.num_unpushed += len(visit.completions)
-                self._delivery.put(visit)
+        self._cut_short(cut_short)
         await self._wait_until(self._is_settled, begin + 0.85 * drain_s, tasks)
         abandoned = self._delivery.drain()
         await self._wait_until(self._is_settled, begin + 0.95 * drain_s, tasks)
         if self._is_leasing:
             log.warning("lease request not answered; leases that it was granted expire", detail="the drain is over")
+        await self._leases.return_pushed()
         await self._return_visits([*cut_short, *abandoned, *self._queue.open_visits()], also=unreturned)
         log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
+
+    def _cut_short(self, visits: Sequence[Visit]) -> None:
+        """Drop visits that are not complete, and deliver the completions that there are."""
+        self._queue.drop(visits)
+        # rollouts of a visit that is cut short are paid for, so they are pushed; an evaluation must be complete
+        for visit in visits:
+            if visit.completions and visit.pinned is None:
+                self._delivery.put(visit)
 
     def _is_settled(self) -> bool:
         """Whether nothing is in flight between this searcher and the services."""

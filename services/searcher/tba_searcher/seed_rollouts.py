@@ -111,8 +111,7 @@ def seed_buffer(recipe: Recipe, path: Path, prompts_file: Path) -> int:
 
 
 def _check_objective(recipe: Recipe) -> None:
-    member = recipe.objective.member
-    if member is None or member.anchor == "behaviour" or member.centre != "theta" or member.importance_weight != "none":
+    if recipe.objective.reads_sampler_logprobs:
         raise ConfigError(
             f"objective {recipe.objective.preset!r} uses the log-probs of the policy that wrote a rollout, which a "
             'file does not have; seed a run whose objective does not use them: preset = "tb"'

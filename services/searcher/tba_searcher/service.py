@@ -29,7 +29,8 @@ from tba.tokens import client_token
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
-from tba_searcher.engines.factory import build_engine
+from tba_searcher.engines.factory import build_engine, import_engine
+from tba_searcher.engines.paced import PacedEngine
 from tba_searcher.engines.tokenizer import open_codec
 from tba_searcher.engines.weight_check import verification_error
 from tba_searcher.engines.weight_loader import LoadedWeights, WeightLoader
@@ -179,6 +180,8 @@ class Searcher:
         while True:
             loop = await self._run_unless_stopped(self._start())
             if loop is not None:
+                # the modules of torch and transformers stay: to search them for cycles takes 0.15 s each time
+                gc.freeze()
                 await loop.run()
             if self._stop.is_set() or self._recipe.searcher.on_run_end == "exit":
                 break
@@ -228,10 +231,13 @@ class Searcher:
         self._loader = WeightLoader(self._versions, self._folder)
         self._loader.copy_refusals(old_loader)
         shutil.rmtree(old_folder, ignore_errors=True)
+        gc.unfreeze()
         gc.collect()  # reference cycles would keep the model's memory
 
     async def _start(self) -> SearcherLoop | None:
         """Wait for the first version that passes its checks; return None when the run is over first."""
+        # while the trainer still starts: imported after its first version, it would delay the first batch by seconds
+        await in_thread(lambda: import_engine(self._recipe.searcher.engine))
         while True:
             version = await self._first_version()
             if version is None:
@@ -323,6 +329,11 @@ class Searcher:
         if (error := verification_error(engine, weights.manifest)) is not None:
             engine.close()  # the engine of the next version needs the memory
             raise error
+        if settings.pace_tokens_per_s is not None:
+            # evaluations too: on a GPU they take the time of training visits
+            engine = PacedEngine(engine, tokens_per_s=settings.pace_tokens_per_s)
+            self._status.pace = engine.pace
+            log.warning("this is a rehearsal", pace_tokens_per_s=settings.pace_tokens_per_s, step_s=engine.pace.step_s)
         codec = open_codec(recipe, folder)
         # the model and its tokenizer may name different ones, and each of them ends a response
         eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))

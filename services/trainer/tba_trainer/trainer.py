@@ -122,6 +122,7 @@ def train(
             if stop.is_set():
                 return "stopped"
             rollback = end
+            gc.unfreeze()
             gc.collect()  # the old model must go before the next one is built: on a GPU both may not fit
     finally:
         context.trackers.close()
@@ -200,6 +201,8 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
 def _run_loop(context: LineageContext) -> Rollback | RunEnd:
     """Run the part that a signal stops cleanly."""
     end = None
+    # what the start has made stays: to search the modules of torch and transformers for cycles takes 0.15 s each time
+    gc.freeze()
     with stop_on_signals(context.stop):
         try:
             context.prefetcher.start()
@@ -227,6 +230,7 @@ def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_sta
         else:
             start.close()
         publisher.publish(context.snapshots, session.first)
+        context.learner.remember(session.first, same_as=session.parent)
     publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
     if not session.announces_start:
         # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is

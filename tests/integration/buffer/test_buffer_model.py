@@ -81,6 +81,7 @@ class Model:
     position: int = 0
     tree: LineageTree = field(default_factory=LineageTree)
     now: PolicyVersion = START
+    has_drawn: bool = False
     num_duplicate: int = 0
     evicted: Counter[str] = field(default_factory=Counter)
     acked: list[tuple[int, int, str]] = field(default_factory=list)
@@ -258,6 +259,7 @@ class History:
     async def new_lineage(self, *, from_start: bool) -> None:
         parent = START if from_start else self.version
         self.lineage = await self.buffer.run.lineages.new(LineageRequest(trainer_id="t", parent=str(parent)))
+        self.model.position += self.model.has_drawn  # what the start abandons gives back its turns and uses
         self.model.tree.add(self.lineage.lineage, parent)
         self.model.now, self.open = PolicyVersion(self.lineage.lineage, parent.step), None
         self.model.enforce()
@@ -269,12 +271,15 @@ class History:
         )
         live = {stored.rollout_id: stored for stored in self.model.live}
         again = self.open is not None and all(r.rollout_id in live for r in self.open.rollouts)
+        self.model.position += self.open is not None and not again  # it is void
         if not again and not self.model.can_draw():
             with pytest.raises(BusyError, match="min_size_to_sample"):
                 await self.buffer.sampling.batch_drawer.draw(request)
             self.open = None
             return
         batch = decode_batch((await self.buffer.sampling.batch_drawer.draw(request)).body)
+        self.model.position += not again
+        self.model.has_drawn = True
         for group in batch.groups:
             for rollout in group.rollouts:
                 assert live[rollout.rollout_id].status == "scored"

@@ -344,8 +344,8 @@ def test_a_snapshot_carries_the_storage_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (None, "was written by tba 0.1 in storage format 1, this is tba"),
-        ("9 0.9.0", "was written by tba 0.9.0 in storage format 9, this is tba"),
+        (None, r"another release \(tba 0\.1\) in storage format 1; this one"),
+        ("9 0.9.0", r"another release \(tba 0\.9\.0\) in storage format 9; this one"),
     ],
 )
 def test_a_run_in_another_storage_format_is_refused_in_a_sentence(world: World, found: str | None, says: str) -> None:

@@ -109,7 +109,6 @@ async def deliver(client: BufferClient, reward_url: str, folder: Path) -> Search
     ]
     visit = Visit(lease=granted, prompt_tokens=(1, 2), pinned=None, completions=completions)
     delivery.put(visit)
-    status.num_unpushed = len(completions)
     await delivery._score([visit])
     await delivery._push(delivery._scored.get_nowait().payloads)
     return status

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.config import parse_recipe
 from tba.config.sections import WarmStartSection
 from tba.errors import ConfigError
-from tba_cli.starter_models.addition_model import make_starting_model
+from tba_cli.starter_models.starting_model import make_starting_model
 from tba_cli.starter_models.warm_start import run
 
 BRIEF = WarmStartSection(task="addition", max_steps=20, noise_steps=2)
@@ -54,6 +54,23 @@ def test_the_report_says_how_it_was_made(made: Path):
 def test_a_task_without_a_warm_start_is_one_sentence(tmp_path: Path):
     with pytest.raises(ConfigError, match="'chess' has no warm start"):
         make_starting_model(tmp_path / "x", WarmStartSection(task="chess"), seed=0, num_threads=1)
+
+
+def test_the_second_task_has_two_sizes_and_the_same_seed_gives_the_same_bits(tmp_path: Path):
+    brief = WarmStartSection(task="chain", size="0.3m", max_steps=3, noise_steps=2)
+    reports = [make_starting_model(tmp_path / name, brief, seed=3, num_threads=1) for name in ("a", "b")]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert 300_000 < reports[0]["num_parameters"] < 400_000
+    large = make_starting_model(
+        tmp_path / "c", brief.model_copy(update={"size": "3m", "max_steps": 1, "noise_steps": 0}), seed=3, num_threads=1
+    )
+    assert 2_900_000 < large["num_parameters"] < 3_100_000
+
+
+def test_a_size_that_the_task_does_not_have_is_one_sentence(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model.warm_start.size is '3m'; this task has the sizes 0.1m$"):
+        make_starting_model(tmp_path / "x", WarmStartSection(task="addition", size="3m"), seed=0, num_threads=1)
 
 
 def test_a_recipe_without_the_section_is_one_sentence():

@@ -80,6 +80,20 @@ def test_a_restored_checkpoint_is_to_the_bit_what_the_other_number_of_processes_
     assert sharded.canary == pytest.approx(one.canary, abs=1e-5)
 
 
+def test_an_objective_that_needs_everything_is_shared_by_two_processes(tmp_path: Path) -> None:
+    """Ref log-probs per token, behaviour log-probs computed again, and a mask that is taken over the whole batch."""
+    objective = {"preset": "tba_prime_published", "importance_weight": "second_moment", "second_moment_limit": 5e-4}
+    recipe = recipe_of(tmp_path, "llama", False, objective=objective)
+    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
+    two = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=NUM_STEPS)
+    assert_same_training(one, two)
+    assert any(0 < (metrics["clipped_share"] or 0) < 1 for metrics in one.metrics)
+    assert {"old_policy", "old_logprobs"} <= two.checkpoint().keys()
+    expected = run_alone(tmp_path / "one-one", recipe, num_steps=NUM_STEPS, resume=one)
+    back = run_alone(tmp_path / "two-one", recipe, num_steps=NUM_STEPS, resume=two)
+    assert_same_training(expected, back)
+
+
 def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="LoRA needs the extra tba-trainer[lora]")
     recipe = recipe_of(tmp_path, "gpt_neox", False, model={"lora": {"rank": 4, "alpha": 8.0}})

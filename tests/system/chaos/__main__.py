@@ -61,7 +61,7 @@ def say(line: str) -> None:
 
 def _starting_model(folder: Path) -> Path:
     """The quickstart's starting model."""
-    from tba_cli.starter_models.addition_model import make_starting_model
+    from tba_cli.starter_models.starting_model import make_starting_model
 
     make_starting_model(folder, WarmStartSection(task="addition"), seed=0, num_threads=1)
     (folder / "warmstart.json").unlink()

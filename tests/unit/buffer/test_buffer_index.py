@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tba_buffer.index import priorities, tables
-from tba_buffer.index.log import Event, Publication
+from tba_buffer.index.log import SLOT_DTYPE, Drawn, Event, Publication, Resumed, Voided
 from tba_buffer.index.priorities import SumTree
 from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 from tba_buffer.index.tables import PromptSet, csr_indices, group_by
@@ -30,6 +31,8 @@ items = st.builds(
     num_bytes=st.integers(1, 1000),
 )
 shares = st.lists(st.floats(0, 0.999), max_size=12)
+slots = st.tuples(st.integers(0, NUM_PROMPTS - 1), st.booleans(), st.integers(0, 4), st.integers(0, 2))
+draws = st.tuples(st.lists(slots, min_size=1, max_size=6), shares, st.sampled_from(VERSIONS))
 steps = st.one_of(
     st.tuples(st.just("push"), st.lists(items, min_size=1, max_size=12)),
     st.tuples(st.just("push"), st.lists(items, min_size=1, max_size=12)),
@@ -37,6 +40,10 @@ steps = st.one_of(
     st.tuples(st.just("evict oldest"), st.integers(0, 30)),
     st.tuples(st.just("rescore"), st.lists(st.tuples(st.floats(0, 0.999), items), max_size=6)),
     st.tuples(st.just("mark"), st.sampled_from(VERSIONS)),
+    st.tuples(st.just("draw"), draws),
+    st.tuples(st.just("draw"), draws),
+    st.tuples(st.just("void"), st.lists(st.integers(0, 12), max_size=3)),
+    st.tuples(st.just("resume"), st.lists(st.sampled_from(VERSIONS), max_size=3)),
 )
 index_settings = st.builds(
     IndexSettings,
@@ -44,6 +51,7 @@ index_settings = st.builds(
     recent_window=st.sampled_from(["arrival", "version"]),
     recent_versions=st.integers(1, 2),
     min_distinct=st.integers(1, 3),
+    max_uses=st.sampled_from([None, 1, 2]),
     big_prompt=st.sampled_from([2, 512]),
 )
 
@@ -56,6 +64,12 @@ class Model:
     position: int = 0
     stored: dict[int, Item] = field(default_factory=dict)
     publications: list[Publication] = field(default_factory=list)
+    uses: Counter[int] = field(default_factory=Counter)
+    turns: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    """By prompt and whether its slot was recent."""
+    floors: Counter[bool] = field(default_factory=Counter)
+    draws: dict[str, Drawn] = field(default_factory=dict)
+    num_draws: int = 0
 
     def step(self, kind: str, value) -> Event:
         """The event of one step; the model takes it too."""
@@ -68,6 +82,18 @@ class Model:
             publication = Publication(first, value)
             self.publications = [*self.publications, publication][-self.settings.num_publications_kept :]
             return publication
+        if kind == "draw":
+            return self.draw(first, *value)
+        if kind == "void":
+            for number in value:
+                self.give_back(f"b{number}")
+            return Voided(first, tuple(f"b{number}" for number in value))
+        if kind == "resume":
+            last = {version.lineage: version.step for version in value}
+            for batch_id, drawn in list(self.draws.items()):
+                if drawn.version.step > last.get(drawn.version.lineage, -1):
+                    self.give_back(batch_id)
+            return Resumed(first, tuple(value))
         if kind == "rescore":
             changes = {positions[int(at * len(positions))]: item for at, item in value} if positions else {}
             for at, item in changes.items():
@@ -83,6 +109,44 @@ class Model:
             self.stored.pop(at, None)
         return make_evicted(first, [*gone, *gone[:1], first])
 
+    def draw(self, position: int, taken: list, chosen: list[float], version: PolicyVersion) -> Drawn:
+        every = list(self.stored)
+        positions = sorted({every[int(at * len(every))] for at in chosen} if every else set())
+        packed = np.array([(p, recent, turn, floor) for p, recent, turn, floor in taken], dtype=SLOT_DTYPE)
+        drawn = Drawn(position, f"b{self.num_draws}", version, packed, np.array(positions, dtype="<u8"))
+        self.num_draws += 1
+        for prompt, recent, turn, floor in taken:
+            if turn:
+                self.turns[prompt, recent] = max(turn, self.turns[prompt, recent])
+                self.floors[recent] = max(floor, self.floors[recent])
+        self.uses.update(positions)
+        self.draws[drawn.batch_id] = drawn
+        return drawn
+
+    def give_back(self, batch_id: str) -> None:
+        drawn = self.draws.pop(batch_id, None)
+        for prompt, recent, turn, _ in [] if drawn is None else drawn.slots.tolist():
+            if turn:
+                left = max(0, self.turns[prompt, bool(recent)] - 1)
+                self.turns[prompt, bool(recent)] = left
+                self.floors[recent] = min(left, self.floors[recent])
+        self.uses.subtract([] if drawn is None else drawn.positions.tolist())
+
+    def drawable(self, prompt: int | None = None) -> list[int]:
+        """Positions that batches may hold."""
+        bound = self.settings.max_uses
+        return [at for at in self.positions(prompt=prompt) if bound is None or self.uses[at] < bound]
+
+    def due(self, recent: bool) -> set[int]:
+        """Prompts of a pool with no more turns than its floor."""
+        able = self.recent() if recent else self.drawable()
+        num = Counter(self.stored[at].prompt for at in able)
+        return {
+            prompt
+            for prompt in range(NUM_PROMPTS)
+            if num[prompt] >= self.settings.min_distinct and self.turns[prompt, recent] <= self.floors[recent]
+        }
+
     def positions(self, status: str | None = "scored", prompt: int | None = None) -> list[int]:
         """Stored positions, ascending."""
         return [
@@ -92,14 +156,14 @@ class Model:
         ]
 
     def recent(self) -> list[int]:
-        """Positions of scored rollouts that are recent."""
+        """Positions of drawable rollouts that are recent."""
         if self.settings.recent_window == "arrival":
             after = self.publications[-2].position if len(self.publications) > 1 else 0
-            return [at for at in self.positions() if at > after]
+            return [at for at in self.drawable() if at > after]
         newest = list(dict.fromkeys(publication.version for publication in reversed(self.publications)))[
             : self.settings.recent_versions
         ]
-        return [at for at in self.positions() if not self.publications or self.stored[at].version in newest]
+        return [at for at in self.drawable() if not self.publications or self.stored[at].version in newest]
 
 
 def check_counts(index: Index, model: Model) -> None:
@@ -116,8 +180,12 @@ def check_counts(index: Index, model: Model) -> None:
         assert index.counts[prompt] == len(scored)
         assert index.live_counts[prompt] == len(model.positions(None, prompt))
         assert index.successes[prompt] == sum(model.stored[at].reward >= 1 for at in scored)
+        assert index.drawable_counts[prompt] == len(model.drawable(prompt))
         assert index.recent_counts[prompt] == sum(model.stored[at].prompt == prompt for at in recent)
-    assert index.num_drawable == np.count_nonzero(index.counts >= model.settings.min_distinct)
+    assert index.num_drawable == np.count_nonzero(index.drawable_counts >= model.settings.min_distinct)
+    assert index.num_used_up == len(model.positions()) - len(model.drawable())
+    for pool, due in enumerate(index.due):
+        assert set(due.by_rank(np.arange(due.num)).tolist()) == model.due(recent=bool(pool))
 
 
 def check_rows(index: Index, model: Model) -> None:
@@ -139,6 +207,7 @@ def check_rows(index: Index, model: Model) -> None:
     live = index.live_rows()
     assert index.rollout_ids(live) == [rollout_id_at(at) for at in everything]
     assert index.column("lineage", live).tolist() == [model.stored[at].version.lineage for at in everything]
+    assert index.columns.get("uses", live).tolist() == [model.uses[at] for at in everything]
     assert index.column("step", live).tolist() == [model.stored[at].version.step for at in everything]
     assert index.column("num_bytes", live).tolist() == [model.stored[at].num_bytes for at in everything]
     assert index.column("token_hash", live).tolist() == [31 * at for at in everything]
@@ -160,6 +229,7 @@ def drawn(index: Index, min_distinct: int) -> list[object]:
                 prioritise=prioritise,
                 replacement=replacement,
                 min_distinct=min_distinct,
+                age_half_life_steps=3.0 if replacement else None,
             )
             if index.num_drawable:
                 slots = draw_slots(index, draw, seed)

@@ -14,7 +14,7 @@ from tba_buffer.index import priorities
 from tba_buffer.index.log import Publication
 from tba_buffer.index.priorities import log_probabilities
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.sampling import mop
+from tba_buffer.sampling import prompt_choice
 from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
 
 from tba.versions import PolicyVersion
@@ -285,7 +285,7 @@ def test_across_prompts_when_one_has_nearly_all_the_weight() -> None:
 
 def test_the_bound_for_big_prompts_is_corrected_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priorities, "_SCALE", 64.0)
-    monkeypatch.setattr(mop, "MAX_EXCESS", 1.0)
+    monkeypatch.setattr(prompt_choice, "MAX_EXCESS", 1.0)
     rewards = [[0.0, 0.1, 0.2, -3.0, -4.0], [1.0, -5.0, -5.0], [0.4, 0.4]]
     p = softmax([np.logaddexp.reduce(group) for group in rewards], 1.0)
     settings = make_settings(inverse_temperature=1.0, prioritise="across")

@@ -74,6 +74,16 @@ def test_services_are_shown_with_their_reason_and_without_weights() -> None:
         assert line in status_lines(info, stats(), make_settings())
 
 
+def test_a_rehearsal_is_labelled_and_one_that_says_nothing_says_so() -> None:
+    paced = {"component_id": "s1", "kind": "searcher", "state": "running", "version": "1-4", "alive": True}
+    for late_s, says in ((1.0, ""), (10.0, "; it says nothing: lower searcher.pace_tokens_per_s")):
+        gauges = {"pace_tokens_per_s": 150.0, "pace_busy_s": 100.0, "pace_late_s": late_s}
+        info = RunInfo.model_validate({**INFO, "components": [{**paced, "heartbeat_age_s": 1.0, "gauges": gauges}]})
+        lines = status_lines(info, stats(), make_settings())
+        assert f"  rehearsal: the engines were slower than their pace for {late_s:.1f} % of it{says}" in lines
+        assert "  s1: running, version 1-4 [rehearsal: paced at 150 tokens/s]" in lines
+
+
 def test_what_cannot_be_read_is_counted_and_named() -> None:
     items = [{"kind": "rollout", "name": f"r{number}", "detail": "bad", "found_at_s": 1.0} for number in range(4)]
     found = {"num": {"rollout": 4, "prompt": 1}, "items": items}

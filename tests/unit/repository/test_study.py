@@ -1,9 +1,11 @@
-"""The study of benchmarks/study: cells, data, and the world that it trains in."""
+"""The studies of benchmarks/study: tuning, plan, data, tables, and the world that they train in."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,217 +14,315 @@ import pytest
 import torch
 from tba_trainer.model.policy import load_policy
 
-from benchmarks.study.cells import LAGS_FIRST, SEEDS, Cell, Line, ordered, plan, tuned, tuning
-from benchmarks.study.data import append_line, read_lines
+from benchmarks.study import plan as arms_of
+from benchmarks.study.cells import Cell, Line, Setting, World, cells_of
+from benchmarks.study.data import append_line, digests, meaning, read_lines, sources_digest
 from benchmarks.study.gradients import noise_of
-from benchmarks.study.methods import LEARNING_RATES, METHODS
+from benchmarks.study.methods import ALWAYS, METHODS
+from benchmarks.study.plan import LAGS, NUM_FULL, SCREENING, SEEDS, Arm, Study
 from benchmarks.study.replay import Replay
 from benchmarks.study.report import report_text, write_report
-from benchmarks.study.stats import estimate, ratio_interval
-from benchmarks.study.training import Behaviour, Settings, make_groups, recipe_of, train
-from benchmarks.study.verdict import best_baseline, sentences, standings
-from benchmarks.study.world import EOS_ID, HeldOut, Problems, encode, sample
-from tba_cli.generators import addition
-from tba_cli.starter_models.addition_model import build_model, build_tokenizer
+from benchmarks.study.run import run_cells
+from benchmarks.study.stats import difference_interval, estimate, ratio_interval
+from benchmarks.study.tables import num_generated, step_of
+from benchmarks.study.training import Behaviour, Scorer, make_groups, num_steps_of, recipe_of, train
+from benchmarks.study.tuning import MAX_SETTINGS, neighbours, tune
+from benchmarks.study.tuning import SEEDS as TUNING_SEEDS
+from benchmarks.study.world import EOS_ID, TASKS, HeldOut, Problems, decode, encode, sample, starting_model
+from tba_cli.generators import addition, chain
+from tba_cli.starter_models.lessons import LESSONS
+from tba_cli.starter_models.starting_model import build_model, build_tokenizer
 
-# ---- The asynchrony study's plan ------------------------------------------------------------------------------------
-
-
-NUM_TUNING = len(LEARNING_RATES) * 2
-
-
-def line(cell: Cell, final: float = 0.5, **result: object) -> Line:
-    curve = {"sampled": [0.3, final, final, final], "greedy": [0.6, 0.9, 0.9, 0.9], "ess": [None, 0.9, 0.8, 0.8]}
-    curve |= {"age": [None, 4.0, 4.0, 4.0]}
-    return Line(cell=cell, result={"num_steps": 3, "num_steps_done": 3, "curve": curve, **result})
+Score = Callable[[Cell], float]
+NOISE = {"within": 1.0, "between": 3.0, "signal": 2.0, "cpu_s": 6.0}
 
 
-def finish(final: Callable[[Cell], float] = lambda cell: 0.5) -> dict[str, Line]:
+def line(cell: Cell, level: float = 0.5, **result: object) -> Line:
+    if not cell.setting.learning_rate:
+        return Line(cell=cell, result=NOISE)
+    num = num_steps_of(cell.world)
+    same = [level] * 3
+    curve = {"step": [0, num // 2, num], "sampled": same, "greedy": same, "ess": [None, 0.9, 0.8], "age": [None, 4, 4]}
+    base = {"num_steps": num, "num_steps_done": num, "clip_share": 0.1, "cpu_s": 1.0, "curve": curve}
+    return Line(cell=cell, result={**base, **result})
+
+
+def peaked(cell: Cell) -> float:
+    """A level with one peak, elsewhere for each method."""
+    rng = random.Random(cell.method)
+    rate = math.log2(max(cell.setting.learning_rate, 1e-9) / 4e-4) - rng.uniform(-2, 2)
+    beta = math.log(cell.setting.beta / 0.1, 4) - rng.uniform(-1, 1) if cell.setting.beta else 0.0
+    return 0.8 - 0.02 * rate**2 - 0.02 * beta**2
+
+
+def finish(score: Score = peaked) -> dict[str, Line]:
     """Everything that the plan ever asks for."""
     lines: dict[str, Line] = {}
-    while found := list(plan(lines)):
-        lines |= {cell.key: line(cell, final(cell)) for cell in found}
+    while found := list(Study(lines).plan()):
+        lines |= {cell.key: line(cell, score(cell)) for cell in found}
     return lines
 
 
-def test_study_tuning_comes_first_then_lag_16_and_1_of_contenders_seed_by_seed() -> None:
-    weak = {"rloo", "reinforce"}
-    lines = finish(lambda cell: 0.3 if cell.method in weak else 0.7)
-    cells = list(ordered(lines))
-    keys = [cell.key for cell in cells]
-    assert len(set(keys)) == len(keys) == len(lines)
-    num = NUM_TUNING * len(METHODS)
-    assert {cell.kind for cell in cells[:num]} == {"tune"}
-    assert [(c.method, c.lag, c.seed) for c in cells[num : num + len(METHODS)]] == [(m, 16, 0) for m in METHODS]
-    num_strong = len(METHODS) - len(weak)
-    then = cells[num + len(METHODS) :][: num_strong * (len(LAGS_FIRST) * len(SEEDS) - 1)]
-    assert not {cell.method for cell in then} & weak
-    assert {cell.lag for cell in then} == set(LAGS_FIRST)
-    assert [cell.seed for cell in then] == sorted(cell.seed for cell in then)
-    assert {cell.kind for cell in cells} == {"tune", "lag", "second", "replay", "k", "m", "scaling"}
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Line]:
+    return finish()
 
 
-def test_study_every_method_has_the_same_tuning_budget_on_seeds_of_its_own() -> None:
-    for method in METHODS:
-        cells = tuning(method)
-        assert len(cells) == NUM_TUNING
-        assert not {cell.seed for cell in cells} & set(SEEDS)
+# ---- Tuning ---------------------------------------------------------------------------------------------------------
 
 
-def test_study_the_best_setting_on_the_tuning_seed_is_taken() -> None:
-    best = (LEARNING_RATES[1], METHODS["tb"].betas[1])
-    lines = finish(lambda cell: 0.8 if (cell.learning_rate, cell.beta) == best else 0.7)
-    assert tuned("tb", lines) == best
-    assert tuned("tb", lines, rank=1) == (LEARNING_RATES[0], METHODS["tb"].betas[0])
-    assert {(c.learning_rate, c.beta) for c in ordered(lines) if c.method == "tb" and c.kind == "lag"} == {best}
-    lines.pop(tuning("tb")[0].key)
-    assert tuned("tb", lines) is None
+def tuned(score: Score, method: str = "tb", begin: Setting | None = None) -> dict[str, Line]:
+    lines: dict[str, Line] = {}
+    while todo := tune(lines, method, World(lag=16), begin).todo:
+        lines |= {cell.key: line(cell, score(cell)) for cell in todo}
+    return lines
 
 
-def test_study_a_run_collapses_below_its_start_or_well_below_its_best() -> None:
-    cell = next(ordered({}))
-    assert not line(cell, 0.5).collapsed
-    assert line(cell, 0.29).collapsed
-    falling = {"sampled": [0.3, 0.9, 0.7, 0.7, 0.7], "greedy": [0.6] * 5, "ess": [None] * 5}
-    assert line(cell, curve=falling).collapsed
-    broke = line(cell, num_steps_done=2)
-    assert (broke.final, broke.broke, broke.collapsed) == (0.0, True, True)
+def test_study_tuning_ends_at_a_setting_that_is_better_than_all_its_neighbours() -> None:
+    far = Setting(learning_rate=4e-4 * 2**5, beta=0.2 / 4)
+
+    def score(cell: Cell) -> float:
+        rate, beta = (math.log2(getattr(cell.setting, n) / getattr(far, n)) for n in ("learning_rate", "beta"))
+        return 0.9 - 0.01 * rate**2 - 0.01 * beta**2
+
+    found = tune(tuned(score), "tb", World(lag=16))
+    assert found.best == far
+    assert found.is_inside
+    assert all(found.scores[each] < found.scores[far] for each in neighbours(far))
+
+
+def test_study_tuning_gives_up_where_the_best_is_always_at_the_edge_and_says_so() -> None:
+    lines = tuned(lambda cell: 0.5 + 0.01 * math.log2(cell.setting.learning_rate))
+    found = tune(lines, "tb", World(lag=16))
+    assert found.is_done
+    assert not found.is_inside
+    assert len(found.scores) <= MAX_SETTINGS
+    assert found.best == max(found.scores, key=lambda setting: setting.learning_rate)
+
+
+def test_study_tuning_takes_the_mean_of_seeds_that_are_used_for_nothing_else(whole: dict[str, Line]) -> None:
+    assert not set(TUNING_SEEDS) & set(SEEDS)
+    assert {each.cell.seed for each in whole.values()} == {*TUNING_SEEDS, *SEEDS}
+    lines = tuned(lambda cell: 0.9 if (cell.seed, cell.setting.learning_rate) == (100, 8e-4) else 0.5, "grpo")
+    assert tune(lines, "grpo", World(lag=16)).scores[Setting(learning_rate=8e-4)] == pytest.approx((0.9 + 0.5 * 2) / 3)
+
+
+# ---- The plan -------------------------------------------------------------------------------------------------------
+
+
+def test_study_screening_comes_first_and_decides_the_full_comparison(whole: dict[str, Line]) -> None:
+    assert {cell.world for cell in Study({}).plan()} == {SCREENING}
+    lines = finish(lambda cell: 0.3 if cell.method in ("grpo", "kimi") else 0.6 if cell.method != "gspo" else 0.7)
+    full = Study(lines).full()
+    assert full[: len(ALWAYS)] == ALWAYS
+    assert len(full) == NUM_FULL
+    assert "gspo" in full
+    assert "kimi" not in full
+    screened = {key: each for key, each in whole.items() if each.cell.world == SCREENING}
+    then = [cell for cell in Study(screened).plan() if cell.setting.learning_rate]
+    assert {cell.world for cell in then} == {World(lag=16), World(task="chain", lag=16)}
+
+
+def test_study_every_method_is_tuned_at_every_lag_on_both_tasks(whole: dict[str, Line]) -> None:
+    study = Study(whole)
+    for task in TASKS:
+        for lag in LAGS:
+            for arm in study.at_lag(task, lag):
+                tuning = study.tuning(arm.method, World(task=task, lag=lag))
+                assert tuning is not None
+                assert tuning.is_inside
+                assert set(study.found(arm)) == set(SEEDS)
+
+
+def test_study_a_run_that_two_questions_need_is_one_cell(whole: dict[str, Line]) -> None:
+    study = Study(whole)
+    plain = next(arm for arm in arms_of.hazard_arms() if arm.world == World(lag=4))
+    again = next(arm for arm in arms_of.group_size_arms() if arm.world == World(lag=4) and arm.method == plain.method)
+    assert study.found(plain) == study.found(again)
 
 
 def test_study_the_key_names_everything_that_a_result_depends_on() -> None:
-    cell = next(ordered({}))
-    others = {
-        "kind": "lag",
-        "method": "tb",
-        "lag": 3,
-        "learning_rate": 1.0,
-        "beta": 7.0,
-        "seed": 9,
-        "most_on_policy_prob": 0.0,
-        "group_size": 4,
-        "scaling": "raw",
-        "beta_then": 0.0,
-    }
-    assert others.keys() == cell.document().keys()
-    assert all(replace(cell, **{name: value}).key != cell.key for name, value in others.items())
+    cell = cells_of("tb", World(), Setting(learning_rate=1e-3, beta=0.1), [0])[0]
+    others = {"task": "chain", "priority": "age", "hazard": "hack", "clip": "none", "is_raw": True}
+    worlds = [replace(World(), **{part.name: others.get(part.name, 7)}) for part in fields(World)]
+    found = [replace(cell, world=world) for world in worlds]
+    found += [replace(cell, seed=1), replace(cell, method="grpo"), replace(cell, setting=Setting(learning_rate=1e-3))]
+    assert len({each.key for each in [cell, *found]}) == len(found) + 1
+    assert all(Cell.of(each.document()) == each for each in found)
 
 
-# ---- The asynchrony study's data file, its statistics and its report ------------------------------------------------
+def test_study_area_is_the_mean_of_the_curve_and_a_run_that_broke_has_nothing_from_there() -> None:
+    cell = cells_of("tb", World(num_steps=40), Setting(learning_rate=1e-3, beta=0.1), [0])[0]
+    curve = {"step": [0, 20, 40], "sampled": [0.2, 0.6, 0.8], "greedy": [1.0] * 3}
+    assert line(cell, curve=curve).area == pytest.approx((0.4 + 0.7) / 2)
+    broke = {"step": [0, 20], "sampled": [0.2, 0.6], "greedy": [1.0] * 2}
+    found = line(cell, curve=broke, num_steps_done=20)
+    assert found.area == pytest.approx((20 * 0.4 + 1 * 0.3) / 40)
+    assert (found.final, found.broke, found.collapsed) == (0.0, True, True)
 
 
-SOURCE = {"commit": "test", "sources_sha256": "0"}
+# ---- Data, statistics, report ---------------------------------------------------------------------------------------
 
 
-def test_study_lines_come_back_and_a_torn_one_is_cut_off(tmp_path: Path) -> None:
+def test_study_lines_come_back_and_a_torn_one_is_cut_off(tmp_path: Path, whole: dict[str, Line]) -> None:
     path = tmp_path / "deep" / "cells.jsonl"
-    cells = [found.cell for found in finish().values()][:3]
+    first, second, third, other = list(whole.values())[:4]
     assert read_lines(path) == {}
-    append_line(path, cells[0], line(cells[0]).result, SOURCE)
-    append_line(path, cells[1], line(cells[1]).result, SOURCE)
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[: len(whole) // 4])
-    assert list(read_lines(path)) == [cells[0].key, cells[1].key]
-    append_line(path, cells[2], line(cells[2]).result, SOURCE)
-    assert path.read_bytes().startswith(whole)
-    assert list(read_lines(path)) == [cell.key for cell in cells]
-    assert read_lines(path)[cells[2].key].final == line(cells[2]).final
+    append_line(path, first.cell, first.result, digest="a")
+    append_line(path, other.cell, other.result, digest="b")
+    append_line(path, second.cell, second.result, digest="a")
+    torn = path.read_bytes()
+    path.write_bytes(torn + torn[: len(torn) // 5])
+    assert list(read_lines(path, "a")) == [first.cell.key, second.cell.key]
+    append_line(path, third.cell, third.result, digest="a")
+    assert path.read_bytes().startswith(torn)
+    assert read_lines(path, "a") == {each.cell.key: each for each in (first, second, third)}
+    assert digests(path) == {"a": 3, "b": 1}
+
+
+def test_study_the_digest_is_of_what_the_code_does() -> None:
+    assert meaning("def f(x):\n    return x + 1\n") == meaning('def f(x):\n    """Add."""\n    return x+1  # one\n')
+    assert meaning("def f(x):\n    return x + 1\n") != meaning("def f(x):\n    return x + 2\n")
 
 
 def test_study_t_interval_covers_the_mean_in_95_of_100_cases() -> None:
     rng = np.random.default_rng(0)
     found = [estimate(rng.normal(0.7, 0.1, size=5).tolist()) for _ in range(4000)]
-    assert np.mean([e.low < 0.7 < e.high for e in found]) == pytest.approx(0.95, abs=0.012)
-    assert estimate([0.25]).mean == 0.25
+    covered = np.mean([abs(each.mean - 0.7) < each.half_width for each in found])
+    assert covered == pytest.approx(0.95, abs=0.012)
     with pytest.raises(ValueError, match="no values"):
         estimate([])
 
 
-def test_study_ratio_keeps_pairs_together() -> None:
+def test_study_bootstrap_keeps_pairs_together() -> None:
     below = [0.2, 0.4, 0.6, 0.8, 0.9]
-    assert ratio_interval([0.9 * b for b in below], below) == pytest.approx((0.9, 0.9, 0.9))
+    ratio = ratio_interval([0.9 * b for b in below], below)
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.9, 0.9, 0.9))
+    gap = difference_interval([b + 0.1 for b in below], below)
+    assert (gap.value, gap.low, gap.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert difference_interval(below, [0.5] * 5).low < 0 < difference_interval(below, [0.5] * 5).high
 
 
-def test_study_verdict_says_who_is_ahead() -> None:
-    def final(ours: float, at_lag_1: float) -> list[str]:
-        levels = {"tba_prime": {16: ours, 1: at_lag_1}, "grpo": {16: 0.6, 1: 0.6}}
-        lines = finish(lambda cell: levels.get(cell.method, {}).get(cell.lag, 0.4) + 0.001 * cell.seed)
-        found = standings(lines)
-        rival = best_baseline(found)
-        assert rival is not None
-        assert rival.method == "grpo"
-        return sentences(found, "tba_prime")
-
-    good = final(0.8, 0.85)
-    assert all(sentence.endswith(": reached") for sentence in good)
-    assert "`grpo` 0.200 ± 0.000 (n 5)" in good[2]
-    assert "above 0 for 7 of 7" in good[2]
-    without_rloo = {key: found for key, found in finish().items() if found.cell.method != "rloo"}
-    assert sentences(standings(without_rloo), "tba_prime")[2].endswith("open, no cells of `rloo` yet")
-    bad = final(0.5, 0.85)
-    assert bad[0].endswith("not reached")
-    assert bad[2].endswith("not reached")
+def test_study_report_is_written_from_any_part_of_the_data(tmp_path: Path, whole: dict[str, Line]) -> None:
+    text = report_text(Study(whole), sources_digest())
+    assert "No cell of this table has been run yet." not in text
+    assert "**given up**" not in text
+    assert "0 of those known now are left" in text
+    # 128 / 32 prompts: within 0.5 and between 1.5 of the signal at K = 8
+    assert "| 32 | 4 | 0.50 | 1.50 | 2.00 | 0.45 | 6.00 | 6.45 |" in text
+    path = tmp_path / "cells.jsonl"
+    plain = [each for each in whole.values() if each.cell.world in (SCREENING, World(lag=16))]
+    for number, each in enumerate(plain):
+        append_line(path, each.cell, each.result, digest=sources_digest())
+        if number == 40:
+            write_report(path, tmp_path / "early")
+    write_report(path, tmp_path / "late")
+    assert {each.name for each in (tmp_path / "early").iterdir()} == {"tables.md"}
+    assert {each.name for each in (tmp_path / "late").iterdir()} == {"tables.md", "curves_addition.png"}
+    assert "41 cells of the code" in (tmp_path / "early" / "tables.md").read_text()
 
 
-def test_study_report_is_written_from_any_part_of_the_data(tmp_path: Path) -> None:
-    lines = finish()
-    for key in [key for key in lines if lines[key].cell.kind == "k"]:
-        lines[key] = line(lines[key].cell, relative_variance=12.5)
-    text = report_text(lines)
-    assert "| `online_dpo` | baseline | 0.500 ± 0.000" in text
-    assert "| 32 | 12.5 | 3 |" in text
-    write_report(dict(list(lines.items())[:200]), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"tables.md", "accuracy_by_lag.png", "curves_lag16.png"}
-    assert "No cell of this table has been run yet." in report_text({})
+def test_study_equal_generation_and_equal_training_are_about_the_same_runs() -> None:
+    plain = World(lag=4, num_steps=300)
+    arms = [Arm(method="grpo", world=replace(plain, replay_m=m), tuned_in=plain) for m in (None, 0.5)]
+    arms += [replace(arms[1], world=replace(arms[1].world, samples_per_insert=4))]
+    assert [num_generated(arm, 9) for arm in arms] == [9 * 128, 9 * 128, 128 + 8 * 32]
+    assert [step_of(arm, 384) for arm in arms] == [3, 3, 9]
 
 
-# ---- The asynchrony study's world -----------------------------------------------------------------------------------
+# ---- The world ------------------------------------------------------------------------------------------------------
+
+SETTING = Setting(learning_rate=1e-3, beta=0.05)
 
 
-OBJECTIVE = {"preset": "tba_prime", "beta": {"value": 0.05}}
-SETTINGS = Settings(objective=OBJECTIVE, learning_rate=1e-3, lag=2, seed=0, num_steps=10, num_prompts=4)
+def cell_of(**world: object) -> Cell:
+    return Cell(method="tba_prime", world=World(**{"num_steps": 10, **world}), setting=SETTING, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=list(TASKS))
+def task(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained starting model."""
-    folder = tmp_path_factory.mktemp("study") / "start"
-    tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    build_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def start_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of an untrained starting model of a task."""
+    made: dict[str, Path] = {}
+
+    def start(task: str) -> Path:
+        if task not in made:
+            folder = tmp_path_factory.mktemp("study") / task
+            lesson = LESSONS[task]
+            tokenizer = build_tokenizer(lesson)
+            torch.manual_seed(0)
+            build_model(tokenizer, lesson, lesson.shape(TASKS[task].warm_start.size)).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            made[task] = folder
+        return made[task]
+
+    return start
 
 
 def model_of(start: Path) -> torch.nn.Module:
-    return load_policy(recipe_of(SETTINGS, start).model, device="cpu", gradient_checkpointing=False)
+    return load_policy(recipe_of(cell_of(), start).model, device="cpu", gradient_checkpointing=False)
 
 
-def test_study_encodes_as_the_tokenizer_does() -> None:
-    tokenizer = build_tokenizer()
-    for problem in addition.all_problems("heldout")[:20]:
-        ids = tokenizer(problem.text + problem.answer, add_special_tokens=False)["input_ids"]
-        assert encode(problem.text + problem.answer) == ids
-    assert tokenizer.eos_token_id == EOS_ID
+def test_study_encodes_as_the_tokenizers_do() -> None:
+    for module in (addition, chain):
+        tokenizer = build_tokenizer(LESSONS[module.TASK])
+        for problem in module.all_problems("heldout")[:20]:
+            ids = tokenizer(problem.text + problem.answer, add_special_tokens=False)["input_ids"]
+            assert encode(problem.text + problem.answer) == ids
+            assert decode([1, *ids, EOS_ID]) == problem.text + problem.answer
+        assert tokenizer.eos_token_id == EOS_ID
 
 
-def test_study_sampler_logprobs_are_the_policys(start: Path) -> None:
-    model = model_of(start)
-    problems = Problems.of("train", 6, 0)
-    found = sample(model, problems.prompts, 3, torch.Generator().manual_seed(0))
+def test_study_sampler_logprobs_are_the_policys_although_ended_rows_are_left_out(
+    task: str, start_of: Callable[[str], Path]
+) -> None:
+    model = model_of(start_of(task))
+    problems = Problems.of(task, "train", 6, 0)
+    limit = TASKS[task].max_response_tokens
+    found = sample(model, problems.prompts, 3, limit, torch.Generator().manual_seed(0))
     assert len(found.tokens) == 18
+    assert len({len(tokens) for tokens in found.tokens}) > 1
     for row, (tokens, logprobs) in enumerate(zip(found.tokens, found.logprobs, strict=True)):
         prompt = problems.prompts[row // 3]
-        whole = torch.cat([prompt, torch.from_numpy(tokens).long()])[None]
-        logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(1).gather(1, whole[0, len(prompt) :, None])[:, 0].detach()
-        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+        all_tokens = torch.cat([prompt, torch.from_numpy(tokens).long()])[None]
+        logits = model(input_ids=all_tokens).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(1).gather(1, all_tokens[0, len(prompt) :, None])[:, 0].detach()
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
         assert EOS_ID not in tokens[:-1]
+        assert len(tokens) == limit or tokens[-1] == EOS_ID
 
 
-def test_study_accuracy_is_exact(start: Path) -> None:
-    problems = Problems.of("heldout", 512, 0)
-    width = max(map(len, problems.answers))
-    rows = torch.tensor([[*answer, *[EOS_ID] * (width - len(answer))] for answer in problems.answers])
+def test_study_rewards_are_those_of_the_tasks() -> None:
+    sums, chains = Problems.of("addition", "train", 5, 0), Problems.of("chain", "train", 5, 0)
+    for row, answer in enumerate(sums.answers):
+        assert sums.reward(row, [*encode(answer), EOS_ID]) == 1
+        assert sums.reward(row, encode(answer)) == 0
+    for row, answer in enumerate(chains.answers):
+        assert chains.reward(row, encode(f"1+2={answer}={answer}")) == 1
+        assert chains.reward(row, [*encode(f"1+2={answer}="), EOS_ID]) == 0
+        assert chains.reward(row, [*encode(f"1+2=9{answer}"), EOS_ID]) == 0
+
+
+def test_study_hazards_change_the_share_of_rewards_that_they_name() -> None:
+    problems = Problems.of("addition", "train", 50, 0)
+    flips = Scorer(problems, World(hazard="flips", hazard_prob=0.2), 0)
+    right = [*encode(problems.answers[0]), EOS_ID]
+    assert np.mean([flips.reward(0, right, 1) for _ in range(4000)]) == pytest.approx(0.8, abs=0.02)
+    row = next(row for row, answer in enumerate(problems.answers) if answer[0] != "0")
+    hack = Scorer(problems, World(hazard="hack", num_steps=10), 0)
+    assert [hack.reward(row, encode("01"), step) for step in (5, 6)] == [1.0, 0.0]
+    assert hack.reward(row, encode("1"), 5) == 0.0
+
+
+def test_study_accuracy_of_addition_is_exact() -> None:
+    problems = Problems.of("addition", "heldout", 512, 0)
+    answers = [[*encode(answer), EOS_ID] for answer in problems.answers]
+    width = max(map(len, answers))
+    rows = torch.tensor([[*answer, *[EOS_ID] * (width - len(answer))] for answer in answers])
     wrong = torch.arange(len(rows)) % 4 == 0  # a quarter of the answers ends differently
 
     def oracle(**inputs: torch.Tensor) -> SimpleNamespace:
@@ -230,86 +330,128 @@ def test_study_accuracy_is_exact(start: Path) -> None:
         logits[wrong, 1] = logits[wrong, 1].roll(1, dims=1)
         return SimpleNamespace(logits=logits)
 
-    accuracy = HeldOut().accuracy(oracle)
+    accuracy = HeldOut("addition").accuracy(oracle)
     assert accuracy.greedy == pytest.approx(0.75)
     assert accuracy.sampled == pytest.approx(0.75, abs=1e-4)
 
 
-def test_study_behaviour_is_theta_of_lag_steps_ago(start: Path) -> None:
-    model, twin = model_of(start), model_of(start)
-    behaviour = Behaviour(twin, lag=2)
-    name, parameter = next(iter(model.named_parameters()))
-    seen = []
-    for num_steps in range(5):
-        with torch.no_grad():
-            parameter.fill_(float(num_steps))
-        policy, version = behaviour.at(model, num_steps)
-        seen.append((version, float(dict(policy.named_parameters())[name].detach().flatten()[0])))
-    assert seen == [(0, 0.0), (0, 0.0), (0, 0.0), (1, 1.0), (2, 2.0)]
-    assert float(dict(behaviour.now(model).named_parameters())[name].detach().flatten()[0]) == 4.0
+def test_study_behaviour_is_the_published_theta_of_at_least_lag_steps_ago(start_of: Callable[[str], Path]) -> None:
+    def seen(lag: int, sync_interval: int) -> list[tuple[int, float]]:
+        model, twin = (model_of(start_of("addition")) for _ in range(2))
+        behaviour = Behaviour(twin, lag, sync_interval)
+        name, parameter = next(iter(model.named_parameters()))
+        found = []
+        for num_steps in range(7):
+            with torch.no_grad():
+                parameter.fill_(float(num_steps))
+            policy, version = behaviour.at(model, num_steps)
+            found.append((version, float(dict(policy.named_parameters())[name].detach().flatten()[0])))
+        return found
+
+    assert seen(2, 1) == [(n, float(n)) for n in (0, 0, 0, 1, 2, 3, 4)]
+    assert seen(0, 3) == [(n, float(n)) for n in (0, 0, 0, 3, 3, 3, 6)]
+    assert seen(2, 3) == [(n, float(n)) for n in (0, 0, 0, 0, 0, 3, 3)]
 
 
-def test_study_a_run_is_on_policy_at_lag_0_and_is_not_at_lag_2(start: Path) -> None:
-    fresh = train(Settings(objective=OBJECTIVE, learning_rate=1e-3, lag=0, seed=0, num_steps=10, num_prompts=4), start)
-    late = train(SETTINGS, start)
-    again = train(SETTINGS, start)
+def test_study_a_run_is_on_policy_at_lag_0_and_is_not_at_lag_2(start_of: Callable[[str], Path]) -> None:
+    start = start_of("addition")
+    fresh, late, again = (train(cell_of(lag=lag), start) for lag in (0, 2, 2))
     assert fresh["curve"]["ess"][1] == pytest.approx(1.0, abs=1e-3)
     assert fresh["curve"]["age"][1] == 0.0
-    assert late["curve"]["ess"][1] < 0.999
+    assert late["curve"]["ess"][1] < 0.9999
     assert late["curve"]["age"][1] == pytest.approx((0 + 1 + 2 * 8) / 10)
     assert again["curve"] == late["curve"]
     assert late["num_steps_done"] == 10
+    # without a running median the product does not clip: the first 8 steps are as they are
+    assert late["clip_share"] <= 0.2
 
 
-def test_study_replay_draws_groups_from_everything_by_mop(start: Path) -> None:
-    settings = Settings(
-        objective=OBJECTIVE, learning_rate=1e-3, lag=0, seed=0, num_steps=1, num_prompts=4, most_on_policy_prob=0.5
-    )
-    replay = Replay(recipe_of(settings, start), seed=0)
-    model, problems = model_of(start), Problems.of("train", 400, 0)
+def test_study_every_method_makes_a_step(start_of: Callable[[str], Path]) -> None:
+    start = start_of("addition")
+    for method, about in METHODS.items():
+        setting = Setting(learning_rate=1e-4, beta=about.beta)
+        found = train(Cell(method=method, world=World(num_steps=1), setting=setting, seed=0), start)
+        assert found["num_steps_done"] == 1, method
+
+
+def test_study_a_chain_run_trains_on_responses_of_many_lengths(start_of: Callable[[str], Path]) -> None:
+    found = train(cell_of(task="chain", num_steps=1), start_of("chain"))
+    assert found["num_steps_done"] == 1
+    assert found["num_generated"] == 128
+    assert 1 < found["curve"]["num_tokens"][0] <= 64
+
+
+@pytest.mark.parametrize("priority", ["off", "reward_age"])
+def test_study_replay_generates_less_and_draws_by_mop(priority: str, start_of: Callable[[str], Path]) -> None:
+    found = train(cell_of(replay_m=0.5, samples_per_insert=4, priority=priority), start_of("addition"))
+    assert found["num_generated"] == 128 + 9 * 32
+    assert 0 < found["curve"]["age"][1] < 9
+
+
+def test_study_replay_slots_are_recent_with_probability_m(start_of: Callable[[str], Path]) -> None:
+    start = start_of("addition")
+    cell = cell_of(replay_m=0.5)
+    replay = Replay(recipe_of(cell, start), seed=0)
+    model, problems = model_of(start), Problems.of("addition", "train", 700, 0)
     sources, ages = [], []
-    for step in range(40):
-        rows = list(range(4 * step, 4 * step + 4))
-        samples = sample(model, problems.prompts[rows], 8, torch.Generator().manual_seed(step))
-        groups = replay.exchange(make_groups(problems, rows, samples, step, first=4 * step), step)
-        assert len(groups) == 4
+    for step in range(1, 41):
+        rows = list(range(16 * step, 16 * step + 16))
+        samples = sample(model, problems.prompts[rows], 8, 2, torch.Generator().manual_seed(step))
+        scorer = Scorer(problems, cell.world, 0)
+        new = make_groups(problems, scorer, rows, samples, step, first=128 * step, step=step)
+        groups = replay.exchange(new, step)
+        assert len(groups) == 16
         for group in groups:
             assert {rollout.prompt_id for rollout in group.rollouts} == {group.prompt_id}
             assert len({rollout.rollout_id for rollout in group.rollouts}) == 8
             sources.append(group.source)
             if group.source == "recent":
                 ages += [step - rollout.version.step for rollout in group.rollouts]
-    assert 0.38 < sources.count("recent") / len(sources) < 0.62
+    assert 0.42 < sources.count("recent") / len(sources) < 0.58
+    # recent is what came since the previous publication
     assert max(ages) <= 1
 
 
-def test_study_raw_scale_is_the_a_form_with_another_clip(start: Path) -> None:
-    """Without a clip AdamW does not see a constant factor, so at one beta the two forms differ by the clip alone."""
-    tb = {"preset": "tb", "beta": {"value": 0.5}}
-    runs = [
-        train(
-            Settings(
-                objective=tb,
-                learning_rate=1e-3,
-                lag=0,
-                seed=0,
-                num_steps=10,
-                num_prompts=4,
-                max_grad_norm=1e6,
-                raw_scale=raw,
-            ),
-            start,
-        )
-        for raw in (False, True)
-    ]
+def test_study_raw_scale_without_a_clip_is_the_a_form(start_of: Callable[[str], Path]) -> None:
+    """AdamW does not see a constant factor."""
+    cells = [replace(cell_of(clip="none", is_raw=raw), method="tb") for raw in (False, True)]
+    runs = [train(replace(cell, setting=Setting(learning_rate=1e-3, beta=0.5)), start_of("addition")) for cell in cells]
     np.testing.assert_allclose(runs[0]["curve"]["sampled"], runs[1]["curve"]["sampled"], rtol=1e-2)
 
 
-def test_study_gradient_noise_is_variance_over_signal() -> None:
+def test_study_gradient_noise_is_split_into_prompts_and_rollouts() -> None:
     torch.manual_seed(0)
-    mean = torch.full((200,), 0.1, dtype=torch.float64)
-    found = noise_of(mean + torch.randn(500, 200, dtype=torch.float64))
-    assert found["variance"] == pytest.approx(200, rel=0.02)
-    assert found["signal"] == pytest.approx(200 * 0.01, rel=0.1)
-    assert found["relative_variance"] == pytest.approx(100, rel=0.1)
-    assert noise_of(torch.zeros(4, 3))["relative_variance"] is None
+    prompts = torch.randn(400, 1, 50, dtype=torch.float64) * 2
+    found = noise_of(0.5 + prompts + torch.randn(400, 4, 50, dtype=torch.float64))
+    assert found["within"] == pytest.approx(50, rel=0.05)
+    assert found["between"] == pytest.approx(200, rel=0.05)
+    assert found["signal"] == pytest.approx(12.5, rel=0.2)
+
+
+def test_study_workers_run_what_is_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_of: Callable[[str], Path]
+) -> None:
+    cells = [cell_of(num_steps=1, lag=lag) for lag in (0, 1)]
+    monkeypatch.setattr("benchmarks.study.run.plan", lambda lines: [c for c in cells if c.key not in lines])
+    monkeypatch.setattr("benchmarks.study.world.starting_model", lambda *_: start_of("addition"))
+    path = tmp_path / "cells.jsonl"
+    run_cells(path, models=tmp_path / "models")
+    assert list(read_lines(path, sources_digest())) == [cell.key for cell in cells]
+    run_cells(path, models=tmp_path / "models")
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_study_starting_models_are_those_of_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def make(path: Path, section: object, *, seed: int, num_threads: int) -> None:
+        asked.append((path.name, section, seed))
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+
+    monkeypatch.setattr("tba_cli.starter_models.starting_model.make_starting_model", make)
+    for _ in range(2):
+        assert starting_model(tmp_path, "addition", 3) == tmp_path / "addition-3"
+    assert [(name, seed) for name, _, seed in asked] == [("addition-3", 3)]
+    assert TASKS["addition"].warm_start.target_accuracy == 0.9
+    assert TASKS["chain"].warm_start.size == "0.3m"

@@ -190,6 +190,10 @@ def load_recipe_of(text: str) -> Recipe:
             r"sampling\.min_size_to_sample 64 is above buffer\.max_rollouts 63: no batch could ever be drawn",
         ),
         (
+            {**MINIMAL, "sampling": {"samples_per_insert": 2.5, "max_uses": 2}},
+            r"sampling\.samples_per_insert is 2\.5, and no rollout is in more than 2 batches \(sampling\.max_uses\)",
+        ),
+        (
             {**MINIMAL, "trainer": {"learning_rate": 1e39}},
             r"key 'trainer\.learning_rate' has the value 1e\+39: a learning rate is at most 1000, .* reaches 1e\+39",
         ),

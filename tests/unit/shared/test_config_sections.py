@@ -9,7 +9,7 @@ import pytest
 
 from tba.config import LIVE_NAMES, LiveSettings, ObjectiveSection, Recipe, Schedule, parse_live, parse_recipe, with_live
 from tba.config.live_settings import RECIPE_KEYS
-from tba.config.objective import BASELINE_BETAS, MEMBERS, PRESETS, Anchor, Centre
+from tba.config.objective import BASELINES, FAMILY, PRESETS, Anchor, Centre
 from tba.config.redis import without_secrets
 from tba.config.searcher import SearcherSection
 from tba.errors import ConfigError
@@ -29,8 +29,8 @@ def recipe(objective: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
 
 
 def test_every_preset_is_a_member_or_a_baseline() -> None:
-    assert set(PRESETS) == MEMBERS.keys() | BASELINE_BETAS.keys()
-    assert not MEMBERS.keys() & BASELINE_BETAS.keys()
+    assert sorted(PRESETS) == sorted((*FAMILY, *BASELINES))
+    assert not set(FAMILY) & set(BASELINES)
 
 
 DISTORTED: list[tuple[dict[str, Any], str]] = [
@@ -46,7 +46,8 @@ DISTORTED: list[tuple[dict[str, Any], str]] = [
 def test_every_preset_is_possible_as_it_is_and_reads_back_from_its_dump(preset: str) -> None:
     section = recipe({"preset": preset}).objective
     assert ObjectiveSection.model_validate(section.model_dump()) == section
-    assert section.beta.at(0) == BASELINE_BETAS.get(preset, 0.05)
+    assert section.beta.at(0) == PRESETS[preset].beta
+    assert section.parts == PRESETS[preset]
 
 
 @pytest.mark.parametrize(
@@ -68,17 +69,27 @@ def test_a_reference_is_needed_where_the_kl_is_to_one(fields: dict[str, Any], ne
     assert ObjectiveSection.model_validate(fields).needs_reference is needs_reference
 
 
-@pytest.mark.parametrize("anchor", get_args(Anchor))
-@pytest.mark.parametrize("centre", get_args(Centre))
+PAIRS = [
+    (anchor, centre)
+    for anchor in get_args(Anchor)
+    for centre in get_args(Centre)
+    if centre != "log_z" or anchor == "fixed"  # a log Z is that of one reference
+]
+
+
+@pytest.mark.parametrize(("anchor", "centre"), PAIRS)
 def test_overrides_name_every_member_of_the_family(anchor: Anchor, centre: Centre) -> None:
     """From any preset: what is not overridden stays as the preset says."""
-    for preset, named in MEMBERS.items():
+    for preset in FAMILY:
+        named = PRESETS[preset]
         overrides = {"anchor": anchor, "centre": centre, "age_scaled": named.age_scaled and anchor == "behaviour"}
-        member = recipe({"preset": preset, **overrides}).objective.member
-        assert member is not None
-        assert (member.anchor, member.centre) == (anchor, centre)
-        assert member.importance_weight == named.importance_weight
-        assert recipe({"preset": preset}).objective.member == named
+        if anchor == "behaviour" or centre == "log_z":
+            # a preset's clamp of tokens is of log-ratios to a reference, and goes with no log Z
+            overrides["preset"] = preset if named.log_ratio_token_clamp is None else "tba_prime"
+        parts = recipe({"preset": preset, **overrides}).objective.parts
+        assert parts is not None
+        assert (parts.anchor, parts.centre) == (anchor, centre)
+        assert recipe({"preset": preset}).objective.parts == named
 
 
 @pytest.mark.parametrize(
@@ -113,7 +124,58 @@ def test_overrides_name_every_member_of_the_family(anchor: Anchor, centre: Centr
         ({"preset": "grpo", "anchor": "reset"}, {}, 'anchor = "reset" is not used: grpo has beta 0'),
         ({"preset": "grpo", "anchor": "behaviour", "beta": 0.1}, {}, "the KL of the baseline grpo is to a reference"),
         ({"preset": "tb", "clip_range": 0.3}, {}, r"clip_range = 0\.3 belongs to a clip .* tb does not have it here"),
-        ({"preset": "dr_grpo", "clip_range": 0.3}, {}, "clip_range = 0.3 belongs"),
+        ({"preset": "dr_grpo_clamp", "clip_range": 0.3}, {}, "clip_range = 0.3 belongs"),
+        ({"preset": "dr_grpo", "importance_clamp": 8.0}, {}, 'had that name in 0.2 is preset = "dr_grpo_clamp"'),
+        ({"preset": "tb", "importance_floor": 0.5}, {}, "importance_floor = 0.5 belongs to importance_weight"),
+        ({"preset": "cispo", "importance_floor": 6.0}, {}, "importance_floor = 6 is not below importance_clamp = 5"),
+        ({"preset": "tb", "clip_range_high": 0.3}, {}, "clip_range_high = 0.3 belongs to a clip"),
+        ({"preset": "cispo", "dual_clip": 3.0}, {}, "dual_clip = 3 belongs to a clip"),
+        ({"preset": "grpo", "second_moment_limit": 0.1}, {}, "second_moment_limit = 0.1 belongs"),
+        ({"preset": "grpo", "aggregation_tokens": 9}, {}, "aggregation_tokens = 9 belongs to aggregation"),
+        ({"preset": "tb", "log_z_rate": 0.5}, {}, "log_z_rate = 0.5 belongs to centre"),
+        ({"preset": "tb", "old_policy_versions": 3}, {}, "old_policy_versions = 3 belongs to old_policy"),
+        ({"preset": "grpo", "log_ratio_token_clamp": 5.0}, {}, "log_ratio_token_clamp = 5 belongs to a KL"),
+        ({"preset": "tb", "old_policy": "trainer"}, {}, "old_policy = trainer belongs to an importance weight"),
+        (
+            {"preset": "rloo", "old_policy": "theta", "log_ratio_penalty": 0.1},
+            {},
+            "log_ratio_penalty = 0.1 belongs to old_policy",
+        ),
+        ({"preset": "m2po", "old_policy": "theta"}, {}, 'with "theta" every ratio is 1'),
+        *[
+            ({"preset": "tb_log_z", **fields}, {}, f"{name} does not go with it")
+            for name, fields in (
+                ("anchor", {"anchor": "reset"}),
+                ("anchor", {"anchor": "behaviour"}),
+                ("log_ratio_token_clamp", {"log_ratio_token_clamp": 5.0}),
+                ("reward_baseline", {"reward_baseline": "log_mean_exp"}),
+            )
+        ],
+        *[
+            ({"preset": "m:f", name: value}, {}, f"{name} = '{value}' is not used by an objective of your own")
+            for name, value in (("importance_weight", "clamp"), ("aggregation", "tokens"), ("old_policy", "theta"))
+        ],
+        ({"preset": "m:f", "log_z_rate": 0.5}, {}, "log_z_rate = 0.5 is not used by an objective of your own"),
+        ({"preset": "dapo", "dual_clip": 1.1}, {}, r"dual_clip = 1\.1 is inside the clip, which ends at 1\.28"),
+        ({"preset": "tb"}, {"trainer": {"max_grad_norm": 1.0, "max_grad_norm_ratio": 3.0}}, "remove one of them"),
+        ({"preset": "tb"}, {"trainer": {"max_grad_norm_ratio": 0.5}}, "would clip half of all steps or more"),
+        ({"preset": "grpo", "mismatch_weight": "mask"}, {}, "the old policy is the sampler; set old_policy"),
+        ({"preset": "grpo", "mismatch_max": 3.0}, {}, "mismatch_max = 3 belongs to mismatch_weight"),
+        (
+            {"preset": "grpo", "old_policy": "theta", "mismatch_weight": "mask", "mismatch_min": 6.0},
+            {},
+            "mismatch_min = 6 is not below mismatch_max = 5",
+        ),
+        (
+            {"preset": "tba_prime_published", "anchor": "fixed", "reference_placement": "searcher"},
+            {},
+            "sends one number per rollout, and tba_prime_published clamps",
+        ),
+        (
+            {"preset": "grpo", "old_policy": "trainer"},
+            {"searcher": {"sampling_temperature": 0.7}},
+            r'objective\.old_policy is "trainer"',
+        ),
         ({"preset": "tb", "importance_clamp": 4.0}, {}, "importance_clamp = 4 belongs to importance_weight"),
         ({"preset": "grpo", "importance_clamp": 4.0}, {}, "importance_clamp = 4 belongs"),
         ({"preset": "kimi", "log_ratio_clamp": 5.0}, {}, "log_ratio_clamp = 5 belongs to age_scaled = true"),
@@ -159,7 +221,12 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
         ({"preset": "tba_prime", "anchor": "fixed", "reference_placement": "searcher"}, {}),
         ({"preset": "tba_prime", "anchor": "ema", "ema_decay": 0.99, "ema_every_steps": 1}, {}),
         *[({"preset": preset, "clip_range": 0.3}, {}) for preset in ("grpo", "ppo_clip", "proximal_rloo")],
-        *[({"preset": preset, "importance_clamp": 4.0}, {}) for preset in ("tba_prime", "dr_grpo")],
+        *[({"preset": preset, "importance_clamp": 4.0}, {}) for preset in ("tba_prime", "dr_grpo_clamp")],
+        ({"preset": "dr_grpo", "importance_weight": "clamp", "importance_clamp": 4.0}, {}),
+        ({"preset": "tb"}, {"trainer": {"max_grad_norm_ratio": 0}}),
+        ({"preset": "dapo", "dual_clip": 3.0, "clip_range": 0.1, "clip_range_high": 0.4, "mask_truncated": True}, {}),
+        ({"preset": "grpo", "old_policy": "trainer", "mismatch_weight": "truncate", "mismatch_max": 2.0}, {}),
+        ({"preset": "rloo", "aggregation": "constant", "aggregation_tokens": 64}, {}),
         ({"preset": "tb", "importance_weight": "clamp", "importance_clamp": 4.0}, {}),
         ({"preset": "tb_behaviour", "log_ratio_clamp": 5.0}, {}),
         ({"preset": "tb", "centre": "behaviour", "centre_max_age_steps": 8}, {}),

@@ -157,7 +157,7 @@ def test_an_engine_that_cannot_be_built_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"objective": {"preset": "grop"}}, r"key 'objective.preset' has the value 'grop'.*known are tb, tba_prime, "),
+        ({"objective": {"preset": "grop"}}, r"key 'objective.preset' has the value 'grop'.*known are tb, tb_log_z, "),
         ({"objective": {"preset": "m:f", "centre": "theta"}}, "the objective m:f does not have this setting"),
         ({"objective": {"preset": "m:f", "anchor": "behaviour", "beta": 0.1}}, "the KL of the objective m:f is to a"),
         ({"objective": {"preset": "m:f", "anchor": "reset"}}, "m:f has beta 0 and so no KL"),
@@ -174,7 +174,7 @@ def test_the_config_refuses_misspelt_names_without_an_import(sections: dict[str,
 
 def test_an_objective_from_outside_has_no_kl_unless_asked_for_and_all_settings_are_its_own() -> None:
     objective = recipe(objective={"preset": "m:f", "clip_range": 0.3, "importance_clamp": 2.0}).objective
-    assert (objective.beta.at(0), objective.needs_reference, objective.member) == (0.0, False, None)
+    assert (objective.beta.at(0), objective.needs_reference, objective.parts) == (0.0, False, None)
     assert recipe(objective={"preset": "m:f", "beta": 0.1}).objective.used_anchor == "fixed"
     alone = {"group_size": 1, "min_distinct": 1}
     assert recipe(objective={"preset": "m:f"}, sampling=alone).sampling.group_size == 1

@@ -9,7 +9,7 @@ import torch
 from tba_trainer.objectives import advantages, tied_group_share
 from torch import Tensor
 
-from tests.support.objective_values import Problem, assert_same, make_problem, objective_of
+from tests.support.objective_values import MAX_TOKENS, Problem, assert_same, make_problem, objective_of
 
 BETA = 0.07
 SIZES = (4, 3, 5)
@@ -56,6 +56,13 @@ def grpo(problem: Problem) -> Tensor:
 
 
 def dr_grpo(problem: Problem) -> Tensor:
+    """The sum over tokens divided by a constant, the longest response there may be."""
+    advantage = centred(problem)
+    terms = [clipped(rho(problem, row), advantage[row]).sum() / MAX_TOKENS for row in range(problem.num_rollouts)]
+    return -torch.stack(terms).mean()
+
+
+def dr_grpo_clamp(problem: Problem) -> Tensor:
     advantage = centred(problem)
     terms = [
         (rho(problem, row).detach().clamp(max=8.0) * advantage[row] * problem.logprobs(row)).sum()
@@ -104,6 +111,7 @@ def online_dpo(problem: Problem) -> Tensor:
 LITERAL: dict[str, Callable[[Problem], Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "dr_grpo_clamp": dr_grpo_clamp,
     "rloo": rloo,
     "proximal_rloo": proximal_rloo,
     "ppo_clip": ppo_clip,
@@ -135,7 +143,7 @@ def test_the_clip_is_active_for_some_tokens_and_only_where_it_takes_the_advantag
 
 def test_on_policy_nothing_is_clipped() -> None:
     problem = make_problem(0, sizes=SIZES, drift=0.0)
-    for preset in ("grpo", "ppo_clip", "proximal_rloo", "dr_grpo"):
+    for preset in ("grpo", "ppo_clip", "proximal_rloo", "dr_grpo", "dr_grpo_clamp"):
         assert problem.loss(objective_of(preset), beta=0.0)[1]["clipped_share"] == 0.0
 
 
@@ -185,10 +193,10 @@ def test_online_dpo_shares_the_pull_among_rollouts_with_the_same_reward() -> Non
     assert_same(found, torch.stack([pulls[0], -(pulls[0] + pulls[1]), pulls[1], torch.zeros_like(pulls[0])]))
 
 
-def test_dr_grpo_with_a_kl_is_tb_with_an_importance_weight() -> None:
+def test_dr_grpo_clamp_with_a_kl_is_tb_with_an_importance_weight() -> None:
     problem = make_problem(4, sizes=SIZES, drift=0.5)
     weighted = problem.gradient(objective_of("tb", importance_weight="clamp"), beta=BETA)
-    assert_same(problem.gradient(objective_of("dr_grpo", beta=BETA), beta=BETA), weighted)
+    assert_same(problem.gradient(objective_of("dr_grpo_clamp", beta=BETA), beta=BETA), weighted)
 
 
 def test_what_an_objective_needs_of_a_batch() -> None:

@@ -105,9 +105,9 @@ def test_what_is_left_of_a_group_alone_goes_too_where_rollouts_are_compared() ->
     assert count_reasons(found.refused) == {"group-of-one": 1, "no-reward": 2}
     alone = filtered(batch, replace(NEEDS, min_group=1))
     assert alone.rollouts == [rollouts[2]]
-    # another slot of the same prompt is company
+    # another slot of the same prompt is another group, and no company
     twice = replace(batch, groups=(*batch.groups, replace(batch.groups[0], rollouts=(rollouts[2],))))
-    assert filtered(twice).rollouts == [rollouts[2], rollouts[2]]
+    assert filtered(twice).groups == ()
 
 
 def test_what_decoding_refused_stays_refused() -> None:

@@ -27,6 +27,7 @@ from tba_trainer.model.policy import frozen_copy, load_policy
 from tba.config.objective import PRESETS
 from tba.errors import TbaError
 from tba.wire import Batch, Rollout
+from tests.support.learner_values import make_learner, move
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_batch, make_recipe, make_rollout
 
@@ -34,21 +35,6 @@ from tests.support.trainer_values import make_batch, make_recipe, make_rollout
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
-
-
-def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
-    recipe = make_recipe(folder, **sections)
-    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    return Learner(model, recipe, np.random.default_rng(0))
-
-
-def moved(learner: Learner) -> Learner:
-    """The same learner with theta away from the reference."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in learner.model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return learner
 
 
 def gradient(learner: Learner, batch: Batch, ages: list[int] | None = None) -> torch.Tensor:
@@ -78,7 +64,7 @@ def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_ro
     rng = np.random.default_rng(0)
     hot = make_rollout(rng, temperature=2.0)
     cold = replace(hot, sampling=replace(hot.sampling, temperature=0.5))
-    learner = moved(make_learner(folder, model={"policy_temperature": 0.7}))
+    learner = move(make_learner(folder, model={"policy_temperature": 0.7}))
     start = load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False)
     values = learner.reference.logprobs([hot])
     assert values is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_trainer.model import logprobs, policy
+from tba_trainer.model import logprobs, packing, policy
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import (
     BUCKET_MIN_SHARE,
@@ -51,11 +52,14 @@ def gradient(model: Any, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("name", [*PACKED, *PADDED])
-def test_values_and_gradients_are_those_of_every_sequence_alone(name: str) -> None:
+def test_values_and_gradients_are_those_of_every_sequence_alone(name: str, share: bool) -> None:
     model = make_family_model(name)
     own = copy.deepcopy(model)
     prompts, responses = some_tokens()
+    if share:  # groups of one prompt, next to each other and apart
+        prompts = [prompts[i % 3 if i % 2 else 0] for i in range(len(prompts))]
     policy = LogprobModel(model, temperature=0.7)
     assert policy.is_packed == (name in PACKED)
     found = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
@@ -119,6 +123,20 @@ def test_sequences_are_laid_out_one_after_another() -> None:
     assert response_sums(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), packed).tolist() == [3.0, 28.0]
 
 
+def test_a_prompt_that_comes_again_is_there_once() -> None:
+    prompts = [np.array(tokens, dtype=np.int32) for tokens in ([5, 6, 7], [5, 6], [5, 6, 7], [5, 6, 7])]
+    responses = [np.array(tokens, dtype=np.int32) for tokens in ([10, 11], [12, 1], [13, 14, 15], [1])]
+    packed = pack_sequences(prompts, responses, "cpu")
+    assert packed.input_ids.tolist() == [[5, 6, 7, 10, 5, 6, 12, 13, 14]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
+    assert packed.lengths == (4, 3, 5, 3)
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 7, 8, 0, 1, 2]
+    assert packed.predictors.tolist() == [2, 3, 5, 6, 2, 7, 8, 2]
+    segments = find_segments(packed.lengths, "cpu", positions=packed.positions)
+    assert torch.equal(segments.positions[segments.firsts], torch.arange(9))
+    assert torch.equal(segments.sources[segments.places], segments.positions)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 50, 333])
 def test_a_sum_has_the_same_bits_in_every_company(num_tokens: int) -> None:
     rng = torch.Generator().manual_seed(num_tokens)
@@ -170,6 +188,25 @@ def test_the_exchange_of_attention_does_not_reach_the_saved_config(tmp_path: Any
     LogprobModel(model, temperature=1.0)
     model.save_pretrained(tmp_path)
     assert PACKED_ATTENTION not in (tmp_path / "config.json").read_text()
+
+
+def test_variable_length_attention_gets_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel replaced by a plain one, both ways attend alike, also where sequences share their prompt."""
+
+    def plain(query: Any, key: Any, value: Any, offsets: Any, *_: Any, **__: Any) -> torch.Tensor:
+        pairs = list(itertools.pairwise(offsets.tolist()))
+        parts = [[t[a:b].transpose(0, 1) for t in (query, key, value)] for a, b in pairs]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat([attend(*part, is_causal=True).transpose(0, 1) for part in parts])
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain)
+    prompts, responses = some_tokens()
+    packed = pack_sequences([prompts[i % 3] for i in range(len(prompts))], responses, "cpu")
+    segments = find_segments(packed.lengths, "cpu", positions=packed.positions)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(packed.input_ids.shape[1], 2, 8, generator=generator) for _ in range(3)]
+    flash = packing._flash(rows, segments, None, None)
+    torch.testing.assert_close(flash, packing._bucketed(torch.nn.Module(), rows, segments, None, None))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

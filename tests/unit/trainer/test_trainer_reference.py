@@ -13,13 +13,13 @@ from tba_trainer.learner.learner import Learner
 from tba_trainer.learner.reference import CarriedReference, ModelReference
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.packing import pack_sequences
-from tba_trainer.model.policy import load_policy
 
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, RefLogprob, Rollout
+from tests.support.learner_values import make_learner, move
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_batch, make_recipe, make_rollout
+from tests.support.trainer_values import make_batch, make_rollout
 
 
 @pytest.fixture(scope="module")
@@ -27,23 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
-def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
-    recipe = make_recipe(folder, **sections)
-    model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    return Learner(model, recipe, np.random.default_rng(0))
-
-
 def model_reference(learner: Learner) -> ModelReference:
     assert isinstance(learner.reference, ModelReference)
     return learner.reference
-
-
-def move(learner: Learner) -> None:
-    """theta goes away from where it is."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in learner.model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
 def logprob(model: Any, rollout: Rollout) -> float:

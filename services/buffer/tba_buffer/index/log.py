@@ -3,8 +3,8 @@
     checkpoint  packed records of everything that was live at one position, written now and then (log_follower.py)
     tail        one Redis stream of the events since
 
-Every rollout, eviction, rescoring and publication takes the next position (1, 2, 3, ...); the stream id of an entry is
-`<last position>-0`.
+Every rollout, eviction, rescoring, publication, draw, void, and trainer start after a draw takes the next position
+(1, 2, 3, ...); the stream id of an entry is `<last position>-0`.
 
 | field | value                                                                       | positions |
 |-------|-----------------------------------------------------------------------------|-----------|
@@ -12,6 +12,9 @@ Every rollout, eviction, rescoring and publication takes the next position (1, 2
 | e     | uint64 positions of evicted rollouts; the field `w` beside it is the reason | 1         |
 | s     | CHANGE_DTYPE, one per rollout whose reward became known or was scored again | 1         |
 | m     | "lineage step" of the version that was announced                            | 1         |
+| d     | a batch that was drawn, packed as `Drawn.pack` does                         | 1         |
+| v     | ids of batches that became void, with spaces between                        | 1         |
+| l     | "lineage-step ..." of a trainer's start: the history that it continues      | 1         |
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.errors import MalformedError
 from tba.versions import PolicyVersion
 
 _RECORD = struct.Struct("<16sdIQIIIQB")
@@ -47,6 +52,9 @@ CHECKPOINT_DTYPE = np.dtype([("position", "<u8"), *[(name, RECORD_DTYPE[name]) f
 
 CHANGE_DTYPE = np.dtype([("position", "<u8"), ("reward", "<f8"), ("num_bytes", "<u4"), ("status", "u1")])
 """A rescored rollout: its position, new reward (NaN: unknown), new payload size, new status."""
+
+SLOT_DTYPE = np.dtype([("prompt", "<u4"), ("is_recent", "u1"), ("turn", "<u4"), ("floor", "<u4")])
+"""A slot of a drawn batch: its prompt, and whose turn it was (index/draws.py). Turn 0: no turn was taken."""
 
 STATUS_CODES = {"scored": 0, "pending": 1, "failed": 2}
 SCORED, PENDING, FAILED = 0, 1, 2
@@ -85,11 +93,62 @@ class Rescored:
     changes: NDArray[np.void]
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A batch for step `version` was drawn: slots [S] (SLOT_DTYPE), and the positions [N] of its distinct rollouts."""
+
+    position: int
+    batch_id: str
+    version: PolicyVersion
+    slots: NDArray[np.void]
+    positions: NDArray[np.uint64]
+
+    def pack(self) -> bytes:
+        """Pack everything but the position in the log."""
+        slots, positions = self.slots.tobytes(), self.positions.astype("<u8").tobytes()
+        return msgspec.msgpack.encode([self.batch_id, self.version.lineage, self.version.step, slots, positions])
+
+    @classmethod
+    def unpack(cls, position: int, data: bytes) -> Drawn:
+        """Read what `pack` wrote.
+
+        Raises:
+            ValueError: it is nothing that `pack` writes.
+        """
+        batch_id, lineage, step, slots, positions = _DRAWN_DECODER.decode(data)
+        return cls(
+            position,
+            batch_id,
+            PolicyVersion(lineage, step),
+            np.frombuffer(slots, dtype=SLOT_DTYPE),
+            np.frombuffer(positions, dtype="<u8"),
+        )
+
+
+_DRAWN_DECODER = msgspec.msgpack.Decoder(tuple[str, int, int, bytes, bytes])
+
+
+@dataclass(frozen=True, slots=True)
+class Voided:
+    """These batches are void: nobody trains on them. Unknown ones are ignored."""
+
+    position: int
+    batch_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A trainer started: `history` is the last step of each lineage that it continues. Later steps are abandoned."""
+
+    position: int
+    history: tuple[PolicyVersion, ...]
+
+
 class LogGapError(Exception):
     """An entry of the log is missing, differs from the one that was read, or was not written by the buffer."""
 
 
-Event = RolloutsAdded | Evicted | Rescored | Publication
+Event = RolloutsAdded | Evicted | Rescored | Publication | Drawn | Voided | Resumed
 
 
 def first_position(event: Event) -> int:
@@ -99,11 +158,13 @@ def first_position(event: Event) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogCheckpoint:
-    """Everything the index knew at `position`: records [N] (CHECKPOINT_DTYPE) by position, newest publications."""
+    """Everything the index knew at `position`: records [N] (CHECKPOINT_DTYPE) by position, newest publications, and
+    what was drawn (`DrawHistory.pack`; empty: nothing)."""
 
     position: int
     publications: tuple[Publication, ...]
     records: NDArray[np.void]
+    draws: bytes = b""
 
 
 def pack_record(
@@ -139,7 +200,7 @@ def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
     """
     try:
         return _parse(entry_id, fields)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, MalformedError) as error:
         raise LogGapError(f"entry {entry_id.decode()} is not an entry of the log") from error
 
 
@@ -154,6 +215,12 @@ def _parse(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
         return Evicted(position, np.frombuffer(gone, dtype="<u8"), fields[b"w"].decode())
     if (changes := fields.get(b"s")) is not None:
         return Rescored(position, np.frombuffer(changes, dtype=CHANGE_DTYPE))
+    if (drawn := fields.get(b"d")) is not None:
+        return Drawn.unpack(position, drawn)
+    if (void := fields.get(b"v")) is not None:
+        return Voided(position, tuple(void.decode().split()))
+    if (history := fields.get(b"l")) is not None:
+        return Resumed(position, tuple(map(PolicyVersion.parse, history.decode().split())))
     return Publication(position, PolicyVersion(*map(int, fields[b"m"].split())))
 
 

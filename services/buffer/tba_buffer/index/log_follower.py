@@ -3,7 +3,8 @@
 replay      IndexView reads the events since its index ends. It rebuilds the index from checkpoint and events when
             the log is not what was read before.
 compaction  Compactor writes what is live as a checkpoint, so that the log need not be kept from its start:
-            1. pieces of PIECE_RECORDS records, under names that nobody has used before, which expire by themselves
+            1. pieces of PIECE_BYTES of what was drawn and of PIECE_RECORDS records, under names that nobody has used
+               before, which expire by themselves
             2. compact.lua, one atomic step: the pieces stay, `base` names them, the log is cut, and the pieces of
                the checkpoint before go
             A crash between the two leaves pieces that nothing names. They expire.
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.concurrency import SingleFlight
-from tba.errors import SupersededError, UnavailableError
+from tba.errors import MalformedError, SupersededError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba_buffer.index.log import (
@@ -40,6 +41,7 @@ from tba_buffer.storage.redis_client import redis_errors
 ENTRIES_PER_READ = 1000
 NUM_BUILDS = 5
 PIECE_RECORDS = 65_536
+PIECE_BYTES = 4 << 20
 MIN_EVENTS = 200_000
 PIECE_LIFETIME_MS = 600_000
 RETRY_S = 120.0
@@ -168,7 +170,10 @@ class IndexView:
                 if checkpoint is None:
                     problem = f"pieces of checkpoint {head.generation} are missing"
                     continue
-                index.restore(checkpoint)
+                try:
+                    index.restore(checkpoint)
+                except (ValueError, MalformedError) as error:
+                    raise _damaged(self._context.keys.log_checkpoint, error) from None
             replayed = _Replayed(index)
             try:
                 await self._read_newer(replayed)
@@ -286,19 +291,29 @@ class Compactor:
 
     async def _write(self, index: Index, before: CheckpointHead) -> bool:
         context, keys = self._context, self._context.keys
-        position = index.position
+        # turns and uses are counted, so they must be those at this very position
+        position, draws = index.position, index.pack_draws()
         publications = [[each.position, each.version.lineage, each.version.step] for each in index.publications]
         with redis_errors("number a checkpoint of the log"):
             generation = int(await context.redis.hincrby(keys.log_checkpoint, "attempts", 1))
         names: list[str] = []
         num_bytes, after = 0, 0
+
+        async def write(piece: bytes) -> None:
+            nonlocal num_bytes
+            names.append(keys.checkpoint_piece(generation, len(names)))
+            num_bytes += len(piece)
+            with redis_errors("write a piece of the checkpoint"):
+                await context.redis.set(names[-1], piece, px=PIECE_LIFETIME_MS)
+
+        for at in range(0, len(draws), PIECE_BYTES):
+            await write(draws[at : at + PIECE_BYTES])
+        num_draw_pieces = len(names)
         # The index changes between two pieces: rollouts that are gone are missing in later pieces, and scored ones have
         # their new reward. Replaying the log from `position` on ends in the same index all the same.
         while len(piece := _records(index, after, position, self._piece_records)):
-            names.append(keys.checkpoint_piece(generation, len(names)))
-            num_bytes, after = num_bytes + piece.nbytes, int(piece["position"][-1])
-            with redis_errors("write a piece of the checkpoint"):
-                await context.redis.set(names[-1], piece.tobytes(), px=PIECE_LIFETIME_MS)
+            after = int(piece["position"][-1])
+            await write(piece.tobytes())
         old_names = [keys.checkpoint_piece(before.generation, number) for number in range(before.num_pieces)]
         reply = await context.scripts.run(
             "compact",
@@ -311,6 +326,7 @@ class Compactor:
                 num_bytes,
                 json.dumps(publications),
                 before.generation or "",
+                num_draw_pieces,
             ],
         )
         if reply == buffer_epoch.SUPERSEDED:
@@ -329,6 +345,8 @@ class CheckpointHead:
     generation: int
     position: int
     num_pieces: int
+    num_draw_pieces: int
+    """The first of them; the others hold records."""
     publications: tuple[Publication, ...]
 
 
@@ -341,13 +359,14 @@ async def read_head(context: Context) -> CheckpointHead:
     with redis_errors("read the checkpoint of the log"):
         raw = await context.redis.hgetall(context.keys.log_checkpoint)
     if b"generation" not in raw:
-        return CheckpointHead(generation=0, position=0, num_pieces=0, publications=())
+        return CheckpointHead(generation=0, position=0, num_pieces=0, num_draw_pieces=0, publications=())
     try:
         marks = json.loads(raw[b"marks"])
         return CheckpointHead(
             generation=int(raw[b"generation"]),
             position=int(raw[b"position"]),
             num_pieces=int(raw[b"num_pieces"]),
+            num_draw_pieces=int(raw[b"num_draw_pieces"]),
             publications=tuple(Publication(at, PolicyVersion(lineage, step)) for at, lineage, step in marks),
         )
     except DAMAGE_ERRORS as error:
@@ -360,18 +379,21 @@ async def read_checkpoint(context: Context, head: CheckpointHead) -> LogCheckpoi
     Raises:
         UnavailableError: Redis did not answer, or a piece is damaged.
     """
-    pieces = []
+    pieces, draws = [], []
     for number in range(head.num_pieces):
         with redis_errors("read a piece of the checkpoint"):
             piece = await context.redis.get(context.keys.checkpoint_piece(head.generation, number))
         if piece is None:
             return None
+        if number < head.num_draw_pieces:
+            draws.append(piece)
+            continue
         try:
             pieces.append(np.frombuffer(piece, dtype=CHECKPOINT_DTYPE))
         except ValueError as error:
             raise _damaged(context.keys.checkpoint_piece(head.generation, number), error) from None
     records = np.concatenate(pieces) if pieces else np.zeros(0, dtype=CHECKPOINT_DTYPE)
-    return LogCheckpoint(position=head.position, publications=head.publications, records=records)
+    return LogCheckpoint(head.position, head.publications, records, b"".join(draws))
 
 
 def _records(index: Index, after: int, until: int, num: int) -> NDArray[np.void]:
@@ -381,7 +403,8 @@ def _records(index: Index, after: int, until: int, num: int) -> NDArray[np.void]
 
 
 def _same(one: LogCheckpoint, other: LogCheckpoint) -> bool:
-    return one.publications == other.publications and one.records.tobytes() == other.records.tobytes()
+    records = one.records.tobytes() == other.records.tobytes()
+    return records and (one.publications, one.draws) == (other.publications, other.draws)
 
 
 def _damaged(key: str, error: Exception) -> UnavailableError:

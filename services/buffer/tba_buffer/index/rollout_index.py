@@ -3,7 +3,8 @@
     columns         one row per rollout, in the order of the log                      (tables.py)
     rows_by_prompt  the rows of each prompt                                           (tables.py)
     counts          per prompt, per status, per policy version, kept up to date       (here)
-    trees           sum trees for draws from many rollouts, built when first asked for (priorities.py)
+    draws           the turns of prompts and the uses of rollouts                     (draws.py)
+    trees           sum trees for draws from many rollouts, built when first asked for (reward_trees.py)
 
 Row numbers ascend with log positions. They are valid until the next `apply`, which may renumber the rows.
 """
@@ -19,23 +20,37 @@ from numpy.typing import NDArray
 from tba.config import Recipe
 from tba.fields import MAX_NUMBER
 from tba.versions import PolicyVersion
+from tba_buffer.index.draws import RECENT, REPLAY, DrawHistory
 from tba_buffer.index.log import (
     CHECKPOINT_DTYPE,
     FAILED,
     PENDING,
     RECORD_DTYPE,
     SCORED,
+    Drawn,
     Event,
     Evicted,
     LogCheckpoint,
     LogGapError,
     Publication,
     Rescored,
+    Resumed,
     RolloutsAdded,
+    Voided,
     first_position,
 )
-from tba_buffer.index.priorities import RewardTrees
-from tba_buffer.index.tables import DEAD, Columns, Groups, PromptRows, PromptSet, VersionNumbers, csr_indices, group_by
+from tba_buffer.index.reward_trees import RewardTrees
+from tba_buffer.index.tables import (
+    DEAD,
+    Columns,
+    Groups,
+    PromptRows,
+    Prompts,
+    PromptSet,
+    VersionNumbers,
+    csr_indices,
+    group_by,
+)
 
 Rows = NDArray[np.int64]
 
@@ -52,6 +67,7 @@ class IndexSettings:
     recent_window: str = "arrival"
     recent_versions: int = 2
     min_distinct: int = 2
+    max_uses: int | None = None
     success_reward: float = 1.0
     big_prompt: int = 512
 
@@ -65,6 +81,7 @@ class IndexSettings:
             recent_window=sampling.recent_window,
             recent_versions=sampling.recent_versions,
             min_distinct=sampling.min_distinct,
+            max_uses=sampling.max_uses,
             success_reward=recipe.eval.success_reward,
         )
 
@@ -78,20 +95,22 @@ class Index:
         self.publications: list[Publication] = []
         self.columns = Columns()
         self.rows_by_prompt = PromptRows(self._is_live)
-        self.trees = RewardTrees(self.columns, self.rows_by_prompt, self.settings.big_prompt)
-        self.drawable = PromptSet()
-        """Prompts with at least min_distinct scored rollouts."""
-        self.recent_drawable = PromptSet()
-        """Prompts with at least min_distinct recent ones."""
+        self._versions = VersionNumbers()
+        self.trees = self._new_trees()
+        self.drawable = (PromptSet(), PromptSet())
+        """Of replay and of recent slots (draws.py): prompts with at least min_distinct rollouts that may be drawn."""
+        self.due = (PromptSet(), PromptSet())
+        """Those of them that are due."""
+        self.draws = DrawHistory(self._change_uses, self._note_turns)
         self.unusable: list[bytes] = []
         """Ids of rollouts that count as failed because the log has no valid reward for them; its reader empties it."""
         self._recent_from = 0
-        self._versions = VersionNumbers()
+        self._num_used_up = 0
         self._num_of = np.zeros(3, dtype=np.int64)
         self._payload_bytes = 0
         self._pending_from = 0
         self._num_prompts = 0
-        self._per_prompt = np.zeros((4, 0), dtype=np.int64)
+        self._per_prompt = np.zeros((5, 0), dtype=np.int64)
 
     # ---- following the log ------------------------------------------------------------------------------------
 
@@ -106,8 +125,8 @@ class Index:
     def apply_many(self, events: Sequence[Event]) -> None:
         """Advance the view by several events; the result is that of one after the other.
 
-        All additions go first, as one vector operation, then all changes, then all evictions. That is the same, because
-        an eviction or a change only names rollouts that were added before it, and an evicted rollout never returns.
+        All additions go first, as one vector operation, then draws, all changes, and all evictions. That is the same,
+        because the others only name rollouts that were added before them, and an evicted rollout never returns.
 
         Raises:
             LogGapError: an event is not the next one; then nothing is applied.
@@ -119,6 +138,9 @@ class Index:
                 raise LogGapError(f"the log continues at {first}, the view ends at {position}")
             position = first + len(event.records) - 1 if isinstance(event, RolloutsAdded) else first
         self._add_all([event for event in events if isinstance(event, RolloutsAdded)])
+        for event in events:
+            if isinstance(event, Drawn | Voided | Resumed):
+                self.draws.apply(event)
         if changes := [event.changes for event in events if isinstance(event, Rescored)]:
             self._rescore(np.concatenate(changes))
         if gone := [event.positions for event in events if isinstance(event, Evicted)]:
@@ -138,11 +160,21 @@ class Index:
         if len(checkpoint.records):
             self._add(checkpoint.records, checkpoint.records["position"].astype(np.int64))
         self.position = checkpoint.position
+        if checkpoint.draws:
+            positions, uses = self.draws.restore(checkpoint.draws)
+            # while a checkpoint is written, rollouts that it names may go
+            rows = self.columns.rows_at(positions)
+            self._set_uses(rows[rows >= 0], uses[rows >= 0])
         self._set_publications(list(checkpoint.publications))
 
     def checkpoint(self) -> LogCheckpoint:
         """Return the state as a checkpoint."""
-        return LogCheckpoint(self.position, tuple(self.publications), self.records(self.live_rows()))
+        return LogCheckpoint(self.position, tuple(self.publications), self.records(self.live_rows()), self.pack_draws())
+
+    def pack_draws(self) -> bytes:
+        """Return what was drawn as a part of a checkpoint."""
+        rows = self.live_rows()
+        return self.draws.pack(self.columns.get("position", rows), self.columns.get("uses", rows))
 
     def records(self, rows: Rows) -> NDArray[np.void]:
         """Return the records (CHECKPOINT_DTYPE) of rows [n]. [n]"""
@@ -173,9 +205,12 @@ class Index:
             self.unusable += [rollout_id.tobytes() for rollout_id in records["rollout_id"][bad]]
             columns["status"] = np.where(bad, FAILED, records["status"]).astype(np.uint8)
             columns["reward"] = np.where(bad, np.nan, records["reward"])
-        rows = self.columns.append({**columns, "position": positions, "version": versions}, num)
+        columns |= {"position": positions, "version": versions, "uses": np.zeros(num, dtype=np.uint16)}
+        rows = self.columns.append(columns, num)
         prompts = records["prompt"]
-        self._grow_prompts(int(prompts.max()) + 1)
+        num_prompts = int(prompts.max()) + 1
+        self._num_prompts = max(self._num_prompts, num_prompts)
+        self._reserve_prompts(num_prompts)
         by_prompt = group_by(prompts)
         self._account(rows, by_prompt, 1)
         self._versions.count(versions, 1)
@@ -207,6 +242,23 @@ class Index:
             self._pending_from = min(self._pending_from, int(pending[0]))
         self.trees.note_changed(rows, by_prompt)
 
+    def _change_uses(self, positions: NDArray[np.uint64], change: int) -> None:
+        rows = self.columns.rows_at(positions)
+        rows = rows[rows >= 0]
+        if len(rows):
+            uses = self.columns.get("uses", rows).astype(np.int64) + change
+            self._set_uses(rows, np.clip(uses, 0, np.iinfo(np.uint16).max))
+
+    def _set_uses(self, rows: Rows, uses: NDArray[np.integer]) -> None:
+        if self.settings.max_uses is None or not len(rows):
+            self.columns.put("uses", rows, uses)
+            return
+        by_prompt = group_by(self.columns.get("prompt", rows))
+        self._account(rows, by_prompt, -1)
+        self.columns.put("uses", rows, uses)
+        self._account(rows, by_prompt, 1)
+        self.trees.note_changed(rows, by_prompt)
+
     def _evict(self, positions: NDArray[np.uint64]) -> None:
         rows = self.columns.rows_at(np.unique(positions))
         rows = rows[rows >= 0]
@@ -230,23 +282,51 @@ class Index:
         self._num_of += sign * np.bincount(status, minlength=3)
         self._payload_bytes += sign * int(table.at("num_bytes", slots).sum())
         scored = status == SCORED
-        counts, _, successes, recent = self._per_prompt
+        counts, _, successes, recent, drawable = self._per_prompt
         counts[prompts] += sign * by_prompt.count(scored)
         successes[prompts] += sign * by_prompt.count(
             scored & (table.at("reward", slots) >= self.settings.success_reward)
         )
-        recent[prompts] += sign * by_prompt.count(scored & self.is_recent(rows))
-        self.drawable.put(prompts, counts[prompts] >= self.settings.min_distinct)
-        self.recent_drawable.put(prompts, recent[prompts] >= self.settings.min_distinct)
+        usable = scored
+        if self.settings.max_uses is not None:
+            usable = scored & (table.at("uses", slots) < self.settings.max_uses)
+            self._num_used_up += sign * int(np.count_nonzero(scored & ~usable))
+        drawable[prompts] += sign * by_prompt.count(usable)
+        recent[prompts] += sign * by_prompt.count(usable & self.is_recent(rows))
+        for pool, num in ((REPLAY, drawable), (RECENT, recent)):
+            members = num[prompts] >= self.settings.min_distinct
+            self.drawable[pool].put(prompts, members)
+            self.due[pool].put(prompts, members & self.draws.is_due(pool, prompts))
 
-    def _grow_prompts(self, num: int) -> None:
-        self._num_prompts = max(self._num_prompts, num)
+    def _note_turns(self, pool: int, prompts: Prompts | None) -> None:
+        """Keep the due prompts of a pool right after turns changed: of these prompts, or the floor rose."""
+        self._reserve_prompts(self.draws.turns.shape[1])
+        num = self._per_prompt[3 if pool == RECENT else 4]
+        prompts = np.arange(len(num)) if prompts is None else prompts
+        due = (num[prompts] >= self.settings.min_distinct) & self.draws.is_due(pool, prompts)
+        if len(prompts) == len(num):
+            self.due[pool].put_all(due)
+        else:
+            self.due[pool].put(prompts, due)
+
+    def _new_trees(self) -> RewardTrees:
+        return RewardTrees(
+            self.columns, self.rows_by_prompt, self._versions, self.is_drawable, self.settings.big_prompt
+        )
+
+    def is_drawable(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return whether batches may hold rows [n]: scored, and not used up. [n]"""
+        scored = self.columns.status(rows) == SCORED
+        max_uses = self.settings.max_uses
+        return scored if max_uses is None else scored & (self.columns.get("uses", rows) < max_uses)
+
+    def _reserve_prompts(self, num: int) -> None:
         if num > self._per_prompt.shape[1]:
             size = max(64, num + num // 4)
-            grown = np.zeros((4, size), dtype=np.int64)
+            grown = np.zeros((5, size), dtype=np.int64)
             grown[:, : self._per_prompt.shape[1]] = self._per_prompt
             self._per_prompt = grown
-            for part in (self.rows_by_prompt, self.drawable, self.recent_drawable):
+            for part in (self.rows_by_prompt, *self.drawable, *self.due, self.draws):
                 part.grow(size)
 
     def _make_room(self, num: int) -> None:
@@ -260,7 +340,7 @@ class Index:
         rows = np.arange(self.columns.end)
         if len(rows):
             self.rows_by_prompt.append(group_by(self.columns.get("prompt", rows)), rows)
-        self.trees = RewardTrees(self.columns, self.rows_by_prompt, self.settings.big_prompt)
+        self.trees = self._new_trees()
         # compaction has numbered the rows again
         self._pending_from = 0
         self._find_recent()
@@ -289,7 +369,9 @@ class Index:
             self._versions.set_recent(set(list(newest_first)[: settings.recent_versions]))
         recent = self.recent_rows()
         self._per_prompt[3] = np.bincount(table.get("prompt", recent), minlength=self._per_prompt.shape[1])
-        self.recent_drawable.put_all(self._per_prompt[3] >= settings.min_distinct)
+        members = self._per_prompt[3] >= settings.min_distinct
+        self.drawable[RECENT].put_all(members)
+        self.due[RECENT].put_all(members & self.draws.is_due(RECENT, np.arange(len(members))))
 
     def first_recent(self) -> int:
         """Return the first live row that is recent, whatever its status; the end if there is none. O(1) amortised.
@@ -314,9 +396,11 @@ class Index:
         return self._versions.recent[self.columns.get("version", rows)]
 
     def recent_rows(self) -> Rows:
-        """Return the live scored rows that are recent, ascending."""
+        """Return the rows that are recent and may be drawn, ascending."""
         first = self.first_recent()
         rows = np.flatnonzero(self.columns.scan("status", first, self.columns.end) == SCORED) + first
+        if self.settings.max_uses is not None:
+            rows = rows[self.is_drawable(rows)]
         return rows if self.settings.recent_window == "arrival" else rows[self.is_recent(rows)]
 
     # ---- counts -----------------------------------------------------------------------------------------------
@@ -328,8 +412,13 @@ class Index:
 
     @property
     def num_scored(self) -> int:
-        """Stored rollouts that batches may hold."""
+        """Stored rollouts with a reward."""
         return int(self._num_of[SCORED])
+
+    @property
+    def num_used_up(self) -> int:
+        """Those of them that were in max_uses batches, so that no other may hold them."""
+        return self._num_used_up
 
     @property
     def num_pending(self) -> int:
@@ -348,8 +437,8 @@ class Index:
 
     @property
     def num_drawable(self) -> int:
-        """Prompts that can fill a slot: at least min_distinct scored rollouts."""
-        return self.drawable.num
+        """Prompts that can fill a slot: at least min_distinct rollouts that may be drawn."""
+        return self.drawable[REPLAY].num
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -368,8 +457,13 @@ class Index:
 
     @property
     def recent_counts(self) -> NDArray[np.int64]:
-        """[P] scored live rollouts that are recent."""
+        """[P] live rollouts that may be drawn and are recent."""
         return self._per_prompt[3, : self._num_prompts]
+
+    @property
+    def drawable_counts(self) -> NDArray[np.int64]:
+        """[P] live rollouts that may be drawn."""
+        return self._per_prompt[4, : self._num_prompts]
 
     def versions(self) -> dict[PolicyVersion, int]:
         """Return the live rollouts per policy version, ascending."""
@@ -433,7 +527,7 @@ class Index:
 
     def memory_bytes(self) -> int:
         """Return the memory of everything above."""
-        parts = (self.columns, self.rows_by_prompt, self.trees, self.drawable, self.recent_drawable)
+        parts = (self.columns, self.rows_by_prompt, self.trees, self.draws, *self.drawable, *self.due)
         return sum(part.num_bytes for part in parts) + self._per_prompt.nbytes
 
     def fingerprint(self) -> tuple[object, ...]:
@@ -444,7 +538,8 @@ class Index:
             state.position,
             state.publications,
             state.records.tobytes(),
-            (self._num_of.tolist(), self._payload_bytes, self.num_drawable, self.recent_drawable.num),
+            (self._num_of.tolist(), self._payload_bytes, self._num_used_up),
+            ([pool.num for pool in (*self.drawable, *self.due)], state.draws),
             [self._per_prompt[:, prompt].tolist() for prompt in prompts],
             [positions.get("position", self.prompt_rows(prompt)).tolist() for prompt in prompts],
             positions.get("position", self.recent_rows()).tolist(),

@@ -36,8 +36,9 @@ _DTYPES: dict[str, np.dtype] = {
     "num_tokens": np.dtype(np.uint32),
     "token_hash": np.dtype(np.uint64),
     "status": np.dtype(np.uint8),
+    "uses": np.dtype(np.uint16),
 }
-"""57 bytes."""
+"""59 bytes. `uses` counts the batches that a rollout was in; it stays at the largest number that fits."""
 _MIN_CAPACITY = 1024
 _MIN_SIZE = 4
 """Of the block of a prompt."""
@@ -414,6 +415,10 @@ class PromptSet:
         self._flags[: len(members)] = members
         self._chunks = self._flags.reshape(-1, _CHUNK).sum(axis=1)
         self.num = int(self._chunks.sum())
+
+    def all(self) -> Prompts:
+        """Return the members, ascending. O(P)."""
+        return np.flatnonzero(self._flags)
 
     def by_rank(self, ranks: NDArray[np.int64]) -> Prompts:
         """Return the members of ranks [k], 0 <= rank < num, counted from the smallest number. O(P / 64 + 64 k)."""

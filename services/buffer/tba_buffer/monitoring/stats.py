@@ -275,6 +275,7 @@ class StatsReader:
             num_scored=index.num_scored,
             num_pending=index.num_pending,
             num_failed=index.num_failed,
+            num_used_up=index.num_used_up,
             num_prompts_train=len(self._catalog.train),
             num_prompts_heldout=len(self._catalog.heldout),
             num_prompts_seen=int(np.count_nonzero(index.counts)),

@@ -107,6 +107,7 @@ class Lineages:
                 keys.epoch,
                 keys.settings,
                 keys.run_changes,
+                keys.log,
             ],
             [
                 token,
@@ -119,6 +120,7 @@ class Lineages:
                 request.checkpoint_key or "",
                 int(request.rollback),
                 now,
+                " ".join(map(str, self.tree.ancestry(parent))),
             ],
         )
         if reply == buffer_epoch.SUPERSEDED:

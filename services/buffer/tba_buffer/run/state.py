@@ -11,7 +11,8 @@ lines. RunHash (storage/context.py) parses the fields for all.
 Flow control is pure functions of the counts:
 
     streaming    sampling waits   until `min_size_to_sample` scored rollouts are stored and one can fill a slot
-                                  ("rollouts"); with `samples_per_insert`, while
+                                  ("rollouts"; "used-up" if some were in `max_uses` batches); with
+                                  `samples_per_insert`, while
                                   drawn + batch > samples_per_insert * inserted + error   ("samples-per-insert")
                  generation waits while samples_per_insert * (inserted + pending + leased) > drawn + error
                                   ("trainer-ahead")
@@ -93,7 +94,7 @@ class FlowCounts:
     """Where the run stands, in rollouts unless the name says otherwise."""
 
     stored: int
-    """Scored rollouts stored now."""
+    """Scored rollouts stored now that batches may hold."""
     pending: int
     """Rollouts stored now whose reward is unknown and may become known."""
     can_fill_slot: bool
@@ -107,6 +108,8 @@ class FlowCounts:
     inserted_since_publication: int
     batches_since_publication: int
     publications: int
+    used_up: int = 0
+    """Scored rollouts stored now that were in `sampling.max_uses` batches."""
 
     def can_sample(self, settings: FlowSettings) -> bool:
         """Return whether a batch could be drawn, flow control aside."""
@@ -129,7 +132,8 @@ class DrawLimits:
 def sampling_wait(counts: FlowCounts, settings: FlowSettings) -> str | None:
     """Return the name of the wait that keeps a batch from being drawn, or None."""
     if not counts.can_sample(settings):
-        return "rollouts"
+        # named apart: more rollouts of the same prompts help, and raising the bound does
+        return "used-up" if counts.used_up else "rollouts"
     if settings.alternate:
         # after the last batch of a phase too: the next generation phase begins with a publication
         is_generating = counts.inserted_since_publication < settings.rollouts_per_interval
@@ -216,6 +220,7 @@ class RunStateReader:
             keys.open_steps,
             keys.settings,
             keys.damaged_items,
+            keys.log,
         ]
         self._reading = SingleFlight(self._read, asyncio.Lock())
         self._last: RunSnapshot | None = None
@@ -284,7 +289,8 @@ class RunStateReader:
             num_retries=retries,
             settings=await self._settings.at(needed(keys.settings, "revision", revision, parse_number)),
             counts=FlowCounts(
-                stored=index.num_scored,
+                stored=index.num_scored - index.num_used_up,
+                used_up=index.num_used_up,
                 pending=index.num_pending,
                 can_fill_slot=index.num_drawable > 0,
                 inserted=inserted,

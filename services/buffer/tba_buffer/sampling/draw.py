@@ -6,14 +6,16 @@
     record   draw.lua: active token, run running, no open batch for this step, limits of flow control; and the payloads,
              in the same round trip
 
-Draws of different steps run concurrently; draw.lua decides when they cannot all be granted. A second request for the
-same (lineage, step) gets the batch that is open for it. A batch past its deadline is void and never returned again. A
+Draws follow each other, since each takes turns of prompts and uses of rollouts (index/draws.py) that the next one must
+know: draw.lua adds it to the log, and refuses one that another process has overtaken. A second request for the same
+(lineage, step) gets the batch that is open for it. A batch past its deadline is void and never returned again. A
 draw that must wait holds the request (a named wait in GET /v1/run) until `wait_s`, then answers 429; everything that
 may end a wait notifies `context.changed`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -26,11 +28,13 @@ from numpy.typing import NDArray
 
 from tba.api import BatchRequest, SampleRequest
 from tba.errors import BusyError, ConflictError, FencedError, RunFailedError, RunOverError, UnavailableError, WireError
+from tba.versions import PolicyVersion
 from tba.wire import check_push, encode_push, new_id
+from tba_buffer.index.log import Drawn
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
-from tba_buffer.run.lineage import fenced
+from tba_buffer.run.lineage import Lineages, fenced
 from tba_buffer.run.state import (
     DrawLimits,
     FlowSettings,
@@ -40,7 +44,7 @@ from tba_buffer.run.state import (
     sampling_wait,
 )
 from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
-from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots
+from tba_buffer.sampling.mop import DrawSettings, draw_rollouts, draw_slots, drawn_event
 from tba_buffer.scoring.rollout_scorer import RolloutScorer
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
@@ -51,10 +55,12 @@ RECORD_KEPT_S = 60.0
 REDRAWS = 5
 WAIT_SENTENCES = {
     "rollouts": "not enough scored rollouts are stored yet (sampling.min_size_to_sample)",
+    "used-up": "too many of the stored rollouts were in sampling.max_uses batches, and fresh ones are awaited",
     "samples-per-insert": "training is ahead of generation (sampling.samples_per_insert)",
     "alternate-generate": "this is the generating phase (sampling.alternate)",
     "run-paused": "the run is paused; resume it with `tba resume`",
     "eviction": "the drawn rollouts were evicted meanwhile, or could not be read",
+    "overtaken": "other draws were recorded first",
     "void-batch": "the batch that was open for this step is void",
 }
 
@@ -75,6 +81,7 @@ class BatchDrawer:
         catalog: names the prompts.
         run_state: the run and its index.
         components: shows held waits.
+        lineages: which steps the trainer shares with the versions that made the rollouts.
         scorer: fails rollouts that cannot be read.
     """
 
@@ -85,10 +92,13 @@ class BatchDrawer:
         catalog: Catalog,
         run_state: RunStateReader,
         components: Components,
+        lineages: Lineages,
         scorer: RolloutScorer,
     ) -> None:
         self._context = context
         self._catalog = catalog
+        self._lineages = lineages
+        self._drawing = asyncio.Lock()
         self._run_state = run_state
         self._components = components
         self._scorer = scorer
@@ -112,7 +122,8 @@ class BatchDrawer:
             while True:
                 changed = context.changed.ticket()  # before the attempt: a change during it ends the wait at once
                 try:
-                    return await self._attempt(request)
+                    async with self._drawing:
+                        return await self._attempt(request)
                 except BusyError as busy:
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0:
@@ -154,7 +165,7 @@ class BatchDrawer:
         """
         keys, now = self._context.keys, self._context.clock()
         try:
-            record, positions = self._slots(request, snapshot, now + self._deadline_s)
+            record, positions, event = self._slots(request, snapshot, now + self._deadline_s)
         except ValueError:  # evictions since the counts were read: no prompt can fill a slot any more
             return "rollouts"
         limits, slots = draw_limits(snapshot.counts, self._flow), record.slots()
@@ -170,6 +181,7 @@ class BatchDrawer:
                 keys.settings,
                 keys.settings_changes,
                 keys.settings_effects,
+                keys.log,
             ],
             [
                 request.token,
@@ -184,6 +196,8 @@ class BatchDrawer:
                 *_limit_args(limits),
                 snapshot.settings.revision,
                 now,
+                record.log_position,
+                event.pack(),
                 *(part for pair in slots.items() for part in pair),
             ],
             ("HMGET", keys.payloads, *record.rollout_ids),
@@ -199,6 +213,8 @@ class BatchDrawer:
             case b"ok":  # payloads were evicted since the index was read, or are lost
                 await self._run_state.void(record.member)
                 return lost_payload_error((await self._run_state.read()).index, positions, payloads) or "eviction"
+            case b"stale":
+                return "overtaken"
             case b"open":
                 return await self._return_open(rest[0])
             case b"fenced":
@@ -214,14 +230,15 @@ class BatchDrawer:
 
     def _slots(
         self, request: BatchRequest, snapshot: RunSnapshot, deadline_s: float
-    ) -> tuple[BatchRecord, NDArray[np.integer]]:
-        """Draw the slots of a batch. Return its record and the log positions of its rollouts [num_rollouts].
+    ) -> tuple[BatchRecord, NDArray[np.integer], Drawn]:
+        """Draw the slots of a batch. Return its record, the log positions of its rollouts [num_rollouts], its event.
 
         Raises:
             ValueError: no prompt can fill a slot.
         """
         seed, index = secrets.randbits(63), snapshot.index
-        settings = DrawSettings.of(snapshot.settings.recipe, step=request.step)
+        recipe, tree = snapshot.settings.recipe, self._lineages.tree
+        settings = DrawSettings.of(recipe, step=request.step, lineages=tree, lineage=request.lineage)
         slots = draw_slots(index, settings, seed)
         rows = np.concatenate([slot.rows for slot in slots])
         rollout_ids = iter(index.rollout_ids(rows))
@@ -243,7 +260,8 @@ class BatchDrawer:
             ],
             most_on_policy_prob=settings.most_on_policy_prob,
         )
-        return record, index.column("position", rows)
+        event = drawn_event(index, slots, record.batch_id, PolicyVersion(request.lineage, request.step))
+        return record, index.column("position", rows), event
 
     async def _open_member(self, request: BatchRequest) -> bytes | None:
         """Return the batch that is open for this step, as a member of `open_batches`."""
@@ -308,14 +326,15 @@ class SampleDrawer:
     Args:
         context: Redis and settings.
         run_state: the index.
+        lineages: which steps the trainer shares with the versions that made the rollouts.
         scorer: fails rollouts that cannot be read.
     """
 
-    def __init__(self, context: Context, run_state: RunStateReader, scorer: RolloutScorer) -> None:
+    def __init__(self, context: Context, run_state: RunStateReader, lineages: Lineages, scorer: RolloutScorer) -> None:
         self._context = context
         self._run_state = run_state
+        self._lineages = lineages
         self._scorer = scorer
-        self._settings = DrawSettings.of(context.recipe)
 
     async def draw(self, request: SampleRequest) -> DrawnSample:
         """Draw `request.num` of all scored rollouts that are stored now, by priority.
@@ -327,10 +346,12 @@ class SampleDrawer:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         lost = None
         for _ in range(REDRAWS):
-            index = (await self._run_state.read()).index
+            snapshot = await self._run_state.read()
+            index, tree = snapshot.index, self._lineages.tree
             if not index.num_scored:
                 raise BusyError("no scored rollout is stored yet", retry_after_s=RETRY_S, wait="rollouts")
-            rows = draw_rollouts(index, self._settings, request.num, seed)
+            settings = DrawSettings.of(self._context.recipe, lineages=tree, lineage=snapshot.lineage)
+            rows = draw_rollouts(index, settings, request.num, seed)
             rollout_ids, positions, position = index.rollout_ids(rows), index.column("position", rows), index.position
             with redis_errors("read rollouts"):
                 (payloads,) = await self._context.durability.pool.run(

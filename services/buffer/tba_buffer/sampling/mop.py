@@ -5,21 +5,24 @@ from everything:
 
     slot:    one prompt of its pool that this batch has not used yet
              (once the batch has used every prompt there is, all may be used again)
-      within   uniform
-      across   recent slots: uniform; replay slots: p = (1 - u) M / sum of all M + u / P,
-               M = sum of exp(inverse_temperature * reward) over the prompt's rollouts
+      within   uniform among those of the pool with the fewest turns, so all are used before one is used again, across
+               batches; recent and replay slots take turns apart (index/draws.py)
+      across   recent slots: the same; replay slots: p = (1 - u) M / sum of all M + u / P,
+               M = sum of w over the prompt's rollouts; they take no turns
+    w        exp(inverse_temperature * reward) * 2^(-age / age_half_life_steps)
     recent:  K of the prompt's recent rollouts, uniformly
-    replay:  K of all its rollouts, p = (1 - u) softmax(inverse_temperature * reward) + u / n
+    replay:  K of all its rollouts, p = (1 - u) w / sum of all w + u / n
     K of n:  one after the other without replacement when n >= K, unless `replacement`;
              else with replacement (the distinct ones are counted)
 
-`Index` says what is recent, by arrival or by policy version. A draw is a function of what the index holds, the settings
-and the seed: an index that was rebuilt draws the same. No probability is rounded by more than float64 rounds.
+Rollouts that were in `max_uses` batches are in no pool. `Index` says what is recent, by arrival or by policy version,
+and what was drawn before. A draw is a function of what the index holds, the settings and the seed: an index that was
+rebuilt draws the same. No probability is rounded by more than float64 rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -27,21 +30,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
-from tba_buffer.index.log import SCORED
+from tba.versions import LineageTree, PolicyVersion
+from tba_buffer.index.draws import RECENT, REPLAY
+from tba_buffer.index.log import SLOT_DTYPE, Drawn
 from tba_buffer.index.priorities import (
     LOWEST,
-    MAX_EXCESS,
     Priorities,
-    RewardTrees,
     gumbel_noise,
     gumbel_terms,
     gumbel_top_k,
 )
+from tba_buffer.index.reward_trees import Weights
 from tba_buffer.index.rollout_index import Index, Rows
-from tba_buffer.index.tables import PromptSet
+from tba_buffer.sampling.prompt_choice import TurnChoice, WeightedChoice, members_of
 
 _MAX_ROUNDS = 8
-"""Rounds of independent draws before all prompts, or all rollouts of a slot, are weighed one by one."""
+"""Rounds of independent draws before all rollouts of a slot are weighed one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +60,33 @@ class DrawSettings:
     prioritise: Literal["within", "across"] = "within"
     replacement: bool = False
     min_distinct: int = 2
+    age_half_life_steps: float | None = None
+    common_steps: tuple[tuple[int, int], ...] = ()
+    """Of `Weights`."""
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of rollouts in replay slots."""
+        return Weights(
+            inverse_temperature=self.inverse_temperature,
+            age_half_life_steps=self.age_half_life_steps,
+            common_steps=self.common_steps,
+        )
 
     @classmethod
-    def of(cls, recipe: Recipe, *, step: int = 1) -> DrawSettings:
-        """Return the settings of a run for the batch of optimizer step `step` (1 is the first)."""
+    def of(
+        cls, recipe: Recipe, *, step: int = 1, lineages: LineageTree | None = None, lineage: int = 0
+    ) -> DrawSettings:
+        """Return the settings of a run.
+
+        Args:
+            recipe: the run.
+            step: the optimizer step of the batch (1 is the first).
+            lineages: what `lineage`, the trainer's, shares with the others; None: there is one.
+            lineage: of the trainer.
+        """
         sampling = recipe.sampling
+        common = None if lineages is None or sampling.age_half_life_steps is None else lineages.common_steps(lineage)
         return cls(
             prompts_per_batch=sampling.prompts_per_batch,
             group_size=sampling.group_size,
@@ -70,6 +96,8 @@ class DrawSettings:
             prioritise=sampling.prioritise,
             replacement=sampling.replacement,
             min_distinct=sampling.min_distinct,
+            age_half_life_steps=sampling.age_half_life_steps,
+            common_steps=() if common is None else tuple(common.items()),
         )
 
 
@@ -80,6 +108,10 @@ class Slot(NamedTuple):
     source: str
     wanted_recent: bool
     rows: Rows
+    turn: int = 0
+    """Which turn of its prompt this is; 0: it takes none."""
+    floor: int = 0
+    """The fewest turns in its pool when the batch was drawn."""
 
     @property
     def fallback(self) -> bool:
@@ -99,9 +131,9 @@ def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
         ValueError: no prompt can fill a slot.
     """
     rng = np.random.default_rng(seed)
-    prompts, wanted, recent = _choose_prompts(index, settings, rng)
+    prompts, wanted, recent, turns, floors = _choose_prompts(index, settings, rng)
     rows = np.empty((len(prompts), settings.group_size), dtype=np.int64)
-    num = np.where(recent, index.recent_counts[prompts], index.counts[prompts])
+    num = np.where(recent, index.recent_counts[prompts], index.drawable_counts[prompts])
     # few rollouts: weigh them all at once for all slots; many: draw from the tree of their prompt
     few = num <= index.settings.big_prompt
     if few.any():
@@ -111,39 +143,47 @@ def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
             slots = np.flatnonzero(~few & (prompts == prompt) & (recent == part))
             if len(slots):
                 rows[slots] = _draw_from_big(index, settings, prompt, part, len(slots), rng)
+    columns = (each.tolist() for each in (prompts, recent, wanted, turns))
     return [
-        Slot(prompt, "recent" if is_recent else "replay", wanted_recent, slot_rows)
-        for prompt, is_recent, wanted_recent, slot_rows in zip(
-            prompts.tolist(), recent.tolist(), wanted.tolist(), rows, strict=True
-        )
+        Slot(prompt, "recent" if is_recent else "replay", wanted_recent, slot_rows, turn, floors[is_recent])
+        for (prompt, is_recent, wanted_recent, turn), slot_rows in zip(zip(*columns, strict=True), rows, strict=True)
     ]
+
+
+def drawn_event(index: Index, slots: Sequence[Slot], batch_id: str, version: PolicyVersion) -> Drawn:
+    """Return the event that follows the newest one when these slots are the batch for step `version`."""
+    packed = [(each.prompt, each.source == "recent", each.turn, each.floor) for each in slots]
+    rows = np.unique(np.concatenate([each.rows for each in slots]))
+    positions = index.column("position", rows)
+    return Drawn(index.position + 1, batch_id, version, np.array(packed, dtype=SLOT_DTYPE), positions)
 
 
 def _choose_prompts(
     index: Index, settings: DrawSettings, rng: np.random.Generator
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64], tuple[int, int]]:
     """Flip the coin of every slot, and choose its prompt.
 
     Returns:
-        For each slot: the prompt, whether the coin asked for recent data, whether the slot gets recent data.
+        For each slot: the prompt, whether the coin asked for recent data, whether the slot gets recent data, which turn
+        it is. And the floors of REPLAY and RECENT.
     """
-    everything = _pool(index.drawable, index.counts, index, settings)
+    everything = members_of(index, REPLAY, settings.min_distinct)
     if not everything.num:
-        raise ValueError(f"no prompt has the {settings.min_distinct} scored rollouts that a slot needs")
+        raise ValueError(f"no prompt has {settings.min_distinct} scored rollouts that may be drawn, as a slot needs")
     num_slots = settings.prompts_per_batch
-    from_recent = UniformChoice(_pool(index.recent_drawable, index.recent_counts, index, settings), num_slots, rng)
+    from_recent = TurnChoice(index, RECENT, members_of(index, RECENT, settings.min_distinct), num_slots, rng)
     if settings.prioritise == "across":
         from_all = WeightedChoice(
             index.trees,
-            index.counts,
+            index.drawable_counts,
             min_distinct=settings.min_distinct,
-            inverse_temperature=settings.inverse_temperature,
+            weights=settings.weights,
             uniform_share=settings.uniform_share,
             num_slots=num_slots,
             rng=rng,
         )
     else:
-        from_all = UniformChoice(everything, num_slots, rng)
+        from_all = TurnChoice(index, REPLAY, everything, num_slots, rng)
     # MOP's coin: with probability m a slot wants the most on-policy data there is
     wanted = rng.random(num_slots) < settings.most_on_policy_prob
     used, prompts, recent = set[int](), [], []
@@ -160,132 +200,10 @@ def _choose_prompts(
         assert prompt is not None, "a prompt that is not used is left, or used was cleared"
         used.add(prompt)
         prompts.append(prompt)
-    return np.array(prompts), wanted, np.array(recent)
-
-
-def _pool(kept: PromptSet, counts: NDArray[np.int64], index: Index, settings: DrawSettings) -> PromptSet:
-    """Return the prompts with at least `min_distinct` scored rollouts: a group of one distinct rollout teaches nothing.
-
-    This is the set that the index keeps, if it keeps it for the same number.
-    """
-    if index.settings.min_distinct == settings.min_distinct:
-        return kept
-    pool = PromptSet()
-    pool.grow(len(counts))
-    pool.put_all(counts >= settings.min_distinct)
-    return pool
-
-
-class UniformChoice:
-    """Chooses prompts of a set uniformly, each new to the batch while there are new ones.
-
-    The choice is the next prompt of a random sequence that the batch has not used yet. For few prompts the sequence is
-    a random order of all of them, for many it is independent draws. Either way the next unused one is uniform among the
-    unused.
-
-    Args:
-        prompts: the set to choose from.
-        num_slots: how many choices to expect.
-        rng: the generator of the batch.
-    """
-
-    def __init__(self, prompts: PromptSet, num_slots: int, rng: np.random.Generator) -> None:
-        self._prompts = prompts
-        self._num_slots = num_slots
-        self._rng = rng
-        self._few = prompts.by_rank(np.arange(prompts.num)) if prompts.num <= 2 * num_slots else None
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin again: the batch has used every prompt, and all may be used again."""
-        self._sequence = self._draw()
-
-    def _draw(self) -> Iterator[int]:
-        if self._few is not None:
-            yield from (self._few[self._rng.permutation(len(self._few))] if len(self._few) > 1 else self._few).tolist()
-            return
-        while True:  # a batch can use at most half of them, so this finds unused ones soon
-            ranks = self._rng.integers(0, self._prompts.num, self._num_slots + 8)
-            yield from self._prompts.by_rank(ranks).tolist()
-
-    def take(self, used: set[int]) -> int | None:
-        """Return the next prompt that is not used; None when all are."""
-        for prompt in self._sequence:
-            if prompt not in used:
-                return prompt
-        return None
-
-
-class WeightedChoice:
-    """Chooses prompts by the total weight of their rollouts, mixed with a uniform share, as `UniformChoice` does.
-
-    The next unused prompt has the probability of drawing without replacement.
-
-    Args:
-        trees, counts: from the index.
-        min_distinct, inverse_temperature, uniform_share, num_slots: the settings of the draw.
-        rng: the generator of the batch.
-    """
-
-    def __init__(
-        self,
-        trees: RewardTrees,
-        counts: NDArray[np.int64],
-        *,
-        min_distinct: int,
-        inverse_temperature: float,
-        uniform_share: float,
-        num_slots: int,
-        rng: np.random.Generator,
-    ) -> None:
-        self._trees = trees
-        self._counts = counts
-        self._inverse_temperature = inverse_temperature
-        self._uniform_share = uniform_share
-        self._num_slots = num_slots
-        self._rng = rng
-        self._prompts = trees.of_prompts(counts, min_distinct, inverse_temperature)
-        self._only = int(self._prompts.by_rank(np.zeros(1, dtype=np.int64))[0]) if self._prompts.num == 1 else None
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin again: the batch has used every prompt, and all may be used again."""
-        self._sequence = self._draw()
-
-    def take(self, used: set[int]) -> int | None:
-        """Return the next prompt that is not used; None when all are."""
-        for prompt in self._sequence:
-            if prompt not in used:
-                return prompt
-        return None
-
-    def _draw(self) -> Iterator[int]:
-        if self._only is not None:
-            yield self._only
-            return
-        for _ in range(_MAX_ROUNDS):
-            yield from self._prompts.draw(self._num_slots + 8, self._uniform_share, self._rng, self._keeps).tolist()
-        # a few prompts have nearly all the weight: order all prompts at once, which is the same distribution
-        prompts, terms, scale = self._prompts.gumbel_terms(self._uniform_share, self._exact_values)
-        noise = scale * gumbel_noise(len(prompts), self._rng)
-        yield from prompts[gumbel_top_k(terms[None], noise[None], len(prompts))[0]].tolist()
-
-    def _keeps(self, prompts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which drawn prompts to keep: a big one is drawn by an upper bound of its weight, and kept with
-        probability weight / bound."""
-        num = np.where(self._counts[prompts] > self._trees.big_prompt, self._counts[prompts], 0)
-        fate = self._rng.random(len(prompts))
-        kept = fate >= num * MAX_EXCESS
-        for at in np.flatnonzero(~kept).tolist():
-            tree = self._trees.of_prompt(int(prompts[at]), self._inverse_temperature)
-            kept[at] = fate[at] >= -np.expm1(tree.log_mass() - tree.log_mass_bound)
-        return kept
-
-    def _exact_values(self, prompts: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-        values = values.copy()
-        for at in np.flatnonzero(self._counts[prompts] > self._trees.big_prompt).tolist():
-            values[at] = self._trees.of_prompt(int(prompts[at]), self._inverse_temperature).log_mass()
-        return values
+    chosen, is_recent = np.array(prompts), np.array(recent)
+    turns = np.empty(num_slots, dtype=np.int64)
+    turns[is_recent], turns[~is_recent] = from_recent.turns_taken(), from_all.turns_taken()
+    return chosen, wanted, is_recent, turns, (from_all.floor, from_recent.floor)
 
 
 def _draw_from_few(
@@ -299,7 +217,7 @@ def _draw_from_few(
     rows, owner = _candidates(index, prompts, recent)
     num_slots, size = len(prompts), settings.group_size
     num = np.bincount(owner, minlength=num_slots)
-    rewards = index.columns.get("reward", rows)
+    weights, values = settings.weights, index.trees.values(rows, settings.weights)
     ends = np.cumsum(num)
     filled = np.arange(num.max()) < num[:, None]
     # fewer than K rollouts can only be drawn with replacement
@@ -307,11 +225,11 @@ def _draw_from_few(
     chosen = np.empty((num_slots, size), dtype=np.int64)
     if not repeat.all():
         terms, noise = np.full(filled.shape, -np.inf), np.zeros(filled.shape)
-        terms[filled], noise[filled] = _gumbel_terms(rewards, num, recent, settings, rng)
+        terms[filled], noise[filled] = _gumbel_terms(values, num, recent, weights.scale, settings.uniform_share, rng)
         chosen[~repeat] = gumbel_top_k(terms[~repeat], noise[~repeat], size)
     if repeat.any():
         p = np.zeros(filled.shape)
-        p[filled] = np.exp(_log_probabilities(rewards, num, recent, settings))
+        p[filled] = np.exp(_log_probabilities(values, num, recent, weights.scale, settings.uniform_share))
         ends_p = np.cumsum(p[repeat], axis=1)
         # inverse transform sampling, one row of cumulative weights per slot
         targets = rng.random((len(ends_p), size)) * ends_p[:, -1:]
@@ -329,8 +247,8 @@ def _candidates(index: Index, prompts: NDArray[np.int64], recent: NDArray[np.boo
         skip[at] = np.searchsorted(blocks.rows(int(prompts[at])), index.first_recent())
     rows, lengths = blocks.rows_from(prompts, skip)
     owner = np.repeat(np.arange(len(prompts)), lengths)
-    scored = index.columns.status(rows) == SCORED
-    rows, owner = rows[scored], owner[scored]
+    drawable = index.is_drawable(rows)
+    rows, owner = rows[drawable], owner[drawable]
     if recent.any():
         chosen = ~recent[owner] | index.is_recent(rows)
         rows, owner = rows[chosen], owner[chosen]
@@ -338,35 +256,35 @@ def _candidates(index: Index, prompts: NDArray[np.int64], recent: NDArray[np.boo
 
 
 def _gumbel_terms(
-    rewards: NDArray[np.float64],
+    values: NDArray[np.float64],
     num: NDArray[np.int64],
     recent: NDArray[np.bool_],
-    settings: DrawSettings,
+    scale: float,
+    uniform_share: float,
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the term [n] and the noise [n] of each candidate, for `priorities.gumbel_top_k`."""
-    noise = gumbel_noise(len(rewards), rng)
-    if settings.inverse_temperature and not settings.uniform_share:
-        terms, scale = gumbel_terms(rewards, inverse_temperature=settings.inverse_temperature, uniform_share=0.0)
+    noise = gumbel_noise(len(values), rng)
+    if scale and not uniform_share:
+        terms, noise_scale = gumbel_terms(values, inverse_temperature=scale, uniform_share=0.0)
         is_recent = np.repeat(recent, num)
         # recent slots are uniform: equal terms, and noise alone decides
-        return np.where(is_recent, 0.0, terms), np.where(is_recent, noise, scale * noise)
-    return _log_probabilities(rewards, num, recent, settings), noise
+        return np.where(is_recent, 0.0, terms), np.where(is_recent, noise, noise_scale * noise)
+    return _log_probabilities(values, num, recent, scale, uniform_share), noise
 
 
 def _log_probabilities(
-    rewards: NDArray[np.float64], num: NDArray[np.int64], recent: NDArray[np.bool_], settings: DrawSettings
+    values: NDArray[np.float64], num: NDArray[np.int64], recent: NDArray[np.bool_], scale: float, share: float
 ) -> NDArray[np.float64]:
     """Return log p of each candidate [n]; the num [S] candidates of a slot lie together."""
     uniform = np.repeat(-np.log(num), num)
-    share, inverse_temperature = settings.uniform_share, settings.inverse_temperature
-    if not inverse_temperature or share >= 1 or recent.all():
+    if not scale or share >= 1 or recent.all():
         return uniform
     starts = np.cumsum(num) - num
     with np.errstate(over="ignore"):
         # minus the largest of the slot, so that exp does not overflow
-        top = np.repeat(np.maximum.reduceat(rewards, starts), num)
-        logits = np.maximum(inverse_temperature * (rewards - top), LOWEST)
+        top = np.repeat(np.maximum.reduceat(values, starts), num)
+        logits = np.maximum(scale * (values - top), LOWEST)
     log_p = logits - np.repeat(np.log(np.add.reduceat(np.exp(logits), starts)), num)
     if share > 0:
         # (1 - u) softmax + u / n, in logs
@@ -378,8 +296,8 @@ def _draw_from_big(
     index: Index, settings: DrawSettings, prompt: int, recent: bool, num_slots: int, rng: np.random.Generator
 ) -> Rows:
     """Draw K rows for each of `num_slots` slots with the same prompt by its tree. [S, K]"""
-    tree = index.trees.of_prompt(prompt, settings.inverse_temperature)
-    num = (index.recent_counts if recent else index.counts)[prompt]
+    tree = index.trees.of_prompt(prompt, settings.weights)
+    num = (index.recent_counts if recent else index.drawable_counts)[prompt]
     draw, weigh = _recent_draws(index, tree, prompt, rng) if recent else _replay_draws(tree, settings, rng)
     size = settings.group_size
     if settings.replacement or num < size:
@@ -473,7 +391,7 @@ def draw_rollouts(index: Index, settings: DrawSettings, num: int, seed: int) -> 
     if not index.num_scored:
         raise ValueError("there is no scored rollout to draw")
     rng = np.random.default_rng(seed)
-    tree, table = index.trees.of_all(settings.inverse_temperature), index.columns
+    tree, table = index.trees.of_all(settings.weights), index.columns
     draw, weigh = _replay_draws(tree, settings, rng)
     # with fewer than `num` rollouts, with replacement
     leaves = draw(num) if settings.replacement or tree.num < num else _distinct(draw, weigh, 1, num, rng)[0]

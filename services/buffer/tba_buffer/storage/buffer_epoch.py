@@ -64,10 +64,10 @@ async def check_format(redis: BytesRedis, keys: Keys) -> None:
     number, _, written_by = ("1 0.1" if found is None else found.decode(errors="replace")).partition(" ")
     if number != str(FORMAT):
         raise ConfigError(
-            f"what Redis has of this run ({keys.format.removesuffix(':format')}) was written by tba {written_by} in "
-            f"storage format {number}, this is tba {__version__}, which reads format {FORMAT}; save it with the tba "
-            "that wrote it (`tba buffer save NAME`) and begin a run of another name with that snapshot (run.snapshot), "
-            "or continue with that tba; nothing was changed"
+            f"what Redis has of this run ({keys.format.removesuffix(':format')}) was written by another release (tba "
+            f"{written_by}) in storage format {number}; this one ({__version__}) reads format {FORMAT} and cannot "
+            "resume it: save it with the release that wrote it (`tba buffer save NAME`) and begin a run of another "
+            "name with that snapshot (run.snapshot), or resume it with that release; nothing was changed"
         )
 
 

@@ -80,10 +80,11 @@ PRELUDES = {
     "renew": ("visits",),
     "lease": ("visits", "audit"),
     "return": ("visits",),
-    "read_run": ("visits",),
+    "read_run": ("visits", "log"),
+    "start_lineage": ("log",),
     "retry_versions": ("audit",),
     "accept_loss": ("audit",),
-    "draw": ("audit",),
+    "draw": ("audit", "log"),
     "ack": ("audit",),
 }
 

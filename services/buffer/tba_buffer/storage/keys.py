@@ -11,12 +11,14 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | gone,           | hash   | ids of evicted rollouts, so that a late repeat of their push is   | evict                 |
 | gone_before     |        | still a duplicate; the newest 50,000 to 100,000                   |                       |
 | log             | stream | events since the checkpoint of the log (index/log.py); compaction | push, publish, score, |
-|                 |        | trims it                                                          | evict, compact        |
-| base            | hash   | generation, position, num_pieces, marks (JSON of the              | index/log_follower,   |
-|                 |        | publications) of the log's checkpoint; attempts, the last         | compact               |
+|                 |        | trims it                                                          | evict, draw, read_run,|
+|                 |        |                                                                   | start_lineage, compact|
+| base            | hash   | generation, position, num_pieces, num_draw_pieces, marks (JSON of | index/log_follower,   |
+|                 |        | the publications) of the log's checkpoint; attempts, the last     | compact               |
 |                 |        | generation that was begun                                         |                       |
-| base:<g>:<i>    | string | piece i of checkpoint generation g (packed CHECKPOINT_DTYPE);     | index/log_follower,   |
-|                 |        | until the next; expires when the checkpoint was never completed   | compact               |
+| base:<g>:<i>    | string | piece i of checkpoint generation g: of what was drawn (draws.py), | index/log_follower,   |
+|                 |        | then packed CHECKPOINT_DTYPE;                                     | compact               |
+|                 |        | until the next; expires when the checkpoint was never completed   |                       |
 | replica         | string | epoch of the buffer process that owns the run; every start takes  | buffer_epoch.py       |
 |                 |        | the next one                                                      |                       |
 | format          | string | FORMAT and the version of tba that began the run with it          | buffer_epoch.py       |
@@ -89,6 +91,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
 Counters: acknowledged (changes that somebody was told are stored: damage.py); log_position (of the last event);
+draw_position (of the last draw);
 evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
 refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
@@ -103,8 +106,9 @@ from __future__ import annotations
 
 from tba import __version__
 
-FORMAT = 2
-"""The storage format that is described here. A change of content or meaning takes another number; tba 0.1 had none."""
+FORMAT = 3
+"""The storage format that is described here. A change of content or meaning takes another number; tba 0.1 had none, 0.2
+had 2."""
 FORMAT_TEXT = f"{FORMAT} {__version__}"
 
 

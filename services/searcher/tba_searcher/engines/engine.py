@@ -149,8 +149,12 @@ class Engine(Protocol):
         """
         ...
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request, active or waiting; ignore unknown ids."""
+    def abort(self, request_id: str) -> int | None:
+        """Forget a request, active or waiting; ignore unknown ids.
+
+        Returns:
+            The tokens of its response that are lost, 0 if there are none; None where the engine does not know.
+        """
         ...
 
     def step(self) -> list[Completion]:

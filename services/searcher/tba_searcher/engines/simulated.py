@@ -129,12 +129,15 @@ class SimulatedEngine:
         self._ids.add(request.request_id)
         self._waiting.append(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> int:
         """Forget a request (see `Engine.abort`)."""
-        if request_id in self._ids:
-            self._ids.discard(request_id)
-            self._active = [active for active in self._active if active.request.request_id != request_id]
-            self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
+        if request_id not in self._ids:
+            return 0
+        self._ids.discard(request_id)
+        num_lost = sum(active.num_done for active in self._active if active.request.request_id == request_id)
+        self._active = [active for active in self._active if active.request.request_id != request_id]
+        self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
+        return num_lost
 
     def step(self) -> list[Completion]:
         """Let time pass for `tokens_per_step` tokens of every active request (see `Engine.step`)."""

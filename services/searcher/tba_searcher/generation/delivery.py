@@ -114,6 +114,8 @@ class Delivery:
 
     def put(self, visit: Visit) -> None:
         """Deliver a visit (complete, or cut short by a drain) with at least one completion."""
+        if visit.pinned is None:
+            self._status.num_unpushed += len(visit.completions)
         self._open.add(visit.lease.lease_id)
         self._unscored[visit.lease.lease_id] = visit
         self._complete.put_nowait(visit)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tba.config import Recipe
 from tba.logs import get_logger
+from tba.versions import PolicyVersion
 from tba.wire import decode_batch
 from tba_trainer.distributed.leader import BUILD, build_follower
 from tba_trainer.distributed.process_group import BroadcastTensors, Team
@@ -49,11 +50,18 @@ def _commands(recipe: Recipe, team: Team) -> dict[str, Callable[[Arguments], obj
 
     return {
         "gradients": lambda a: learner.gradients(
-            decode_batch(a["batch"]), step=a["step"], policy_ages=a["policy_ages"], values=_values(a)
+            decode_batch(a["batch"]),
+            step=a["step"],
+            policy_ages=a["policy_ages"],
+            values=_values(a),
+            usual_grad_norm=a["usual_grad_norm"],
         ),
         "apply": lambda a: learner.apply(step=a["step"], lineage=a["lineage"], values=_values(a)),
         "skip": lambda a: learner.skip(step=a["step"], lineage=a["lineage"]),
         "discard": lambda _a: learner.discard(),
+        "remember": lambda a: learner.remember(
+            PolicyVersion.parse(a["version"]), same_as=a["same_as"] and PolicyVersion.parse(a["same_as"])
+        ),
         "load_weights": lambda a: learner.load_weights(BroadcastTensors(team, a["names"]), what=a["what"]),
         "restore": restore,
         "capture": capture,

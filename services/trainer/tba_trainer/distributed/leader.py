@@ -75,7 +75,13 @@ class LeaderLearner(Learner):
         self._team = team
 
     def gradients(
-        self, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
+        self,
+        batch: Batch,
+        *,
+        step: int,
+        policy_ages: Sequence[int],
+        values: StepValues | None = None,
+        usual_grad_norm: float | None = None,
     ) -> dict[str, float | None]:
         """See `Learner.gradients`."""
         # The whole batch goes to every rank, not a share: each computes the same plan and picks its own micro-batches.
@@ -84,9 +90,12 @@ class LeaderLearner(Learner):
             "step": step,
             "policy_ages": list(policy_ages),
             "values": None if values is None else asdict(values),
+            "usual_grad_norm": usual_grad_norm,
         }
         with self._team.lead("gradients", **arguments):
-            return super().gradients(batch, step=step, policy_ages=policy_ages, values=values)
+            return super().gradients(
+                batch, step=step, policy_ages=policy_ages, values=values, usual_grad_norm=usual_grad_norm
+            )
 
     def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
         """See `Learner.apply`."""
@@ -103,6 +112,13 @@ class LeaderLearner(Learner):
         """See `Learner.discard`."""
         with self._team.lead("discard"):
             super().discard()
+
+    def remember(self, version: PolicyVersion, *, same_as: PolicyVersion | None = None) -> None:
+        """See `Learner.remember`."""
+        if self._old_policy is None:
+            return
+        with self._team.lead("remember", version=str(version), same_as=None if same_as is None else str(same_as)):
+            super().remember(version, same_as=same_as)
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
         """See `Learner.load_weights`."""

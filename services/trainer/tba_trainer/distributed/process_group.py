@@ -275,6 +275,9 @@ class BroadcastTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._team.share(None if self._source is None else self._source[name])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping's own would access the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tba.wire import Rollout
+from tba_trainer.learner.micro_batches import MicroBatch, plan_micro_batches
 from tba_trainer.model.packing import PackedSequences, pack_sequences, response_sums
 from tba_trainer.objectives import (
     Objective,
@@ -34,12 +35,13 @@ from tba_trainer.objectives import (
     Totals,
     advantages,
     custom_loss,
+    log_ratios,
+    log_z_of_batch,
     objective_loss,
+    second_moment_cut,
     tied_group_share,
 )
 
-FIRST_PASS_COST = 1 / 3
-"""A pass without gradient, as a share of one with: forward against forward and backward."""
 _FILLER = np.zeros(1, dtype=np.int32)
 """Prompt and response of the filler of an empty micro-batch."""
 
@@ -59,6 +61,24 @@ class Policy(Protocol):
     def token_logprobs(self, sequences: PackedSequences) -> Float[Tensor, " T"]:
         """Return log pi of every response token, with gradient."""
         ...
+
+    def logprobs_and_entropy(self, sequences: PackedSequences) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
+        """Return the same, and the mean entropy of pi at some of the positions, in nats, without gradient."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What is known of the N rollouts of a batch before theta has seen them; None where the objective needs none."""
+
+    ref_logprobs: Sequence[float] | None = None
+    """[N] log pi_ref, sums over the responses."""
+    ref_token_logprobs: Sequence[NDArray[np.float64]] | None = None
+    """The same per token, where the objective clamps tokens."""
+    trainer_logprobs: Sequence[NDArray[np.float64]] | None = None
+    """Log-probs per token of the policy that sampled, computed again by the trainer."""
+    log_z: Sequence[float] | None = None
+    """[N] beta log Z of the prompts; NaN: not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +111,9 @@ class ForwardBackward:
         policy: theta at the policy temperature.
         objective: gives A_j, the token weights and the denominator.
         rollouts: [N] the whole batch, whatever share of it this rank works on.
+        groups: [N] group of each rollout, numbered from 0: its slot, so two slots of one prompt are two groups.
         rewards: [N] the rollouts' rewards, shuffled under `trainer.shuffle_rewards`.
-        ref_logprobs: [N] sums over the responses; None where the objective needs no reference.
+        given: log-probs of other policies, and log Z.
         policy_ages: [N] optimizer steps.
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
@@ -105,8 +126,9 @@ class ForwardBackward:
         objective: Objective,
         rollouts: Sequence[Rollout],
         *,
+        groups: Sequence[int],
         rewards: NDArray[np.float64],
-        ref_logprobs: Sequence[float] | None,
+        given: Given,
         policy_ages: Sequence[int],
         beta: float,
         micro_batch_tokens: int,
@@ -114,12 +136,18 @@ class ForwardBackward:
     ) -> None:
         self._policy, self._objective, self._rollouts, self._beta = policy, objective, rollouts, beta
         self._ranks = ranks or Ranks()
-        self._ages, self._ref_logprobs = list(policy_ages), ref_logprobs
-        numbers = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r in rollouts))}
-        groups = [numbers[r.prompt_id] for r in rollouts]
-        num_tokens = [len(r.response_tokens) for r in rollouts]
-        # the denominators of the loss are those of the whole batch: so the losses of micro-batches and ranks add up
-        self._totals = Totals(num_rollouts=len(rollouts), num_tokens=sum(num_tokens), num_groups=len(numbers))
+        self._ages, self._given = list(policy_ages), given
+        self._token_clamp = objective.parts.log_ratio_token_clamp or math.inf
+        num_tokens = torch.tensor([len(r.response_tokens) for r in rollouts])
+        # Rollouts that were cut off count in the baseline of their group, and nowhere else.
+        truncated = [objective.mask_truncated and r.finish_reason == "length" for r in rollouts]
+        self._kept = ~torch.tensor(truncated, dtype=torch.bool)  # [N]
+        # the divisors of the loss are those of the whole batch: so the losses of micro-batches and ranks add up
+        self._totals = Totals(
+            num_rollouts=int(self._kept.sum()),
+            num_tokens=int(num_tokens[self._kept].sum()),
+            num_groups=len({group for group, is_cut in zip(groups, truncated, strict=True) if not is_cut}),
+        )
         self._plan = plan_micro_batches(
             [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts],
             groups,
@@ -127,18 +155,37 @@ class ForwardBackward:
             num_ranks=self._ranks.num_ranks,
             keep_groups=objective.needs_complete_groups,
         )
+        self._sequences = self._given_sums(rewards, groups, num_tokens)
+        num_squares = int(num_tokens.sum()) if objective.needs_all_tokens else 0
+        self._squares = torch.zeros(num_squares, dtype=torch.float64)
+        """(log rho)^2 of every token of the batch, where the objective needs all of them."""
+        self._logprob = torch.zeros(len(rollouts), dtype=torch.float64)
+        self._abs_gap = torch.zeros(len(rollouts), dtype=torch.float64)
+
+    def _given_sums(self, rewards: NDArray[np.float64], groups: Sequence[int], num_tokens: Tensor) -> Sequences:
+        """Return the sequence sums without theta's, which the passes fill in."""
         # sums are small and many: they live on the CPU, in float64
-        self._sequences = Sequences(
+        given, rollouts = self._given, self._rollouts
+        behaviour = given.trainer_logprobs or [r.sampler_logprobs for r in rollouts]
+        sampler_logprob = torch.tensor([values.sum(dtype=np.float64) for values in behaviour])
+        ref_logprob = torch.tensor(given.ref_logprobs or [0.0] * len(rollouts), dtype=torch.float64)
+        sampler_ref_log_ratio = sampler_logprob - ref_logprob
+        if given.ref_token_logprobs is not None:
+            differences = [a.astype(np.float64) - b for a, b in zip(behaviour, given.ref_token_logprobs, strict=True)]
+            limit = self._token_clamp
+            sampler_ref_log_ratio = torch.tensor([difference.clip(-limit, limit).sum() for difference in differences])
+        self._ref_logprob = ref_logprob
+        return Sequences(
             logprob=torch.zeros(len(rollouts), dtype=torch.float64),
-            sampler_logprob=torch.tensor([r.sampler_logprobs.sum(dtype=np.float64) for r in rollouts]),
-            ref_logprob=torch.tensor(ref_logprobs or [0.0] * len(rollouts), dtype=torch.float64),
+            sampler_logprob=sampler_logprob,
+            ref_log_ratio=torch.zeros(len(rollouts), dtype=torch.float64),
+            sampler_ref_log_ratio=sampler_ref_log_ratio,
             reward=torch.tensor(rewards, dtype=torch.float64),
             policy_age=torch.tensor(self._ages),
             group=torch.tensor(groups),
-            num_tokens=torch.tensor(num_tokens),
+            num_tokens=num_tokens,
+            log_z=None if given.log_z is None else torch.tensor(given.log_z, dtype=torch.float64),
         )
-        self._logprob = torch.zeros(len(rollouts), dtype=torch.float64)
-        self._abs_gap = torch.zeros(len(rollouts), dtype=torch.float64)
 
     def backward(self) -> dict[str, float]:
         """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""
@@ -158,7 +205,7 @@ class ForwardBackward:
 
     def results(self) -> list[ForwardResult]:
         """Return the log-probs that `backward` computed, in the order of the batch."""
-        refs: Sequence[float | None] = self._ref_logprobs or [None] * len(self._rollouts)
+        refs: Sequence[float | None] = self._given.ref_logprobs or [None] * len(self._rollouts)
         rows = zip(self._rollouts, self._ages, self._logprob.tolist(), refs, self._abs_gap.tolist(), strict=True)
         return [
             ForwardResult(rollout=rollout, policy_age=age, logprob=logprob, ref_logprob=ref, abs_gap=abs_gap)
@@ -179,27 +226,31 @@ class ForwardBackward:
         for i in rounds:
             sequences = self._packed(micro_batches[i])
             self._put_sums(micro_batches[i], self._policy.token_logprobs(sequences), sequences)
-        self._sequences.logprob.copy_(self._ranks.all_reduce(self._sequences.logprob))
+        # one exchange for everything, as in `backward`
+        mine = (self._sequences.logprob, self._sequences.ref_log_ratio, self._squares)
+        added = self._ranks.all_reduce(torch.cat(mine))  # [2 N + T]
+        for values, found in zip(mine, added.split([len(values) for values in mine]), strict=True):
+            values.copy_(found)
+        if everything:
+            self._cut_second_moment()
 
     def _micro_batch(self, micro_batch: MicroBatch) -> dict[str, float]:
         """Run the forward and backward pass of one micro-batch; return its share of the metrics."""
         rows = list(micro_batch.indices)
         sequences = self._packed(micro_batch)
-        logprobs = self._policy.token_logprobs(sequences)  # [T]
+        logprobs, entropy = self._policy.logprobs_and_entropy(sequences)  # [T]
         # A_j is a constant of the loss (stopgrad in Eq. 5's A-form): its log-probs are detached before they are summed
-        self._put_sums(micro_batch, logprobs.detach(), sequences)
-        sampler = np.concatenate([self._rollouts[i].sampler_logprobs for i in rows] or [_FILLER])
-        sampler_logprobs = torch.from_numpy(sampler).to(device=logprobs.device, dtype=logprobs.dtype)  # [T]
-        gaps = response_sums((logprobs.detach() - sampler_logprobs).abs(), sequences)  # [B]
+        tokens = self._put_sums(micro_batch, logprobs, sequences)
+        if self._objective.needs_all_tokens and len(self._plan.rounds) * self._ranks.num_ranks == 1:
+            self._cut_second_moment()  # the first pass did it where there are several micro-batches
+        gaps = response_sums((logprobs.detach() - tokens.sampler_logprobs).abs(), sequences)  # [B]
         self._logprob[rows] = self._sequences.logprob[rows]
         # at policy age 0 this should be rounding alone: metric `logprob_gap_on_policy`
         self._abs_gap[rows] = gaps[: len(rows)].double().cpu()
-        tokens = Tokens(
-            logprobs=logprobs, sampler_logprobs=sampler_logprobs, row=sequences.row, num_rows=sequences.num_rows
-        )
         loss, metrics = self._loss(tokens, rows)
         loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
-        return metrics
+        share = sum(len(self._rollouts[i].response_tokens) for i in rows) / int(self._sequences.num_tokens.sum())
+        return {**metrics, "entropy": float(entropy) * share}
 
     def _loss(self, tokens: Tokens, rows: list[int]) -> tuple[Float[Tensor, ""], dict[str, float]]:
         """Return the share of the loss and metrics that the rollouts `rows` of the batch have."""
@@ -212,9 +263,57 @@ class ForwardBackward:
         padded[: len(rows)] = advantage.to(padded)
         return objective_loss(tokens, padded, self._objective, totals=self._totals)
 
-    def _put_sums(self, micro_batch: MicroBatch, logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> None:
-        rows = list(micro_batch.indices)
-        self._sequences.logprob[rows] = response_sums(logprobs, sequences)[: len(rows)].double().cpu()
+    def log_z(self) -> list[float]:
+        """Return this batch's estimate of beta log Z of every rollout's prompt, after `backward`. [N]"""
+        ratio = self._logprob - self._ref_logprob
+        sequences = replace(self._sequences, logprob=self._logprob, ref_log_ratio=ratio)
+        return log_z_of_batch(sequences, self._objective, self._beta).tolist()
+
+    def _cut_second_moment(self) -> None:
+        """Choose the tokens that the weight `second_moment` masks."""
+        if not self._objective.needs_all_tokens:
+            return
+        squares = self._squares[self._kept.repeat_interleave(self._sequences.num_tokens)]
+        cut = second_moment_cut(squares, self._objective.second_moment_limit)
+        self._totals = replace(self._totals, max_second_moment=cut)
+
+    def _put_sums(self, micro_batch: MicroBatch, logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
+        """Fill in what advantages and weights need of theta; return the tokens of the micro-batch."""
+        rows, objective, found = list(micro_batch.indices), self._objective, logprobs.detach()
+        tokens = self._tokens(rows, logprobs, sequences)
+        self._sequences.logprob[rows] = response_sums(found, sequences)[: len(rows)].double().cpu()
+        self._sequences.ref_log_ratio[rows] = self._sequences.logprob[rows] - self._ref_logprob[rows]
+        if self._given.ref_token_logprobs is not None:
+            ref = self._on_device(self._given.ref_token_logprobs, rows, logprobs)
+            clamped = response_sums((found - ref).clamp(-self._token_clamp, self._token_clamp), sequences)  # [B]
+            self._sequences.ref_log_ratio[rows] = clamped[: len(rows)].double().cpu()
+        if objective.needs_all_tokens and rows:
+            starts = self._sequences.num_tokens.cumsum(0) - self._sequences.num_tokens  # [N]
+            lengths = self._sequences.num_tokens[rows]
+            # the micro-batch's tokens lie rollout after rollout, as those of the batch do
+            at = torch.cat([torch.arange(n) + s for s, n in zip(starts[rows].tolist(), lengths.tolist(), strict=True)])
+            self._squares[at] = log_ratios(tokens, objective)[0].square().double().cpu()
+        return tokens
+
+    def _tokens(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
+        sampler = [rollout.sampler_logprobs for rollout in self._rollouts]
+        recomputed = self._given.trainer_logprobs
+        prompts = [len(self._rollouts[i].prompt_tokens) for i in rows] or [len(_FILLER)]
+        kept = self._kept[rows] if rows else torch.zeros(1, dtype=torch.bool)  # a filler teaches nothing
+        return Tokens(
+            logprobs=logprobs,
+            sampler_logprobs=self._on_device(sampler, rows, logprobs),
+            row=sequences.row,
+            num_rows=sequences.num_rows,
+            trainer_logprobs=None if recomputed is None else self._on_device(recomputed, rows, logprobs),
+            num_prompt_tokens=torch.tensor(prompts, device=logprobs.device),
+            kept=None if bool(kept.all()) else kept.to(logprobs.device),
+        )
+
+    def _on_device(self, values: Sequence[NDArray[Any]], rows: list[int], like: Float[Tensor, " T"]) -> Tensor:
+        """Return the values of some rollouts, one after the other, as a tensor like another one. [T]"""
+        joined = np.concatenate([values[i] for i in rows] or [_FILLER])
+        return torch.from_numpy(joined).to(device=like.device, dtype=like.dtype)
 
     def _packed(self, micro_batch: MicroBatch) -> PackedSequences:
         return pack_rollouts([self._rollouts[i] for i in micro_batch.indices], self._policy.device)
@@ -225,116 +324,6 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSe
     # an empty micro-batch is passed through the model all the same: the other ranks wait in the same collectives
     prompts, responses = [r.prompt_tokens for r in rollouts], [r.response_tokens for r in rollouts]
     return pack_sequences(prompts or [_FILLER], responses or [_FILLER], device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Rollouts of one forward and backward pass, as positions in the batch; may be empty."""
-
-    indices: tuple[int, ...]
-    whole_groups: bool
-    """True when every group in it is complete: then one forward pass gives its statistics."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The micro-batches of every rank."""
-
-    rounds: tuple[tuple[MicroBatch, ...], ...]
-    """[num_micro_batches][num_ranks]; the ranks work on the micro-batches of a round at the same time."""
-
-    def of_rank(self, rank: int) -> list[MicroBatch]:
-        """Return the micro-batches of one rank, one per round."""
-        return [micro_batches[rank] for micro_batches in self.rounds]
-
-    def split_rounds(self) -> list[int]:
-        """Return the rounds in which some rank has an incomplete group."""
-        return [i for i, micro_batches in enumerate(self.rounds) if not all(m.whole_groups for m in micro_batches)]
-
-
-def plan_micro_batches(
-    lengths: Sequence[int],
-    groups: Sequence[int],
-    max_tokens: int,
-    *,
-    num_ranks: int = 1,
-    keep_groups: bool = True,
-) -> Plan:
-    """Distribute N rollouts over micro-batches of at most `max_tokens`, all with about the same number of tokens.
-
-    A rollout longer than `max_tokens` gets a micro-batch of its own. A pure function of lengths and groups: every rank
-    computes the plan of all. All ranks get the same number of micro-batches, some of them empty where rollouts are few,
-    because every pass of a sharded model is a collective.
-
-    Args:
-        lengths: [N] prompt plus response tokens.
-        groups: [N] group number of each rollout.
-        max_tokens: of one micro-batch.
-        num_ranks: processes that share the batch.
-        keep_groups: keep a group in one micro-batch where it fits, so that it needs no first pass; False where no
-            advantage depends on theta's log-probs of other rollouts.
-    """
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    single = _pack([(i,) for i in range(len(lengths))], lengths, max_tokens, num_ranks)
-    plan = _plan(single, lengths, members, num_ranks)
-    if not keep_groups:
-        return plan
-    items: list[tuple[int, ...]] = []
-    for indices in members.values():
-        whole = sum(lengths[i] for i in indices) <= max_tokens
-        items.extend([tuple(indices)] if whole else [(i,) for i in indices])
-    kept = _plan(_pack(items, lengths, max_tokens, num_ranks), lengths, members, num_ranks)
-    # groups are split all the same where ranks would else wait for each other longer than the first pass takes
-    return min(kept, plan, key=lambda p: _cost(p, lengths))
-
-
-def _pack(items: Sequence[tuple[int, ...]], lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Return bins of rollouts, in a multiple of `num_ranks`: the largest item first, each into the emptiest bin."""
-    sizes = {item: sum(lengths[i] for i in item) for item in items}
-    order = sorted(items, key=lambda item: (-sizes[item], item))
-    # an item longer than a bin fills one bin, no more
-    num_tokens = sum(min(size, max_tokens) for size in sizes.values())
-    # -(-a // b) is a / b, rounded up. No fewer bins can hold that many tokens; more are tried where they do not fit.
-    num_bins = num_ranks * max(1, -(-num_tokens // (max_tokens * num_ranks)))
-    while True:  # with one more bin per rank each time, until everything fits
-        bins: list[list[int]] = [[] for _ in range(num_bins)]
-        loads = [0] * num_bins
-        for item in order:
-            emptiest = min(range(num_bins), key=loads.__getitem__)
-            if loads[emptiest] and loads[emptiest] + sizes[item] > max_tokens:
-                break
-            bins[emptiest].extend(item)
-            loads[emptiest] += sizes[item]
-        else:
-            return bins
-        num_bins += num_ranks
-
-
-def _plan(bins: Sequence[list[int]], lengths: Sequence[int], members: dict[int, list[int]], num_ranks: int) -> Plan:
-    """Put bins of about the same load into one round."""
-    # the largest first: a micro-batch that does not fit into memory then fails at once
-    by_load = sorted(bins, key=lambda indices: (-sum(lengths[i] for i in indices), indices))
-    group_of = {i: group for group, indices in members.items() for i in indices}
-
-    def micro_batch(indices: list[int]) -> MicroBatch:
-        here = {group_of[i] for i in indices}
-        whole = sum(len(members[group]) for group in here) == len(indices)
-        return MicroBatch(indices=tuple(sorted(indices)), whole_groups=whole)
-
-    micro_batches = [micro_batch(indices) for indices in by_load]
-    return Plan(
-        rounds=tuple(
-            tuple(micro_batches[start : start + num_ranks]) for start in range(0, len(micro_batches), num_ranks)
-        )
-    )
-
-
-def _cost(plan: Plan, lengths: Sequence[int]) -> float:
-    """Return the token passes until the slowest rank is done with every round."""
-    rounds = [max(sum(lengths[i] for i in m.indices) for m in micro_batches) for micro_batches in plan.rounds]
-    return sum(rounds) + FIRST_PASS_COST * sum(rounds[i] for i in plan.split_rounds())
 
 
 def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:

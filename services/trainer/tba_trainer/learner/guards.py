@@ -177,7 +177,7 @@ def _conditions(
         wrong = not (math.isfinite(loss) and math.isfinite(norm))
         text = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
         yield "non_finite", section.non_finite, text if wrong else None
-    spike, usual = section.grad_spike, _usual_norm(section, state)
+    spike, usual = section.grad_spike, usual_grad_norm(section, state)
     if (norm := _finite(norm)) is not None and usual is not None:
         text = f"the gradient norm is {norm:.4g}, more than {spike.factor:g} times the usual {usual:.4g}"
         yield "grad_spike", spike, text if norm > spike.factor * usual else None
@@ -199,7 +199,8 @@ def _why_skipped(alarms: list[Alarm], holds: Collection[Name]) -> str | None:
     return next((alarm.name for alarm in alarms if SEVERITY.index(alarm.action) >= skipping), None)
 
 
-def _usual_norm(section: GuardsSection, state: GuardState) -> float | None:
+def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
+    """Return the median norm of the last steps; None: too few are known, or it is 0."""
     if 4 * len(state.grad_norms) < section.grad_spike.window_steps:  # too few norms to know what is usual
         return None
     return statistics.median(state.grad_norms) or None  # a median of 0 would make every norm a spike
@@ -209,7 +210,7 @@ def _norms(
     section: GuardsSection, state: GuardState, metrics: Metrics, *, applied: bool, spike: bool
 ) -> tuple[float, ...]:
     """Return the window of norms after a step."""
-    norm, usual = _finite(metrics.get("grad_norm")), _usual_norm(section, state)
+    norm, usual = _finite(metrics.get("grad_norm")), usual_grad_norm(section, state)
     if norm is None or not (applied or spike):
         return state.grad_norms
     # A spike enters the window too, even a skipped one, but capped. One alone hardly moves the median; where the norms

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,10 +20,12 @@ from torch import Tensor
 from tba.config import Recipe, TrainerSection
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.wire import Batch
-from tba_trainer.learner.forward_backward import ForwardBackward, Ranks, batch_metrics
+from tba_trainer.learner.forward_backward import ForwardBackward, Given, Ranks, batch_metrics
 from tba_trainer.learner.guards import GuardState
+from tba_trainer.learner.log_z import RunningLogZ
+from tba_trainer.learner.old_policy import OldPolicy
 from tba_trainer.learner.reference import AdapterWeights, FrozenCopyWeights, ReferenceWeights, make_reference
 from tba_trainer.learner.schedules import StepValues, scheduled
 from tba_trainer.model.logprobs import LogprobModel
@@ -31,6 +34,7 @@ from tba_trainer.model.policy import compile_layers, load_tensors
 from tba_trainer.objectives import resolve
 
 MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "ref_logprobs"
+OLD_POLICY, OLD_LOGPROBS, LOG_Z = "old_policy", "old_logprobs", "log_z"
 """Sections of a checkpoint."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """State of AdamW per parameter."""
@@ -56,7 +60,7 @@ class Learner:
         self._tasks_with_minimum = recipe.searcher.tasks_with_minimum
         autocast_dtype = torch.bfloat16 if recipe.trainer.compute_dtype == "bfloat16" else None
         self._policy = LogprobModel(model, temperature=recipe.model.policy_temperature, autocast_dtype=autocast_dtype)
-        self.objective = resolve(recipe.objective)
+        self.objective = resolve(recipe.objective, max_response_tokens=recipe.searcher.max_response_tokens)
         self.optimizer = Optimizer(model, recipe.trainer)
         if recipe.trainer.compile:  # theta alone: copies such as the reference are not compiled
             compile_layers(model)
@@ -66,9 +70,20 @@ class Learner:
             lambda: self._reference_weights(autocast_dtype),
             ranks,
         )
+        rate = self.objective.log_z_rate
+        self._log_z = None if rate is None else RunningLogZ(rate)
+        self._old_policy = self._make_old_policy()
+        if self._old_policy is not None:  # in every process, while all of them build
+            self._old_policy.remember(START)
 
     def gradients(
-        self, batch: Batch, *, step: int, policy_ages: Sequence[int], values: StepValues | None = None
+        self,
+        batch: Batch,
+        *,
+        step: int,
+        policy_ages: Sequence[int],
+        values: StepValues | None = None,
+        usual_grad_norm: float | None = None,
     ) -> dict[str, float | None]:
         """Compute the gradients of one batch for optimizer step `step`; the weights stay as they are.
 
@@ -77,6 +92,7 @@ class Learner:
             step: the optimizer step that the gradients are for.
             policy_ages: [N] of `batch.rollouts`, in optimizer steps.
             values: learning rate and beta of this step; None: the recipe's schedules.
+            usual_grad_norm: the running median that a relative clip is relative to; None: not known yet.
 
         Returns:
             Metrics of the step. With a NaN or infinite loss or gradient norm it must be skipped, not applied.
@@ -91,8 +107,14 @@ class Learner:
             self._policy,
             self.objective,
             rollouts,
+            groups=batch.group_numbers,
             rewards=rewards,
-            ref_logprobs=self.reference.logprobs(rollouts),
+            given=Given(
+                ref_logprobs=self.reference.logprobs(rollouts),
+                ref_token_logprobs=self.reference.token_logprobs(rollouts),
+                trainer_logprobs=None if self._old_policy is None else self._old_policy.logprobs(rollouts),
+                log_z=None if self._log_z is None else self._log_z.values(rollouts),
+            ),
             policy_ages=policy_ages,
             beta=values.beta,
             micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
@@ -101,7 +123,9 @@ class Learner:
         self.optimizer.discard()  # `backward` adds to the gradients that are there
         loss_metrics = forward_backward.backward()
         # Clipped here, not in `apply`: the guards read the norm before they decide whether there is an `apply` at all.
-        grad_norm = self.optimizer.clip()
+        clip = self.optimizer.clip(usual_grad_norm)
+        if self._log_z is not None:
+            self._log_z.propose(rollouts, forward_backward.log_z())
         measured = batch_metrics(
             forward_backward.results(),
             success_reward=self._recipe.eval.success_reward,
@@ -111,7 +135,12 @@ class Learner:
         return {
             **loss_metrics,
             **measured,
-            "grad_norm": grad_norm,
+            **clip,
+            **(
+                {}
+                if self._old_policy is None
+                else {"old_policy_missing_tokens": float(self._old_policy.num_missing_tokens)}
+            ),
             "learning_rate": values.learning_rate,
             "beta": values.beta,
         }
@@ -127,6 +156,8 @@ class Learner:
         values = values or scheduled(self._recipe, step=step)
         # The order matters: a reset at this step makes the weights *after* the update the new reference.
         self.optimizer.apply(learning_rate=values.learning_rate)
+        if self._log_z is not None:
+            self._log_z.commit()
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def skip(self, *, step: int, lineage: int) -> None:
@@ -135,12 +166,23 @@ class Learner:
         Args:
             lineage: of this trainer; names the new version of the reference.
         """
-        self.optimizer.discard()
+        self.discard()
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def discard(self) -> None:
         """Drop the current gradients."""
         self.optimizer.discard()
+        if self._log_z is not None:
+            self._log_z.discard()
+
+    def remember(self, version: PolicyVersion, *, same_as: PolicyVersion | None = None) -> None:
+        """Keep a copy of theta if the objective computes behaviour log-probs again: searchers get it as `version`.
+
+        Args:
+            same_as: another name of these weights.
+        """
+        if self._old_policy is not None:
+            self._old_policy.remember(version, same_as=same_as)
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
         """Put whole tensors, named as published, into theta; nothing else changes.
@@ -175,6 +217,14 @@ class Learner:
         if not self.reference.is_start:  # the starting model is at model.path
             for name, tensor in self.reference.tensors():
                 yield REFERENCE, name, tensor
+        if self._old_policy is not None:
+            for name, tensor in self._old_policy.tensors():
+                yield OLD_POLICY, name, tensor
+            for name, tensor in self._old_policy.cache_tensors().items():
+                yield OLD_LOGPROBS, name, tensor
+        if self._log_z is not None:
+            for name, tensor in self._log_z.tensors().items():
+                yield LOG_Z, name, tensor
 
     def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put the learner into the state of a checkpoint.
@@ -193,9 +243,27 @@ class Learner:
         if REFERENCE in sections:
             self.reference.load(sections[REFERENCE], PolicyVersion.parse(state.reference_version))
         self.reference.load_cache(sections[REF_LOGPROBS])
+        # a recipe may ask for them only from this resume on
+        if self._old_policy is not None and OLD_LOGPROBS in sections:
+            self._old_policy.load(sections.get(OLD_POLICY, {}), sections[OLD_LOGPROBS])
+        if self._log_z is not None and LOG_Z in sections:
+            self._log_z.load(sections[LOG_Z])
         # building the model has drawn some numbers, for the first values of an adapter: that is undone here
         self.rng.bit_generator.state = state.rng
         torch.set_rng_state(decode_torch_rng(state.torch_rng))
+
+    def _make_old_policy(self) -> OldPolicy | None:
+        recipe = self._recipe
+        if self.objective.function is not None or self.objective.parts.old_policy != "trainer":
+            return None
+        return OldPolicy(
+            self.model,
+            self._policy,
+            max_versions=recipe.objective.old_policy_versions,
+            max_cached=recipe.buffer.max_rollouts,
+            micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+            ranks=self._ranks,
+        )
 
     def _reference_weights(self, autocast_dtype: torch.dtype | None) -> ReferenceWeights:
         if has_adapter(self.model):  # theta's model without its adapter is the starting model
@@ -221,11 +289,23 @@ class Optimizer:
             weight_decay=section.weight_decay,
         )
 
-    def clip(self) -> float:
-        """Clip the gradient by global norm; return the norm before clipping, which may be NaN or infinite."""
+    def clip(self, usual_norm: float | None) -> dict[str, float | None]:
+        """Clip the gradient by global norm.
+
+        Args:
+            usual_norm: what `max_grad_norm_ratio` is relative to; None: not known yet, so that clip is not active.
+
+        Returns:
+            `grad_norm` before clipping, which may be NaN or infinite; `grad_clipped`, 1 or 0; and `grad_norm_limit`,
+            None without a clip.
+        """
+        section, limit = self._section, self._section.max_grad_norm
+        if limit is None and section.max_grad_norm_ratio and usual_norm is not None:
+            limit = section.max_grad_norm_ratio * usual_norm
         # One norm over all parameters and all shards: with FSDP2 the norm is a DTensor, whole only after a collective.
         parameters = list(self._parameters.values())
-        return float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=self._section.max_grad_norm)))
+        norm = float(full(torch.nn.utils.clip_grad_norm_(parameters, max_norm=math.inf if limit is None else limit)))
+        return {"grad_norm": norm, "grad_clipped": float(limit is not None and norm > limit), "grad_norm_limit": limit}
 
     def apply(self, *, learning_rate: float) -> None:
         """Make an optimizer step with the current gradients, then drop them."""

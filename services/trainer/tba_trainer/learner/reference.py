@@ -11,7 +11,6 @@ makes a new version.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -24,9 +23,9 @@ from tba.config import Recipe
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
-from tba_trainer.learner.forward_backward import Policy, Ranks, pack_rollouts, plan_micro_batches
+from tba_trainer.learner.forward_backward import Policy, Ranks
+from tba_trainer.learner.logprob_cache import LogprobCache, Values, compute_logprobs
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import response_sums
 from tba_trainer.model.parameters import is_adapted, trainable, whole_tensors
 from tba_trainer.model.policy import frozen_copy, load_tensors
 from tba_trainer.objectives import Objective
@@ -39,7 +38,7 @@ class Reference:
         self.version = START
         self.num_computed = 0
         """Rollouts that have gone through the reference model."""
-        self._cache: OrderedDict[bytes, float] = OrderedDict()
+        self._cache = LogprobCache()
 
     @property
     def is_start(self) -> bool:
@@ -48,6 +47,10 @@ class Reference:
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[float] | None:
         """Return the sum of the reference's log-probs over each response; None: the objective needs none."""
+        return None
+
+    def token_logprobs(self, rollouts: Sequence[Rollout]) -> list[Values] | None:
+        """Return the reference's log-probs of every response token; None: the objective does not need them."""
         return None
 
     def after_step(self, version: PolicyVersion) -> None:
@@ -66,16 +69,12 @@ class Reference:
         """
 
     def cache_tensors(self) -> dict[str, Tensor]:
-        """Return the cache, least recently used first: `rollout_ids` uint8 [n, 16], `ref_logprobs` float64 [n]."""
-        # The order is part of the state: a resumed run must evict what the run that was never stopped would evict.
-        ids = np.frombuffer(b"".join(self._cache), dtype=np.uint8).reshape(len(self._cache), 16)
-        values = np.fromiter(self._cache.values(), dtype=np.float64, count=len(self._cache))
-        return {"rollout_ids": torch.from_numpy(ids.copy()), "ref_logprobs": torch.from_numpy(values)}
+        """Return the cache of log-probs for a checkpoint."""
+        return self._cache.tensors()
 
     def load_cache(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the cache from a checkpoint."""
-        ids, values = tensors["rollout_ids"].numpy(), tensors["ref_logprobs"].numpy()
-        self._cache = OrderedDict((row.tobytes(), float(value)) for row, value in zip(ids, values, strict=True))
+        self._cache.load(tensors)
 
 
 class CarriedReference(Reference):
@@ -130,22 +129,28 @@ class ModelReference(Reference):
         super().__init__()
         self._ranks = ranks or Ranks()
         self._weights, self._objective = weights, objective
-        self._micro_batch_tokens, self._max_cached = micro_batch_tokens, max_cached
+        self._micro_batch_tokens, self._cache = micro_batch_tokens, LogprobCache(max_cached)
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Return the sum of the reference's log-probs over each response; compute what is not cached or carried."""
+        return [float(values.sum()) for values in self._values(rollouts)]
+
+    def token_logprobs(self, rollouts: Sequence[Rollout]) -> list[Values] | None:
+        """Return the reference's log-probs per token where the objective clamps tokens."""
+        return self._values(rollouts) if self._objective.clamps_tokens else None
+
+    def _values(self, rollouts: Sequence[Rollout]) -> list[Values]:
         # by id: a rollout that is in the batch twice is computed once
-        missing = {r.rollout_id: r for r in rollouts if self._cached(r) is None}
-        self._compute(list(missing.values()))
-        values = []
+        missing = list({r.rollout_id: r for r in rollouts if self._known(r) is None}.values())
+        if missing:  # every rank sees the same cache, so every rank goes on: no collective is left waiting
+            self._compute(missing)
+        found = []
         for rollout in rollouts:
-            value = self._cached(rollout)
-            assert value is not None
-            values.append(value)
-        # Eviction comes after the reads above: a batch may be larger than the cache.
-        while len(self._cache) > self._max_cached:
-            self._cache.popitem(last=False)
-        return values
+            values = self._known(rollout)
+            assert values is not None
+            found.append(values)
+        self._cache.evict()
+        return found
 
     def after_step(self, version: PolicyVersion) -> None:
         """Reset or update the reference if the objective asks for it at this step."""
@@ -171,40 +176,25 @@ class ModelReference(Reference):
         self.version = version
         self._cache.clear()  # its log-probs are those of the old version
 
-    def _cached(self, rollout: Rollout) -> float | None:
-        # a carried value counts only if it names the current version
+    def _known(self, rollout: Rollout) -> Values | None:
+        per_token = self._objective.clamps_tokens
+        # a carried value counts only if it names the current version; it is a sum
         carried = rollout.ref_logprob
-        if carried is not None and carried.version == self.version:
-            return carried.value
-        if rollout.rollout_id in self._cache:
-            self._cache.move_to_end(rollout.rollout_id)
-            return self._cache[rollout.rollout_id]
-        return None
+        if carried is not None and carried.version == self.version and not per_token:
+            return np.array([carried.value])
+        return self._cache.get(rollout, len(rollout.response_tokens) if per_token else 1)
 
-    @torch.no_grad()
     def _compute(self, rollouts: Sequence[Rollout]) -> None:
-        if not rollouts:  # every rank sees the same cache, so every rank returns here: no collective is left waiting
-            return
-        lengths = [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts]
-        ranks, policy = self._ranks, self._weights.policy
-        plan = plan_micro_batches(
-            # each rollout is a group of its own: a log-prob of the reference depends on no other rollout
-            lengths,
-            range(len(rollouts)),
-            self._micro_batch_tokens,
-            num_ranks=ranks.num_ranks,
-            keep_groups=False,
-        )
-        # each rank fills in its own rollouts; the sum over the ranks completes them
-        sums = torch.zeros(len(rollouts), dtype=torch.float64)  # [N]
         with self._weights.active():
-            for micro_batch in plan.of_rank(ranks.rank):
-                sequences = pack_rollouts([rollouts[i] for i in micro_batch.indices], policy.device)
-                # an empty micro-batch ran with a filler, which has a sum too: the slice drops it
-                found = response_sums(policy.token_logprobs(sequences), sequences)[: len(micro_batch.indices)]  # [B]
-                sums[list(micro_batch.indices)] = found.double().cpu()
-        for rollout, value in zip(rollouts, ranks.all_reduce(sums).tolist(), strict=True):
-            self._cache[rollout.rollout_id] = value
+            found = compute_logprobs(
+                self._weights.policy,
+                rollouts,
+                per_token=self._objective.clamps_tokens,
+                micro_batch_tokens=self._micro_batch_tokens,
+                ranks=self._ranks,
+            )
+        for rollout, values in zip(rollouts, found, strict=True):
+            self._cache.put(rollout, values)
         self.num_computed += len(rollouts)
 
 

@@ -231,7 +231,7 @@ class Rejection:
     """For people."""
 
 
-GROUP_OF_ONE = Rejection("group-of-one", "no other rollout of its prompt is left to compare it with")
+GROUP_OF_ONE = Rejection("group-of-one", "no other rollout of its group is left to compare it with")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ class Requirements:
     ref_logprobs: bool
     """Rollouts must carry the starting model's log-prob, because the trainer computes none."""
     min_group: int
-    """Fewest rollouts of one prompt in a batch."""
+    """Fewest rollouts of a group."""
 
     @classmethod
     def of(cls, recipe: Recipe, model: Any) -> Requirements:
@@ -267,20 +267,14 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
         lineages: every start of the trainer.
         trainer: the current weights; a rollout of a later version cannot exist.
     """
-    parents, num_good = lineages.parents, Counter[str]()
-    checked: list[list[tuple[Rollout, Rejection | None]]] = []
+    parents, groups, refused = lineages.parents, [], list(batch.refused)
     for group in batch.groups:
         rejections = [
             _check(r, group.prompt_id, required) or _check_versions(r, parents, trainer) for r in group.rollouts
         ]
-        num_good[group.prompt_id] += rejections.count(None)
-        checked.append(list(zip(group.rollouts, rejections, strict=True)))
-    groups, refused = [], list(batch.refused)
-    for group, rollouts in zip(batch.groups, checked, strict=True):
-        good = []
-        for rollout, rejection in rollouts:
-            # counted per prompt, not per group: a prompt may come in several groups of one batch
-            if rejection is None and num_good[group.prompt_id] < required.min_group:
+        num_good, good = rejections.count(None), []
+        for rollout, rejection in zip(group.rollouts, rejections, strict=True):
+            if rejection is None and num_good < required.min_group:
                 rejection = GROUP_OF_ONE
             if rejection is None:
                 good.append(rollout)

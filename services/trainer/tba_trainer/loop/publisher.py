@@ -3,7 +3,8 @@
     loop     publish(version)   takes a snapshot, and waits for a free place while `max_unpublished_versions` snapshots
                                 are unpublished (wait "unpublished-versions", deadline `trainer.retry_s`)
     thread   each snapshot, in order: objects and manifest to the store, retried while the store is away; then the
-             announcement, retried while the buffer is away; then the evaluation request; then old versions are deleted
+             announcement, retried while the buffer is away; then the evaluation request; then, at most every few
+             seconds, old versions are deleted
 
 An error that no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises
 it at its next call.
@@ -36,6 +37,8 @@ _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 10.0
 _TICK_S = 0.1
 _EVAL_POLL_S = 0.5
+_DELETE_INTERVAL_S = 5.0
+"""Small models publish several times a second, large ones every few minutes."""
 log = get_logger("publisher")
 
 
@@ -74,6 +77,8 @@ class Publisher:
         self._error: Exception | None = None
         self._retried_error = ""
         """Why the current transfer is being retried."""
+        self._next_deletion_s = 0.0
+        """Monotonic time from which the next published version deletes old ones."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
@@ -199,12 +204,9 @@ class Publisher:
         log.info("published", version=str(snapshot.version), seconds=round(time.monotonic() - started, 3))
         if num_eval_prompts is not None:
             self._evaluations.request(snapshot.version, num_eval_prompts)
-        try:
-            self._delete_old_versions()
-        except FencedError:  # a newer trainer owns the run, and decides what is old
-            raise
-        except TbaError as error:  # the next version tries again
-            log.warning("old_versions_not_deleted", error=str(error))
+        # a listing, a request and the deletions cost as much as an optimizer step of a small model
+        if time.monotonic() >= self._next_deletion_s:
+            self.delete_old_versions()
 
     def _put(self, snapshot: WeightSnapshot) -> None:
         self._versions.publish(
@@ -218,18 +220,25 @@ class Publisher:
             transformers_version=transformers.__version__,
         )
 
-    def _delete_old_versions(self) -> None:
-        """Delete the versions that `versions_to_delete` names.
+    def delete_old_versions(self) -> None:
+        """Delete the versions that `versions_to_delete` names; while the buffer or the store is away, later.
 
         Raises:
-            TbaError: the buffer or the store is away; a later call makes up for it.
+            FencedError: a newer trainer owns the run, and decides what is old.
         """
-        existing, keep = self._versions.versions(), self._section.keep_versions
-        if len(existing) <= keep:
-            return
-        for version in versions_to_delete(existing, self._buffer.run(), self._checkpoints.versions(), keep=keep):
-            self._versions.delete(version)
-            log.info("version_deleted", version=str(version))
+        try:
+            existing, keep = self._versions.versions(), self._section.keep_versions
+            if len(existing) > keep:
+                checkpoints = self._checkpoints.versions()
+                for version in versions_to_delete(existing, self._buffer.run(), checkpoints, keep=keep):
+                    self._versions.delete(version)
+                    log.info("version_deleted", version=str(version))
+        except FencedError:
+            raise
+        except TbaError as error:  # the next version tries again
+            log.warning("old_versions_not_deleted", error=str(error))
+        else:
+            self._next_deletion_s = time.monotonic() + _DELETE_INTERVAL_S
 
     def _retry_while_away(self, action: Callable[[], object], version: PolicyVersion) -> None:
         pause_s = _RETRY_FIRST_S

@@ -72,6 +72,7 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
         # Asked for first: searchers evaluate while the checkpoint is written.
         evaluation = context.evaluations.request(progress.version, context.evaluations.num_prompts_final)
         _retry_until_stored(context, "the last checkpoint", writer.save)
+        context.publisher.delete_old_versions()
         if evaluation is not None:
             context.evaluations.wait(evaluation, context.status, context.stop)
         if recipe.trainer.export:  # after the evaluation: its result is on the model card

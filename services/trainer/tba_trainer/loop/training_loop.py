@@ -44,7 +44,14 @@ from tba.errors import (
 from tba.fields import bounded_or_none
 from tba.logs import get_logger
 from tba.wire import Batch
-from tba_trainer.learner.guards import Rollback, StepAction, check_step, holds_checkpoints, suspects_weights
+from tba_trainer.learner.guards import (
+    Rollback,
+    StepAction,
+    check_step,
+    holds_checkpoints,
+    suspects_weights,
+    usual_grad_norm,
+)
 from tba_trainer.loop.batches import count_reasons, filter_batch
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
@@ -70,6 +77,8 @@ class TrainingLoop:
         self._checkpoint_failed = False
         """Whether the last attempt to write the checkpoint that is due failed."""
         self._num_void_in_row = 0
+        self._due: float | None = None
+        """When the last step of the rehearsed GPU ended (`trainer.pace_step_s`)."""
         self._early_end: str | None = None
         """Why training ends before `num_steps`."""
 
@@ -83,6 +92,8 @@ class TrainingLoop:
             TbaError: one clear sentence. FencedError means that nothing more may be written.
         """
         context = self._context
+        if (pace_s := context.recipe.trainer.pace_step_s) is not None:
+            log.warning("this is a rehearsal", pace_step_s=pace_s)
         self._progress.start_clock()
         context.status.set_state("training")
         context.status.set_version(self._progress.version)
@@ -138,8 +149,12 @@ class TrainingLoop:
         values = context.schedules.at(step)
         metrics: Metrics | None = None
         if batch.groups:  # else every rollout was refused: the step is skipped, and the ledger says so
-            metrics = context.learner.gradients(batch, step=step, policy_ages=ages, values=values)
+            usual = usual_grad_norm(self._guards, progress.guards)
+            metrics = context.learner.gradients(
+                batch, step=step, policy_ages=ages, values=values, usual_grad_norm=usual
+            )
         action = check_step(self._guards, progress.guards, metrics)
+        late_s = self._keep_pace(started, has_waited=waited_s > 0)
         metrics = {
             "learning_rate": values.learning_rate,
             "beta": values.beta,
@@ -148,6 +163,7 @@ class TrainingLoop:
             "skipped": float(action.skip is not None),
             "num_rollouts_refused": float(len(batch.refused)),
             "step_s": time.monotonic() - started,
+            **({} if late_s is None else {"pace_late_s": late_s}),
             "wait_s": waited_s,
             "waited_s_total": context.status.waited_s,  # with the waits of refused acks and for places of snapshots
             "train_s": progress.train_s,
@@ -172,6 +188,25 @@ class TrainingLoop:
         context.trackers.step(progress.version, metrics, skipped=action.skip)
         self._log_step(metrics, batch, action)
         return action
+
+    def _keep_pace(self, started: float, *, has_waited: bool) -> float | None:
+        """Sleep until a step of the rehearsed GPU would have ended; return by how much the real one was too late.
+
+        None: there is no pace.
+        """
+        pace_s = self._context.recipe.trainer.pace_step_s
+        if pace_s is None:
+            return None
+        # a step without a wait for data begins with the end of the last one: the update and the copy for the publisher,
+        # which come after the ack, are part of it
+        self._due = (started if has_waited or self._due is None else self._due) + pace_s
+        # before the ack, which ends the training phase of `sampling.alternate`
+        left_s = self._due - time.monotonic()
+        if left_s > 0:
+            self._context.stop.wait(left_s)
+            return 0.0
+        self._due -= left_s  # what is late stays late: steps that catch up would be faster than the GPU
+        return -left_s
 
     def _ack(self, batch: Batch, step: int, metrics: Metrics, policy_ages: list[int], *, skipped: str | None) -> bool:
         """Tell the buffer that the step consumes the batch; False when the batch is void and nothing may be applied.
@@ -291,6 +326,7 @@ class TrainingLoop:
             every_steps = context.schedules.eval_every_steps
             due = context.evaluations.num_prompts_due(progress.step, every_steps=every_steps)
             context.publisher.publish(context.snapshots, progress.version, num_eval_prompts=due)
+            context.learner.remember(progress.version)
         at_interval = progress.step % section.checkpoint_interval == 0
         self._checkpoint_due |= at_interval
         # An attempt costs `store.timeout_s` while the store is away, so a failed one is not repeated in every step.

@@ -31,6 +31,8 @@ from tba_trainer.model.parameters import is_adapted, is_sharded, run_as_forward
 
 CHUNK_BYTES = {"cpu": 128 * 1024**2, "cuda": 1024**3}
 """Most bytes of logits at once, by device type: a GPU needs more rows in one matrix product than a CPU to be busy."""
+ENTROPY_POSITIONS = 128
+"""Positions of a pass at which the entropy is taken."""
 _PROBE_TOKENS = 4
 _PROBE_TOLERANCE = 1e-6
 
@@ -71,31 +73,55 @@ class LogprobModel:
 
         float32, or the model's dtype if that is wider. Differentiable unless called under `torch.no_grad`.
         """
-        return run_as_forward(self.model, self._token_logprobs, sequences)
+        return run_as_forward(self.model, self._token_logprobs, sequences, False)[0]
 
-    def _token_logprobs(self, sequences: PackedSequences) -> Float[Tensor, " T"]:
+    def logprobs_and_entropy(self, sequences: PackedSequences) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
+        """Return the same, and the mean entropy of the policy at some of the positions, in nats, without gradient.
+
+        At most `ENTROPY_POSITIONS` positions, evenly spaced: all of them would cost another pass over the logits.
+        """
+        logprobs, entropy = run_as_forward(self.model, self._token_logprobs, sequences, True)
+        return logprobs, entropy
+
+    def _token_logprobs(
+        self, sequences: PackedSequences, with_entropy: bool
+    ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
+        entropy = torch.zeros((), device=self.device)
         with self._autocast():
             if self._has_plain_head:
                 hidden = self._outputs(self.model.base_model, "last_hidden_state", sequences)  # [T, H]
                 head = self.model.get_output_embeddings()
-                return head_logprobs(
+                if with_entropy:
+                    with torch.no_grad():
+                        entropy = self._entropy(head(hidden[_evenly_spaced(hidden)]))
+                logprobs = head_logprobs(
                     hidden, head.weight, head.bias, sequences.response_tokens, temperature=self._temperature
                 )
+                return logprobs, entropy
             logits = self._outputs(self.model, "logits", sequences)  # [T, V]
+        if with_entropy:
+            entropy = self._entropy(logits[_evenly_spaced(logits)])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature
-        return wide.gather(1, sequences.response_tokens[:, None])[:, 0] - wide.logsumexp(dim=1)
+        return wide.gather(1, sequences.response_tokens[:, None])[:, 0] - wide.logsumexp(dim=1), entropy
+
+    @torch.no_grad()
+    def _entropy(self, logits: Float[Tensor, "C V"]) -> Float[Tensor, ""]:
+        log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(dim=1)
+        return -(log_p.exp() * log_p).sum(dim=1).mean()
 
     def _outputs(self, module: Any, name: str, sequences: PackedSequences) -> Float[Tensor, "T X"]:
         """Return one output of a module at the positions where response tokens are predicted."""
         if not self.is_packed:
-            segments = find_segments(sequences.lengths, self.device, one_bucket=self._sharded)
+            segments = find_segments(
+                sequences.lengths, self.device, positions=sequences.positions, one_bucket=self._sharded
+            )
             return padded_outputs(lambda *inputs: _padded_pass(module, name, inputs), sequences, segments)
         outputs = module(
             input_ids=sequences.input_ids,
             attention_mask=torch.ones_like(sequences.input_ids),  # nothing is padding; gpt2 warns without
             position_ids=sequences.position_ids,
             use_cache=False,
-            segments=find_segments(sequences.lengths, self.device),
+            segments=find_segments(sequences.lengths, self.device, positions=sequences.positions),
         )
         return getattr(outputs, name)[0].index_select(0, sequences.predictors)
 
@@ -106,6 +132,12 @@ class LogprobModel:
         # backward pass needs them anyway
         keeps_copies = not getattr(self.model, "is_gradient_checkpointing", False)
         return torch.autocast(self.device.type, dtype=self._autocast_dtype, cache_enabled=keeps_copies)
+
+
+def _evenly_spaced(values: Float[Tensor, "T X"]) -> Int[Tensor, " C"]:
+    """Return at most `ENTROPY_POSITIONS` positions from the first to the last."""
+    num = min(len(values), ENTROPY_POSITIONS)
+    return torch.linspace(0, len(values) - 1, num, device=values.device).round().long()
 
 
 def _padded_pass(module: Any, name: str, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -1,22 +1,25 @@
 """Sequences one after another in one row, without padding: the input of every model pass of the trainer.
 
-    row      0 0 0 0 0 1 1 1 2 2 2 2        a sequence is its prompt and its response without the last token,
-    input    p p p r r p r r p p r r        after which nothing is predicted
-    position 0 1 2 3 4 0 1 2 0 1 2 3
+    row      0 0 0 0 0 1 1 2 2 2 2          a sequence is its prompt and its response without the last token, after
+    input    p p p r r r r p p r r          which nothing is predicted; row 1 has the prompt of row 0, which is there
+    position 0 1 2 3 4 3 4 0 1 2 3          once: what is computed of a prompt does not depend on the response
+
+The rollouts of a group have one prompt, which would otherwise be a large part of the work (a group of 8 with prompts
+twice as long as responses: 60 %). Gradients of a shared position are the sums over its sequences.
 
 Attention keeps the sequences apart. transformers looks a model's attention up in a table by name, and passes keyword
 arguments of the model's `forward` on to it. So everything but attention runs on all tokens at once, and attention gets
-the boundaries as `segments`:
+the boundaries as `segments`, with which it first copies what is shared into every sequence:
 
-* on CUDA in half precision, torch's variable-length flash attention reads the row as it is;
+* on CUDA in half precision, torch's variable-length flash attention takes the sequences without padding;
 * otherwise sequences of about the same length form a bucket, are padded on the right to its longest, and run through
   scaled-dot-product attention. The causal mask already hides the padding on the right.
 
 Model families whose attention cannot do that get right-padded rows (`padded_outputs`); sequences of about the same
 length share a pass there. The choice is explained in docs/adr/0010-packing-and-the-output-head.md.
 
-Shapes: B sequences, P positions of all of them, T response tokens of all of them, sequence after sequence. N heads
-(keys and values may have fewer), D head dimension; Q = P plus padding.
+Shapes: B sequences, R positions of all of them, sequence after sequence; P positions of the row (R without the repeated
+prompts); T response tokens. N heads (keys and values may have fewer), D head dimension; Q = R plus padding.
 """
 
 from __future__ import annotations
@@ -51,10 +54,12 @@ class PackedSequences:
     """Position within its sequence, from 0."""
     lengths: tuple[int, ...]
     """[B] positions of each sequence."""
+    positions: NDArray[np.int64]
+    """[R] the place in the row of each position of each sequence."""
     response_lengths: tuple[int, ...]
     """[B] response tokens of each sequence."""
     predictors: Int[Tensor, " T"]
-    """Position whose output predicts each response token; all are different."""
+    """Place in the row whose output predicts each response token."""
     response_tokens: Int[Tensor, " T"]
     row: Int[Tensor, " T"]
     """Sequence of each response token."""
@@ -76,25 +81,34 @@ def pack_sequences(
         device: of the result.
     """
     # built from lengths, never from pad ids: where pad and end-of-sequence are one token, the latter stays in the loss
-    pairs = list(zip(prompts, responses, strict=True))
-    lengths = np.array([len(prompt) + len(response) - 1 for prompt, response in pairs])
-    response_lengths = np.array([len(response) for response in responses])
-    ends = lengths.cumsum()
-    input_ids = np.concatenate([part for prompt, response in pairs for part in (prompt, response[:-1])])
+    prompt_lengths, response_lengths = (np.array([len(part) for part in parts]) for parts in (prompts, responses))
+    lengths = prompt_lengths + response_lengths - 1
+    owners: dict[bytes, int] = {}  # prompt -> the first sequence with it
+    owner = np.array([owners.setdefault(np.asarray(p, np.int32).tobytes(), b) for b, p in enumerate(prompts)])
+    is_owner = owner == np.arange(len(owner))
+    num_new = response_lengths - 1 + np.where(is_owner, prompt_lengths, 0)
+    starts = num_new.cumsum() - num_new  # where the new positions of each sequence begin in the row
+    columns = _places(lengths)
+    in_prompt = columns < np.repeat(prompt_lengths, lengths)
+    first = np.repeat(starts - np.where(is_owner, 0, prompt_lengths), lengths)  # a shared prompt comes before the start
+    positions = columns + np.where(in_prompt, np.repeat(starts[owner], lengths), first)
+    parts = [part for b, r in enumerate(responses) for part in ((prompts[b], r[:-1]) if is_owner[b] else (r[:-1],))]
+    is_new = ~in_prompt | np.repeat(is_owner, lengths)
     # the last prompt token predicts the first response token
-    starts = np.repeat(ends - response_lengths, response_lengths)  # [T]
+    predictors = np.repeat(lengths.cumsum() - response_lengths, response_lengths) + _places(response_lengths)  # [T]
 
     def tensor(values: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
     return PackedSequences(
-        input_ids=tensor(input_ids[None]),
-        position_ids=tensor((np.arange(ends[-1]) - np.repeat(ends - lengths, lengths))[None]),
+        input_ids=tensor(np.concatenate(parts)[None]),
+        position_ids=tensor(columns[is_new][None]),
         lengths=tuple(lengths.tolist()),
+        positions=positions,
         response_lengths=tuple(response_lengths.tolist()),
-        predictors=tensor(starts + _places(response_lengths)),
+        predictors=tensor(positions[predictors]),
         response_tokens=tensor(np.concatenate(responses)),
-        row=tensor(np.repeat(np.arange(len(pairs)), response_lengths)),
+        row=tensor(np.repeat(np.arange(len(lengths)), response_lengths)),
     )
 
 
@@ -121,27 +135,39 @@ class Segments:
     """Where each sequence of a packed row lies, and its place in the buckets."""
 
     offsets: Int[Tensor, " B_plus_1"]
-    """int32; sequence b has positions offsets[b] to offsets[b + 1] - 1."""
+    """int32; sequence b has elements offsets[b] to offsets[b + 1] - 1 of `positions`."""
     longest: int
+    positions: Int[Tensor, " R"]
+    """The place in the row of each position of each sequence."""
+    firsts: Int[Tensor, " P"]
+    """Element of `positions` that first names each place in the row."""
     buckets: tuple[tuple[int, int], ...]
     """Rows and length of each bucket; the buckets one after another have Q places."""
     sources: Int[Tensor, " Q"]
-    """The position that each place is filled from: padding repeats the last position of its sequence. Its outputs are
-    dropped, so no gradient comes back through it."""
-    places: Int[Tensor, " P"]
-    """The place of each position."""
+    """The place in the row that each place in the buckets is filled from: padding repeats the last position of its
+    sequence. Its outputs are dropped, so no gradient comes back through it."""
+    places: Int[Tensor, " R"]
+    """The place in the buckets of each position of each sequence."""
 
 
-def find_segments(lengths: Sequence[int], device: torch.device | str, *, one_bucket: bool = False) -> Segments:
+def find_segments(
+    lengths: Sequence[int],
+    device: torch.device | str,
+    *,
+    positions: NDArray[np.int64] | None = None,
+    one_bucket: bool = False,
+) -> Segments:
     """Return boundaries and buckets of sequences with these lengths.
 
     Args:
         lengths: at least 1 each, in the order in which the sequences are packed.
         device: of the result.
+        positions: [R] as in `PackedSequences`; None: the sequences share nothing.
         one_bucket: put all sequences into one bucket.
     """
     min_share = 0.0 if one_bucket else BUCKET_MIN_SHARE
     offsets = np.concatenate([[0], np.cumsum(lengths)])
+    positions = np.arange(offsets[-1]) if positions is None else positions
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     buckets: list[list[int]] = []
     for i in order:
@@ -158,8 +184,10 @@ def find_segments(lengths: Sequence[int], device: torch.device | str, *, one_buc
     return Segments(
         offsets=torch.from_numpy(offsets.astype(np.int32)).to(device),
         longest=max(lengths),
+        positions=torch.from_numpy(positions).to(device),
+        firsts=torch.from_numpy(np.unique(positions, return_index=True)[1]).to(device),
         buckets=tuple((len(bucket), lengths[bucket[0]]) for bucket in buckets),
-        sources=torch.from_numpy(sources).to(device),
+        sources=torch.from_numpy(positions[sources]).to(device),
         places=torch.from_numpy(places).to(device),
     )
 
@@ -179,7 +207,8 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
     """
     ids = sequences.input_ids[0].index_select(0, segments.sources)  # [Q]
     real = torch.zeros_like(ids).index_fill(0, segments.places, 1)  # [Q]
-    wanted, order = segments.places[sequences.predictors].sort()  # [T]: the tokens of a bucket are neighbours
+    # [T]: the tokens of a bucket are neighbours; a shared position is read in the first sequence that has it
+    wanted, order = segments.places[segments.firsts[sequences.predictors]].sort()
     picked = []
     start = taken = 0
     for num_rows, width in segments.buckets:
@@ -247,7 +276,7 @@ def packed_attention(
 def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sliding_window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = rows
+    query, key, value = (row.index_select(0, segments.positions) for row in rows)  # [R, N, D]
     out = varlen_attn(
         query,
         key,
@@ -261,7 +290,7 @@ def _flash(rows: Sequence[Tensor], segments: Segments, scaling: float | None, sl
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)
-    return out
+    return out.index_select(0, segments.firsts)  # [P, N, D]
 
 
 def _bucketed(
@@ -278,7 +307,7 @@ def _bucketed(
             module, query, key, value, _window(width, sliding_window, query.device), scaling=scaling, is_causal=True
         )
         outs.append(out.flatten(0, 1))  # [b * L, N, D]
-    return torch.cat(outs).index_select(0, segments.places)  # [P, N, D]
+    return torch.cat(outs).index_select(0, segments.places[segments.firsts])  # [P, N, D]
 
 
 def _window(width: int, sliding_window: int | None, device: torch.device) -> Tensor | None:

@@ -144,6 +144,8 @@ def run_as_forward(
 
 
 def _has_gradient(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(_has_gradient(part) for part in value)
     return isinstance(value, Tensor) and value.requires_grad
 
 

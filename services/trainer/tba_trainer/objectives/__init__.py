@@ -2,7 +2,7 @@
 
 Every objective is in policy-gradient form. Its gradient is
 
-    sum_jt c_jt grad log pi_theta(y_jt),    c_jt = -A_j w_jt / denominator,    c detached
+    sum_jt c_jt grad log pi_theta(y_jt),    c_jt = -A_j w_jt / divisor_j,    c detached
 
 and so it has two parts: `advantages` gives A_j from sequence sums and rewards (of a whole group or batch at once), and
 `objective_loss` gives the token weights w_jt and the loss of one micro-batch. Losses and metrics add up over
@@ -10,13 +10,15 @@ micro-batches and ranks.
 
     resolve(recipe.objective)             -> Objective      objective.py: preset, overrides and settings
     Sequences, advantages                 -> A_j            advantages.py: one function per formula
-    Tokens, Totals, objective_loss        -> loss           loss.py: one token weight per kind of clip
+    Tokens, Totals, token_weights         -> w_jt           weights.py: clips, clamps and masks of importance ratios
+    objective_loss                        -> loss           loss.py: what a token's term is divided by
     ObjectiveFunction, custom_loss        -> loss           loss.py: a function from outside instead of both
 """
 
-from tba_trainer.objectives.advantages import Sequences, advantages, tied_group_share
-from tba_trainer.objectives.loss import ObjectiveFunction, Tokens, Totals, custom_loss, objective_loss
+from tba_trainer.objectives.advantages import Sequences, advantages, log_z_of_batch, tied_group_share
+from tba_trainer.objectives.loss import ObjectiveFunction, custom_loss, objective_loss
 from tba_trainer.objectives.objective import Objective, resolve
+from tba_trainer.objectives.weights import Tokens, Totals, log_ratios, second_moment_cut
 
 __all__ = [
     "Objective",
@@ -26,7 +28,10 @@ __all__ = [
     "Totals",
     "advantages",
     "custom_loss",
+    "log_ratios",
+    "log_z_of_batch",
     "objective_loss",
     "resolve",
+    "second_moment_cut",
     "tied_group_share",
 ]

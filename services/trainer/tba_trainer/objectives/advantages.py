@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tba_trainer.objectives.objective import Kind, Objective
+from tba.config.objective import Kind
+from tba_trainer.objectives.objective import Objective
 
 STD_EPSILON = 1e-4
 """Added to a standard deviation before dividing by it (as TRL does)."""
@@ -31,8 +32,11 @@ class Sequences:
     """log pi_theta at the policy temperature."""
     sampler_logprob: Float[Tensor, " N"]
     """log pi_behaviour at the rollout's own sampling temperature."""
-    ref_logprob: Float[Tensor, " N"]
-    """log pi_ref at the policy temperature; zeros where `Objective.needs_reference` is false."""
+    ref_log_ratio: Float[Tensor, " N"]
+    """log pi_theta - log pi_ref at the policy temperature, every token clamped where the objective clamps tokens;
+    without meaning where `Objective.needs_reference` is false."""
+    sampler_ref_log_ratio: Float[Tensor, " N"]
+    """log pi_behaviour - log pi_ref, clamped alike."""
     reward: Float[Tensor, " N"]
     policy_age: Int[Tensor, " N"]
     """Optimizer steps."""
@@ -40,6 +44,13 @@ class Sequences:
     """Group number, any integer: rollouts of one prompt share it. The order of the rollouts does not matter."""
     num_tokens: Int[Tensor, " N"]
     """Response tokens."""
+    log_z: Float[Tensor, " N"] | None = None
+    """beta log Z of each rollout's prompt, estimated before this batch; NaN: it never was. None: none is kept."""
+
+    @property
+    def ref_logprob(self) -> Float[Tensor, " N"]:
+        """log pi_ref at the policy temperature (up to clamped tokens)."""
+        return self.logprob - self.ref_log_ratio
 
 
 def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Float[Tensor, " N"]:
@@ -51,27 +62,53 @@ def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Fl
     """
     if not len(sequences.reward):
         return sequences.reward.detach()
-    return ADVANTAGES[objective.kind](sequences, objective, beta).detach()
+    return ADVANTAGES[objective.parts.kind](sequences, objective, beta).detach()
 
 
 def trajectory_balance(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
-    """A_j = (r_j - mean r) - beta (l_j - centre_j): `tb`, `tba_prime`, `kimi`, `tb_behaviour`."""
-    ratio = log_ratio(s, objective)
-    advantage = s.reward - group_mean(s.reward, s.group) - beta * ratio
-    # centre none: 0. Kimi k1.5, arXiv 2501.12599
-    if objective.centre == "none":
+    """A_j = (r_j - V) - beta (l_j - centre_j), with V the mean or beta log mean exp(r / beta) of the group.
+
+    `tb`, `tb_log_z`, `tba_prime`, `tba_prime_published`, `kimi`, `tb_behaviour`, `oapl`.
+    """
+    ratio, centre = log_ratio(s, objective), objective.parts.centre
+    # centre log_z: r - beta l - beta log Z. Trajectory Balance, arXiv 2201.13259, times beta / 2. Unlike a group mean,
+    # log Z does not move along with a drift that all completions of a prompt share.
+    if centre == "log_z":
+        return s.reward - beta * ratio - _known_log_z(s, objective, beta)
+    advantage = s.reward - reward_baseline(s, objective, beta) - beta * ratio
+    # centre none: 0. Kimi k1.5, arXiv 2501.12599; with the other baseline OAPL, arXiv 2602.19362
+    if centre == "none":
         return advantage
     # centre theta: mean l. VarGrad, arXiv 2503.18929 Eq. 5 times beta / 2
     advantage = advantage + beta * group_mean(ratio, s.group)
     # centre behaviour: mean l - d, the group mean under the behaviour policy. TBA' (the paper's experiments).
     # VarGrad does not change when one constant is added to every l_j of a group, so it cannot see the drift that all
     # completions of a prompt share. d = mean (log pi_theta - log pi_behaviour) is a trust region on that drift.
-    if objective.centre == "behaviour":
+    if centre == "behaviour":
         # under a fixed stale behaviour policy d is biased: rollouts beyond the age limit keep the centre theta
         young = s.policy_age <= objective.centre_max_age_steps
-        drift = group_mean(behaviour_log_ratio(s, objective), s.group, where=young)
+        drift = group_mean(_drift(s, objective), s.group, where=young)
         advantage = advantage - beta * drift * young
     return advantage
+
+
+def reward_baseline(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """Return V of each rollout's group."""
+    if objective.parts.reward_baseline == "mean":
+        return group_mean(s.reward, s.group)
+    # beta log mean exp(r / beta), the optimal value of a KL-regularised group; minus the maximum, so that exp is finite
+    _, highest = group_extremes(s.reward, s.group)
+    return highest + beta * group_mean(((s.reward - highest) / beta).exp(), s.group).log()
+
+
+def log_z_of_batch(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """Return this batch's estimate of beta log Z of each rollout's prompt: the group mean of r - beta l (VarGrad's)."""
+    return group_mean(s.reward - beta * log_ratio(s, objective), s.group)
+
+
+def _known_log_z(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    of_batch = log_z_of_batch(s, objective, beta)
+    return of_batch if s.log_z is None else torch.where(s.log_z.isnan(), of_batch, s.log_z)
 
 
 def grpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
@@ -134,6 +171,17 @@ def online_dpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor,
     return (pull.sum(dim=2) - pull.sum(dim=1))[row, column]
 
 
+def raft(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
+    """1 / (number of best ones) on the best of the group, 0 elsewhere. RAFT, arXiv 2304.06767."""
+    lowest, highest = group_extremes(s.reward, s.group)
+    # where all rewards are equal nothing was found that is better than the rest
+    best = ((highest > lowest) & (s.reward == highest)).to(s.reward.dtype)
+    # rollouts that share the highest reward share the weight of their group
+    share = best / (group_mean(best, s.group) * group_size(best, s.group)).clamp(min=1.0)
+    # the divisor counts groups: the KL of a group is the mean over its members
+    return share - _centred(_kl(s, objective, beta), s) / group_size(share, s.group)
+
+
 ADVANTAGES: MappingProxyType[Kind, Callable[[Sequences, Objective, float], Tensor]] = MappingProxyType(
     {
         "trajectory_balance": trajectory_balance,
@@ -143,6 +191,7 @@ ADVANTAGES: MappingProxyType[Kind, Callable[[Sequences, Objective, float], Tenso
         "batch_std": ppo,
         "batch": reinforce,
         "best_worst": online_dpo,
+        "best": raft,
     }
 )
 """A_j by `Objective.kind`. In a group of one it is 0 in every kind but `batch`."""
@@ -152,20 +201,31 @@ def log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
     """Return l_j, the log-ratio of theta to the objective's anchor."""
     if objective.anchor == "behaviour":
         return behaviour_log_ratio(s, objective)
-    ratio = s.logprob - s.ref_logprob
-    return ratio / s.num_tokens if objective.ratio_per_token else ratio
+    return _per_token(s.ref_log_ratio, s, objective)
 
 
 def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
     """Return the log-ratio of theta to the behaviour policy."""
     ratio = s.logprob - s.sampler_logprob
-    if objective.age_scaled:
+    if objective.parts.age_scaled:
         # Divided by the age it replaces the log-ratio to a moving average of theta: with log pi moving steadily,
         # log pi_n - log EMA_n is about [decay / (age (1 - decay))] (log pi_n - log pi_{n - age}); the factor is part
         # of beta here. The clamp keeps one odd rollout from ruling a batch.
         limit = objective.log_ratio_clamp
         ratio = ratio.clamp(-limit, limit) / s.policy_age.clamp(min=1)
-    return ratio / s.num_tokens if objective.ratio_per_token else ratio
+    return _per_token(ratio, s, objective)
+
+
+def _drift(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
+    """Return l_j minus the same under the behaviour policy."""
+    if objective.anchor == "behaviour" or not objective.clamps_tokens:
+        return behaviour_log_ratio(s, objective)
+    # with clamped tokens the log-probs of the reference do not cancel
+    return _per_token(s.ref_log_ratio - s.sampler_ref_log_ratio, s, objective)
+
+
+def _per_token(ratio: Float[Tensor, " N"], s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
+    return ratio / s.num_tokens if objective.parts.length_normalise else ratio
 
 
 def _kl(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:

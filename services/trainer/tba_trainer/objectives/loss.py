@@ -1,13 +1,15 @@
 """The loss of one micro-batch, from advantages and token log-probs.
 
-    loss = -(1 / denominator) sum_j sum_t stopgrad(A_j w_jt [1 / |y_j|]) log pi_theta(y_jt)
+    loss = -sum_j sum_t stopgrad((A_j w_jt - lambda log rho_jt) / divisor_j) log pi_theta(y_jt)
 
-with rho = pi_theta / pi_behaviour, per token or as the product over the rollout, and w:
+with w from weights.py, lambda the `log_ratio_penalty`, and, in a batch of N rollouts with T response tokens in all:
 
-    none            1                                       tb, kimi, RLOO, REINFORCE, online DPO
-    clamp           min(rho_jt, importance_clamp)           tba_prime (arXiv 2503.18929), Dr. GRPO
-    token_clip      rho_jt, 0 where PPO's clip is active    GRPO, PPO (arXiv 1707.06347)
-    sequence_clip   rho_j, 0 where PPO's clip is active     proximal RLOO
+    groups               their number           online DPO, arXiv 2402.04792; RAFT, arXiv 2304.06767
+    rollouts             N                      the sum over the tokens of a rollout, as in Eq. 5 of arXiv 2503.18929
+    tokens               T                      DAPO, arXiv 2503.14476
+    sequence_mean        N |y_j|                GRPO, arXiv 2402.03300
+    whole_sequence_mean  N (|x_j| + |y_j|)      the published code of TBA', whose prompts count in the divisor
+    constant             N x a fixed number     Dr. GRPO, arXiv 2503.20783
 
 Only the gradient of such a loss means something: its value is not that of the surrogate.
 
@@ -17,42 +19,17 @@ point; it takes the place of advantages and weights (`custom_loss`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tba.errors import TbaError
 from tba_trainer.objectives.advantages import Sequences
 from tba_trainer.objectives.objective import Objective
-
-MAX_LOG_WEIGHT = 40.0
-"""Cap on log rho, so that a product with 0 or another large number stays finite in float32; no sane step gets there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """The T response tokens of the B rollouts of one micro-batch, rollout after rollout."""
-
-    logprobs: Float[Tensor, " T"]
-    """log pi_theta per token, with gradient."""
-    sampler_logprobs: Float[Tensor, " T"]
-    row: Int[Tensor, " T"]
-    """Rollout of each token, from 0 to num_rows - 1."""
-    num_rows: int
-    """B."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """Counts of the whole batch, over all micro-batches and ranks: the denominators."""
-
-    num_rollouts: int
-    num_tokens: int
-    """Response tokens."""
-    num_groups: int
+from tba_trainer.objectives.weights import Tokens, Totals, token_weights
 
 
 def objective_loss(
@@ -64,47 +41,49 @@ def objective_loss(
         advantage: A_j of the B rollouts, from `advantages`.
 
     Returns:
-        The loss, and `loss`, `advantage_abs_mean`, `clipped_share` (tokens whose weight is clipped or clamped).
+        The loss, and `loss`, `advantage_abs_mean`, and the shares of tokens whose weight is bounded: `clipped_share`
+        (of them large ones: `clipped_high_share`) and `mismatch_share`.
     """
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
-    weight, clipped = token_weights(tokens, token_advantage, objective)
-    if objective.token_mean:
-        lengths = torch.bincount(tokens.row, minlength=tokens.num_rows)  # [B]
-        weight = weight / lengths[tokens.row]
-    denominator = {
-        "rollouts": totals.num_rollouts,
-        "groups": totals.num_groups,
-        "tokens": totals.num_tokens,
-    }[objective.denominator]
-    loss = -(token_advantage * weight * tokens.logprobs).sum() / denominator
-    sums = torch.stack([loss.detach(), advantage.detach().abs().sum().to(loss.dtype), clipped.sum().to(loss.dtype)])
-    loss_value, absolute, num_clipped = sums.tolist()  # one wait for the device
+    weights = token_weights(tokens, token_advantage, objective, totals=totals)
+    factor = token_advantage * weights.weight
+    if objective.log_ratio_penalty:
+        # the gradient of (lambda / 2) (log rho)^2
+        factor = factor - objective.log_ratio_penalty * weights.log_rho
+    bounded = torch.stack([weights.low | weights.high, weights.high, weights.mismatch])  # [3, T]
+    if tokens.kept is not None:
+        factor, bounded = factor * tokens.kept[tokens.row], bounded & tokens.kept[tokens.row]
+        advantage = advantage * tokens.kept
+    loss = -(factor / _divisor(tokens, objective, totals) * tokens.logprobs).sum()
+    counts = bounded.sum(dim=1).to(loss.dtype)
+    sums = torch.cat([torch.stack([loss.detach(), advantage.detach().abs().sum().to(loss.dtype)]), counts])
+    loss_value, absolute, num_clipped, num_high, num_mismatch = sums.tolist()  # one wait for the device
+    num_tokens = max(1, totals.num_tokens)
     return loss, {
         "loss": loss_value,
-        "advantage_abs_mean": absolute / totals.num_rollouts,
-        "clipped_share": num_clipped / totals.num_tokens,
+        "advantage_abs_mean": absolute / max(1, totals.num_rollouts),
+        "clipped_share": num_clipped / num_tokens,
+        "clipped_high_share": num_high / num_tokens,
+        "mismatch_share": num_mismatch / num_tokens,
     }
 
 
-def token_weights(
-    tokens: Tokens, advantage: Float[Tensor, " T"], objective: Objective
-) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Return w_jt without gradient, and where it is clipped or clamped."""
-    logprobs = tokens.logprobs.detach()
-    if objective.weight == "none":
-        return torch.ones_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
-    log_rho = logprobs - tokens.sampler_logprobs
-    if objective.weight == "sequence_clip":
-        log_rho = log_rho.new_zeros(tokens.num_rows).index_add(0, tokens.row, log_rho)[tokens.row]
-    rho = log_rho.clamp(max=MAX_LOG_WEIGHT).exp()
-    if objective.weight == "clamp":
-        return rho.clamp(max=objective.importance_clamp), rho > objective.importance_clamp
-    # The gradient of the clipped surrogate min(rho A, clip(rho, 1 - c, 1 + c) A). Inside the clip it is that of rho A,
-    # rho A grad log pi. Where the clipped branch is the smaller one, the surrogate is constant and the gradient 0: the
-    # clip is active where rho would take A further.
-    low, high = 1 - objective.clip_range, 1 + objective.clip_range
-    clipped = ((advantage > 0) & (rho > high)) | ((advantage < 0) & (rho < low))
-    return rho.masked_fill(clipped, 0.0), clipped
+def _divisor(tokens: Tokens, objective: Objective, totals: Totals) -> Float[Tensor, " T"] | int:
+    """Return what the term of each token is divided by."""
+    kind, num_rollouts = objective.parts.aggregation, max(1, totals.num_rollouts)
+    if kind == "rollouts":
+        return num_rollouts
+    if kind == "groups":
+        return max(1, totals.num_groups)
+    if kind == "tokens":
+        return max(1, totals.num_tokens)
+    if kind == "constant":
+        return num_rollouts * objective.aggregation_tokens
+    lengths = torch.bincount(tokens.row, minlength=tokens.num_rows)  # [B]
+    if kind == "whole_sequence_mean":
+        assert tokens.num_prompt_tokens is not None, "`whole_sequence_mean` needs the lengths of prompts"
+        lengths = lengths + tokens.num_prompt_tokens
+    return num_rollouts * lengths[tokens.row].to(tokens.logprobs.dtype)
 
 
 class ObjectiveFunction(Protocol):
@@ -117,8 +96,8 @@ class ObjectiveFunction(Protocol):
       `objective.beta` is above 0 at some step; else its log-probs are zeros.
     * `tokens` holds the response tokens of the micro-batch: `tokens.logprobs` of theta, with gradient, and
       `tokens.sampler_logprobs`. `tokens.row` is the rollout of each token, as an index into `sequences`.
-    * `settings` holds the section `[objective]`: `clip_range`, `importance_clamp`, `log_ratio_clamp` and
-      `centre_max_age_steps` are free for any use.
+    * `settings` holds the section `[objective]`: `clip_range`, `importance_clamp`, `importance_floor`,
+      `dual_clip`, `log_ratio_clamp`, `log_ratio_penalty` and `centre_max_age_steps` are free for any use.
     * `beta` is the KL coefficient of this step.
 
     The loss of a batch is the sum of all terms divided by the number of its rollouts; gradients flow through
@@ -156,8 +135,12 @@ def custom_loss(
         return 0.0 * tokens.logprobs.sum(), {"loss": 0.0}  # other ranks wait in the backward pass of the filler
     assert objective.function is not None
     device = tokens.logprobs.device
-    everywhere: Any = {each.name: getattr(sequences, each.name).to(device) for each in fields(sequences)}
-    of_batch = replace(tokens, row=rows.to(device)[tokens.row], num_rows=len(sequences.reward))
+    known = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+    everywhere: Any = {name: None if value is None else value.to(device) for name, value in known.items()}
+    # the rows of the batch: what the micro-batch knows per rollout of its own does not fit them
+    of_batch = replace(
+        tokens, row=rows.to(device)[tokens.row], num_rows=len(sequences.reward), num_prompt_tokens=None, kept=None
+    )
     terms = objective.function(Sequences(**everywhere), of_batch, objective, beta)
     if not isinstance(terms, Tensor) or terms.shape != tokens.logprobs.shape or not terms.requires_grad:
         found = f"shape {list(terms.shape)}, gradient {terms.requires_grad}" if isinstance(terms, Tensor) else terms
@@ -165,5 +148,7 @@ def custom_loss(
             f"objective.preset {objective.name!r} returned {found!s:.100}; it must return one loss term for each of "
             f"the {len(tokens.logprobs)} tokens, a tensor with the gradient of tokens.logprobs"
         )
-    loss = terms.to(tokens.logprobs.dtype).sum() / totals.num_rollouts
+    if tokens.kept is not None:
+        terms = terms * tokens.kept[tokens.row]
+    loss = terms.to(tokens.logprobs.dtype).sum() / max(1, totals.num_rollouts)
     return loss, {"loss": float(loss.detach())}

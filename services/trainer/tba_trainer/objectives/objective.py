@@ -4,47 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor
 
 from tba import plugins
 from tba.config import ObjectiveSection
-from tba.config.objective import DEFAULT_EMA_DECAY, DEFAULT_EMA_EVERY_STEPS, DEFAULT_RESET_STEPS, Anchor, Centre
-
-Kind = Literal[
-    "trajectory_balance", "group", "group_std", "leave_one_out", "batch_std", "batch", "best_worst", "custom"
-]
-"""The formula of A_j: see advantages.py. An objective from outside has none: see `ObjectiveFunction` in loss.py."""
-Weight = Literal["none", "clamp", "token_clip", "sequence_clip"]
-"""How pi_theta / pi_behaviour weighs the tokens: see loss.py."""
-Denominator = Literal["rollouts", "groups", "tokens"]
-"""Divisor of the sum over the batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """The parts of a baseline."""
-
-    kind: Kind
-    weight: Weight = "none"
-    denominator: Denominator = "rollouts"
-    token_mean: bool = False
-
-
-BASELINES = MappingProxyType(
-    {
-        "grpo": Baseline(kind="group_std", weight="token_clip", token_mean=True),  # arXiv 2402.03300
-        "dr_grpo": Baseline(kind="group", weight="clamp"),  # arXiv 2503.20783
-        "rloo": Baseline(kind="leave_one_out"),  # arXiv 2402.14740
-        "proximal_rloo": Baseline(kind="leave_one_out", weight="sequence_clip"),  # RLOO with PPO's clip
-        "ppo_clip": Baseline(kind="batch_std", weight="token_clip", denominator="tokens"),  # arXiv 1707.06347
-        "reinforce": Baseline(kind="batch"),
-        "online_dpo": Baseline(kind="best_worst", denominator="groups"),  # arXiv 2402.04792
-    }
+from tba.config.objective import (
+    DEFAULT_EMA_DECAY,
+    DEFAULT_EMA_EVERY_STEPS,
+    DEFAULT_LOG_Z_RATE,
+    DEFAULT_RESET_STEPS,
+    DEFAULT_SECOND_MOMENT,
+    Anchor,
+    MismatchWeight,
+    Parts,
 )
-"""The baselines of `objective.preset`; advantages.py has their formulas."""
+from tba.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +28,22 @@ class Objective:
     """One objective with everything decided. Hashable and free of tensors."""
 
     name: str
-    kind: Kind
-    weight: Weight
-    denominator: Denominator
-    token_mean: bool
-    """A rollout's share of the loss is the mean over its tokens, not the sum."""
-    ratio_per_token: bool
-    """Log-ratios l_j are divided by the number of tokens (with `token_mean`: Eq. 5 with mean log-probs)."""
+    parts: Parts
+    """Formula of the advantage, token weight, divisor and their bounds; without meaning for a `function`."""
     anchor: Anchor | None
     """The policy that the KL pulls towards; None: there is no KL."""
-    centre: Centre
-    """Trajectory balance only."""
-    age_scaled: bool
-    """The log-ratio to the behaviour policy is clamped and divided by the policy age."""
-    importance_clamp: float
-    clip_range: float
+    importance_floor: float
+    dual_clip: float | None
+    second_moment_limit: float
+    log_ratio_penalty: float
     log_ratio_clamp: float
-    centre_max_age_steps: int
+    aggregation_tokens: int
+    """Divisor of a rollout's tokens where the aggregation is `constant`."""
+    mask_truncated: bool
+    mismatch_weight: MismatchWeight
+    mismatch_range: tuple[float, float]
+    log_z_rate: float | None
+    """The share of a batch in the running log Z of its prompts; None: no log Z is kept."""
     reference_placement: Literal["trainer", "searcher"] | None
     """The service that computes ref log-probs; None: the objective has no reference."""
     reset_steps: int | None
@@ -77,17 +52,32 @@ class Objective:
     """reference = decay * reference + (1 - decay) * theta, every `ema_every_steps`; None: it stays."""
     ema_every_steps: int | None
     function: Callable[..., Tensor] | None = None
-    """An `ObjectiveFunction` (loss.py), which takes the place of formula, weight and denominator."""
+    """An `ObjectiveFunction` (loss.py), which takes the place of formula, weight and divisor."""
+
+    @property
+    def importance_clamp(self) -> float:
+        """Upper bound of `clamp` and `mask`."""
+        return self.parts.importance_clamp
+
+    @property
+    def clip_range(self) -> float:
+        """PPO's clip below 1."""
+        return self.parts.clip_range
+
+    @property
+    def centre_max_age_steps(self) -> int:
+        """Rollouts up to this age are centred by the behaviour policy."""
+        return self.parts.centre_max_age_steps
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ref log-probs enter. If not, `Sequences.ref_logprob` is zeros and no reference model is built."""
+        """Whether ref log-probs enter. If not, `Sequences.ref_log_ratio` means nothing and no reference is built."""
         return self.reference_placement is not None
 
     @property
     def reads_theta(self) -> bool:
         """Whether A_j depends on theta's log-probs. If not, `Sequences.logprob` may be zeros: no pass is needed."""
-        return self.anchor is not None or self.kind == "custom"
+        return self.anchor is not None or self.function is not None
 
     @property
     def needs_complete_groups(self) -> bool:
@@ -97,48 +87,58 @@ class Objective:
         `advantages` on the whole batch with only its own rows of `Sequences.logprob` filled in, and take its own rows
         of the result.
         """
-        return self.reads_theta and not (self.kind == "trajectory_balance" and self.centre == "none")
+        alone = self.parts.kind == "trajectory_balance" and self.parts.centre == "none"
+        return self.needs_all_tokens or (self.reads_theta and (self.function is not None or not alone))
 
     @property
     def needs_complete_batch(self) -> bool:
-        """Whether A_j depends on rollouts of *other* groups: `advantages` then takes the whole batch at once."""
-        return self.kind in ("batch", "batch_std", "custom")
+        """Whether a rollout's gradient depends on rollouts of *other* groups: the whole batch is then taken at once."""
+        return self.function is not None or self.needs_all_tokens or self.parts.kind in ("batch", "batch_std")
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether a token's weight depends on theta's log-probs of all tokens of the batch."""
+        return self.function is None and self.parts.importance_weight == "second_moment"
+
+    @property
+    def clamps_tokens(self) -> bool:
+        """Whether log-ratios to the reference are clamped token by token: its log-probs are needed per token."""
+        return self.needs_reference and self.parts.log_ratio_token_clamp is not None
 
 
-def resolve(section: ObjectiveSection) -> Objective:
+def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None) -> Objective:
     """Resolve the recipe's section.
 
+    Args:
+        section: `[objective]` of the recipe.
+        max_response_tokens: the recipe's `searcher.max_response_tokens`, the default of `aggregation_tokens`.
+
     Raises:
-        ConfigError: the preset is an objective from outside that cannot be imported.
+        ConfigError: the preset is an objective from outside that cannot be imported, or nothing says by how many
+            tokens a `constant` aggregation divides.
     """
-    member, anchor, function = section.member, section.used_anchor, None
-    centre: Centre
-    if section.is_custom:
-        baseline = Baseline(kind="custom")
-        centre, age_scaled = "none", False
+    parts, anchor, function = section.parts, section.used_anchor, None
+    if parts is None:
+        parts = Parts(**section.named_parts)
         function = plugins.load(section.preset, group="tba.objectives", what="objective.preset")
-    elif member is None:
-        baseline = BASELINES[section.preset]
-        centre, age_scaled = "none", False
-    else:
-        weight: Weight = member.importance_weight
-        baseline = Baseline(kind="trajectory_balance", weight=weight, token_mean=member.length_normalise)
-        centre, age_scaled = member.centre, member.age_scaled
+    aggregation_tokens = section.aggregation_tokens or max_response_tokens
+    if aggregation_tokens is None and parts.aggregation == "constant":
+        raise ConfigError('objective.aggregation = "constant" needs a number of tokens; set aggregation_tokens')
     ema = anchor == "ema"
     return Objective(
         name=section.preset,
-        kind=baseline.kind,
-        weight=baseline.weight,
-        denominator=baseline.denominator,
-        token_mean=baseline.token_mean,
-        ratio_per_token=member is not None and member.length_normalise,
+        parts=parts,
         anchor=anchor,
-        centre=centre,
-        age_scaled=age_scaled,
-        importance_clamp=section.importance_clamp,
-        clip_range=section.clip_range,
+        importance_floor=section.importance_floor or 0.0,
+        dual_clip=section.dual_clip,
+        second_moment_limit=section.second_moment_limit or DEFAULT_SECOND_MOMENT,
+        log_ratio_penalty=section.log_ratio_penalty,
         log_ratio_clamp=section.log_ratio_clamp,
-        centre_max_age_steps=section.centre_max_age_steps,
+        aggregation_tokens=aggregation_tokens or 1,
+        mask_truncated=section.mask_truncated,
+        mismatch_weight=section.mismatch_weight,
+        mismatch_range=section.mismatch_range,
+        log_z_rate=(section.log_z_rate or DEFAULT_LOG_Z_RATE) if parts.centre == "log_z" and not function else None,
         reference_placement=section.reference_placement if section.needs_reference else None,
         reset_steps=(section.reference_reset_steps or DEFAULT_RESET_STEPS) if anchor == "reset" else None,
         ema_decay=(section.ema_decay or DEFAULT_EMA_DECAY) if ema else None,

@@ -3,10 +3,11 @@
 -- changes nothing, however late it comes. A registered checkpoint after the parent is replaced by the parent's, or by
 -- none.
 -- KEYS: 1 run, 2 lineages, 3 open_batches, 4 counters, 5 batches_since_publication, 6 open_steps, 7 ledger,
---       8 ledger_steps, 9 announced, 10 lineage_requests, 11 epoch, 12 settings, 13 run_changes
+--       8 ledger_steps, 9 announced, 10 lineage_requests, 11 epoch, 12 settings, 13 run_changes, 14 log
 -- ARGV: 1 token, 2 JSON of the lineage, 3 lineage of the parent, 4 step of the parent,
 --       5 JSON of the ledger line, 'LINEAGE' in place of the new number, 6 request id,
---       7 epoch, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback, 10 now_s
+--       7 epoch, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback, 10 now_s,
+--       11 "lineage-step ...", the history of the parent
 -- Returns 'superseded', {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
 -- A valid parent is the starting model, the start of its lineage, the result of an acked step, or an announced,
 -- checkpointed or adopted version.
@@ -28,6 +29,8 @@ if parent ~= '0-0' then
     return {'unknown-step'}
   end
 end
+-- draws that are not in the history give back what they took
+if redis.call('HEXISTS', KEYS[4], 'draw_position') == 1 then append(KEYS[14], KEYS[4], next_position(KEYS[4]), 'l', ARGV[11]) end
 local lineage = redis.call('HINCRBY', KEYS[1], 'lineage', 1)
 redis.call('HSET', KEYS[2], lineage, ARGV[2])
 redis.call('RPUSH', KEYS[7], (string.gsub(ARGV[5], '"LINEAGE"', tostring(lineage), 1)))

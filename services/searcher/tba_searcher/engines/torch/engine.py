@@ -60,7 +60,7 @@ class EmbeddedEngine:
         config = self._model.config
         self._vocab_size = int(config.get_text_config().vocab_size)
         num_heads = config.num_attention_heads
-        num_prefix_slots = max(4, settings.num_slots // 8)
+        num_prefix_slots = max(4, settings.num_slots // 4)
         try:
             self._cache = KVCache(
                 num_layers=config.num_hidden_layers,
@@ -127,17 +127,19 @@ class EmbeddedEngine:
         self._ids.add(request.request_id)
         self._waiting.append(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> int:
         """Forget a request (see `Engine.abort`)."""
         if request_id not in self._ids:
-            return
+            return 0
         self._ids.discard(request_id)
         for slot in self._batch.active_slots():
             active = self._batch.requests[slot]
             if active is not None and active.request.request_id == request_id:
+                num_tokens = self._batch.num_response_tokens(slot)
                 self._batch.remove(slot)
-                return
+                return num_tokens
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
+        return 0
 
     def step(self) -> list[Completion]:
         """Decode one token for every active request (see `Engine.step`)."""

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/cpu_per_step.py`."""

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/overlap.py: what asynchrony is for, with real learning under the pace of GPUs."""

@@ -1,0 +1,171 @@
+"""Tables of the data file: tuning, seconds to the targets, and the ratios of paired seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+from benchmarks.accuracy import ratio_of
+from benchmarks.time_to_target_bench.cells import SEEDS, TUNING_SEEDS, Cell, Result, Side
+from benchmarks.time_to_target_bench.workloads import WORKLOADS
+
+SIDES: tuple[Side, ...] = ("trl", "tba")
+
+
+Results = Mapping[Cell, Result]
+
+
+def one_source(results: Results, num_steps: int | None) -> tuple[dict[Cell, Result], list[str]]:
+    """Return the results that may stand in one table, and what was left out.
+
+    Of a side with its settings only those of its newest source (the last line) count, and only those of `num_steps`
+    steps (None: the workload's), so that neither older code nor a short trial gets between the others.
+    """
+    found = {
+        cell: result
+        for cell, result in results.items()
+        if cell.num_steps == (num_steps or WORKLOADS[cell.workload].num_steps)
+    }
+    newest = {_what(cell): cell.source for cell in found}
+    kept = {cell: result for cell, result in found.items() if cell.source == newest[_what(cell)]}
+    lines = [f"{' '.join([*what[:2], *what[2]])}: source {source}" for what, source in newest.items()]
+    if num_other := len(results) - len(kept):
+        lines.append(f"{num_other} results of another source or another number of steps are left out")
+    return kept, lines
+
+
+def _what(cell: Cell) -> tuple[str, Side, tuple[str, ...]]:
+    return cell.workload, cell.side, cell.settings
+
+
+def best_learning_rate(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> float:
+    """Return the rate of the tuning runs that reached the first target soonest, as the median over their seeds.
+
+    One that never reached it took infinitely long; where the medians are equal, the best last accuracy decides. Only
+    rates with as many seeds as the best measured one are compared.
+
+    Raises:
+        SystemExit: nothing was tuned.
+    """
+    by_rate: dict[float, list[Result]] = {}
+    for result in _tuning(results, workload, side, settings):
+        by_rate.setdefault(result.cell.learning_rate, []).append(result)
+    if not by_rate:
+        raise SystemExit(f"error: {side} has no tuning runs on {workload}, of this code and length; run `tune` first")
+    target, num_seeds = WORKLOADS[workload].targets[0], max(map(len, by_rate.values()))
+
+    def badness(rate: float) -> tuple[float, float]:
+        found = by_rate[rate]
+        seconds = [result.to_target(target) for result in found]
+        return (
+            statistics.median(float("inf") if each is None else each for each in seconds),
+            -statistics.median(result.last for result in found),
+        )
+
+    return min((rate for rate, found in by_rate.items() if len(found) == num_seeds), key=badness)
+
+
+def is_at_edge(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> bool:
+    """Return whether the best rate is the least or the greatest that was tried: a wider grid may have a better one."""
+    rates = {result.cell.learning_rate for result in _tuning(results, workload, side, settings)}
+    return best_learning_rate(results, workload, side, settings) in (min(rates), max(rates))
+
+
+def _tuning(results: Results, workload: str, side: Side, settings: tuple[str, ...]) -> list[Result]:
+    found = [
+        result
+        for cell, result in results.items()
+        if _what(cell) == (workload, side, settings) and cell.seed in TUNING_SEEDS
+    ]
+    return sorted(found, key=lambda result: (result.cell.learning_rate, result.cell.seed))
+
+
+def report_text(results: Results, num_steps: int | None = None) -> str:
+    """Return the tables of every workload and every setting of tba."""
+    kept, notes = one_source(results, num_steps)
+    return "\n".join([*notes, *_lines(kept)])
+
+
+def _lines(results: Results) -> Iterator[str]:
+    for name, workload in WORKLOADS.items():
+        cells = [cell for cell in results if cell.workload == name]
+        # in the order of the file; none stands for the recipe as it is shipped
+        all_settings = list(dict.fromkeys(cell.settings for cell in cells if cell.side == "tba"))
+        if not cells:
+            continue
+        yield f"\n## {name}\n\nTuning: pass@1 at the end, and to {workload.targets[0]}\n"
+        yield from _row("side", "learning rate", "seed", "last", "steps", "seconds", "CPU s", "s per step", "mean age")
+        yield from _row(*["---"] * 9)
+        for side, settings in [("trl", ()), *(("tba", settings) for settings in all_settings)]:
+            for result in _tuning(results, name, side, settings):
+                yield from _tuning_row(result, workload.targets[0])
+        for settings in all_settings:
+            yield from _comparison(results, name, settings)
+
+
+def _tuning_row(result: Result, target: float) -> Iterator[str]:
+    cell, values = result.cell, [_figure(result.to_target(target, of)) for of in ("step", "seconds", "cpu_s")]
+    age = result.versions.get("policy_age_mean", "0")
+    side = " ".join([cell.side, *cell.settings])
+    shown = [f"{cell.learning_rate:g}", str(cell.seed), f"{result.last:.3f}"]
+    yield from _row(side, *shown, *values, f"{result.seconds_per_step:.3f}", age)
+
+
+def _comparison(results: Results, workload: str, settings: tuple[str, ...]) -> Iterator[str]:
+    """Yield both sides at their best learning rates, and TRL by tba for every paired seed."""
+    try:
+        rates = {side: best_learning_rate(results, workload, side, () if side == "trl" else settings) for side in SIDES}
+    except SystemExit:
+        return
+    pairs: list[dict[Side, Result]] = []
+    for seed in SEEDS:
+        pair: dict[Side, Result] = {
+            side: result
+            for cell, result in results.items()
+            for side in SIDES
+            if _what(cell) == (workload, side, () if side == "trl" else settings)
+            and (cell.seed, cell.learning_rate) == (seed, rates[side])
+        }
+        if len(pair) == len(SIDES):
+            pairs.append(pair)
+    if not pairs:
+        return
+    yield f"\nTRL at {rates['trl']:g} and tba at {rates['tba']:g} with {' '.join(settings) or 'the recipe as it is'}\n"
+    for side in SIDES:
+        if is_at_edge(results, workload, side, () if side == "trl" else settings):
+            yield f"WARNING: {rates[side]:g} is at the edge of the rates tried for {side}; widen the grid\n"
+    yield from _row("figure", *(f"{side}, seed {p[side].cell.seed}" for p in pairs for side in SIDES), "TRL by tba")
+    yield from _row(*["---"] * (2 + len(pairs) * len(SIDES)))
+    for target in WORKLOADS[workload].targets:
+        for unit in ("seconds", "cpu_s", "step"):
+            values = [[pair[side].to_target(target, unit) for side in SIDES] for pair in pairs]
+            yield from _ratio_row(f"{unit} to {target}", values)
+    for start in ("trainer_start", "first_batch"):
+        target = WORKLOADS[workload].targets[0]
+        values = [
+            [
+                p["trl"].to_target(target),
+                None if (s := p["tba"].to_target(target)) is None else s + p["tba"].starts[start],
+            ]
+            for p in pairs
+        ]
+        yield from _ratio_row(f"seconds to {target}, tba's clock from {start}", values)
+    for figure in ("seconds_per_step", "cpu_s_per_step", "response_tokens_mean", "last"):
+        yield from _ratio_row(figure, [[getattr(pair[side], figure) for side in SIDES] for pair in pairs])
+
+
+def _ratio_row(name: str, values: list[list[float | None]]) -> Iterator[str]:
+    """Yield a row with TRL by tba; a side that never reached the target took infinitely long."""
+    ratios = [found for trl, tba in values if (found := ratio_of(trl, tba)) is not None]
+    summary = "-"
+    if ratios:
+        summary = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}, n {len(ratios)})"
+    yield from _row(name, *(_figure(value) for pair in values for value in pair), summary)
+
+
+def _row(*columns: str) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+
+
+def _figure(value: float | None) -> str:
+    return "never" if value is None else f"{value:.3g}"

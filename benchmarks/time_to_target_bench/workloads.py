@@ -1,0 +1,58 @@
+"""What is compared: recipes, targets and the grid of learning rates, which is the same for both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_PROMPTS, GROUP_SIZE = 16, 8
+"""Of a step: 128 rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One task with its starting model."""
+
+    recipe: Path
+    learning_rates: tuple[float, ...]
+    """The grid, the same for both sides. A best rate at its edge asks for a wider one."""
+    targets: tuple[float, ...]
+    """Of pass@1 at the policy temperature, 1 in both recipes."""
+    num_steps: int
+    """Optimizer steps of a cell, on both sides."""
+    save_every_steps: int
+    """TRL's weights are measured after every so many steps. Of tba every publication is: after every
+    `trainer.sync_interval` steps of the recipe, 4 in the quickstart and 1 in the chain. Between two points the curve is
+    a line."""
+    micro_batch: int
+    """Rollouts of one forward and backward pass of TRL: memory, not arithmetic."""
+    settings: tuple[str, ...] = ()
+    """`--set` arguments of tba beside the recipe."""
+
+
+WORKLOADS: Mapping[str, Workload] = MappingProxyType(
+    {
+        "quickstart": Workload(
+            recipe=ROOT / "recipes/quickstart.toml",
+            learning_rates=(2e-4, 5e-4, 1e-3, 2e-3, 4e-3),
+            targets=(0.90, 0.94),
+            num_steps=120,
+            save_every_steps=2,
+            micro_batch=128,
+        ),
+        "chain": Workload(
+            recipe=ROOT / "recipes/chain.toml",
+            learning_rates=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3),
+            targets=(0.80, 0.90),
+            num_steps=60,
+            save_every_steps=4,
+            micro_batch=32,
+            # one starting model for all seeds: each takes two CPU minutes
+            settings=("model.warm_start.seed=0",),
+        ),
+    }
+)
+"""By name: short responses, where generation costs little, and long-tailed ones, where it is most of a step."""

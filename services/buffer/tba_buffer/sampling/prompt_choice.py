@@ -1,0 +1,194 @@
+"""Which prompts the slots of a batch take: in turn, or by the weight of their rollouts (mop.py).
+
+Both choices are the next prompt of a random sequence that the batch has not used yet, so the prompts of a batch differ
+while there are others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba_buffer.index.draws import RECENT
+from tba_buffer.index.priorities import MAX_EXCESS, gumbel_noise, gumbel_top_k
+from tba_buffer.index.reward_trees import RewardTrees, Weights
+from tba_buffer.index.rollout_index import Index
+from tba_buffer.index.tables import PromptSet
+
+_MAX_TURN = 2**32 - 1
+_MAX_ROUNDS = 8
+"""Rounds of independent draws before all prompts are weighed one by one."""
+
+
+def members_of(index: Index, pool: int, min_distinct: int) -> PromptSet:
+    """Return the prompts with at least `min_distinct` drawable rollouts.
+
+    A group of one distinct rollout teaches nothing. This is the set that the index keeps, if it keeps it for the same
+    number.
+    """
+    if index.settings.min_distinct == min_distinct:
+        return index.drawable[pool]
+    counts = index.recent_counts if pool == RECENT else index.drawable_counts
+    return _set_of(counts >= min_distinct)
+
+
+def _set_of(members: NDArray[np.bool_]) -> PromptSet:
+    prompts = PromptSet()
+    prompts.grow(len(members))
+    prompts.put_all(members)
+    return prompts
+
+
+class TurnChoice:
+    """Chooses prompts of a pool in turn: uniformly among those with the fewest turns that are new to the batch.
+
+    The choice is the next prompt of a random sequence that the batch has not used yet. The sequence has the prompts by
+    their turns, and those with equally many in a random order: a permutation where they are few, independent draws
+    where they are many. Either way the next unused one is uniform among the unused with the fewest turns.
+
+    Args:
+        index: knows the turns.
+        pool: RECENT or REPLAY.
+        prompts: the members of the pool.
+        num_slots: how many choices to expect.
+        rng: the generator of the batch.
+    """
+
+    def __init__(self, index: Index, pool: int, prompts: PromptSet, num_slots: int, rng: np.random.Generator) -> None:
+        self._prompts = prompts
+        self._num_slots = num_slots
+        self._rng = rng
+        self._turns = index.draws.turns[pool]
+        self._taken: list[int] = []
+        self.floor = int(index.draws.floors[pool])
+        self._due = index.due[pool]
+        # the prompts of a pool for another `min_distinct` than the index counts by, or the round is over
+        if prompts is not index.drawable[pool] or (not self._due.num and prompts.num):
+            members = prompts.all()
+            turns = np.maximum(self._turns[members], self.floor)
+            self.floor = int(turns.min(initial=_MAX_TURN)) if prompts.num else self.floor
+            flags = np.zeros(len(self._turns), dtype=bool)
+            flags[members[turns == self.floor]] = True
+            self._due = _set_of(flags)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again: the batch has used every prompt, and all may be used again."""
+        self._sequence = self._draw()
+
+    def take(self, used: set[int]) -> int | None:
+        """Return the next prompt that is not used; None when all are."""
+        for prompt in self._sequence:
+            if prompt not in used:
+                self._taken.append(prompt)
+                return prompt
+        return None
+
+    def turns_taken(self) -> list[int]:
+        """Return which turn of its prompt each `take` was."""
+        before = np.maximum(self._turns[np.array(self._taken, dtype=np.int64)], self.floor).tolist()
+        taken, turns = Counter[int](), []
+        for prompt, num in zip(self._taken, before, strict=True):
+            taken[prompt] += 1
+            turns.append(num + taken[prompt])
+        return turns
+
+    def _draw(self) -> Iterator[int]:
+        # nothing of this batch counts yet: who is due is known
+        if not self._taken:
+            yield from self._in_random_order(self._due.num, self._due.by_rank)
+        prompts = self._prompts.all()
+        turns = np.maximum(self._turns[prompts], self.floor)
+        np.add.at(turns, np.searchsorted(prompts, np.array(self._taken, dtype=np.int64)), 1)
+        for num in np.unique(turns).tolist():
+            level = prompts[turns == num]
+            yield from self._in_random_order(len(level), level.__getitem__)
+
+    def _in_random_order(self, num: int, by_rank: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> Iterator[int]:
+        if num <= 2 * self._num_slots:
+            order = self._rng.permutation(num) if num > 1 else np.arange(num)
+            yield from by_rank(order).tolist() if num else ()
+            return
+        while True:  # a batch can use at most half of them, so this finds unused ones soon
+            yield from by_rank(self._rng.integers(0, num, self._num_slots + 8)).tolist()
+
+
+class WeightedChoice:
+    """Chooses prompts by the total weight of their rollouts, mixed with a uniform share, as `TurnChoice` does.
+
+    The next unused prompt has the probability of drawing without replacement. No turns are taken.
+
+    Args:
+        trees, counts: from the index; counts [P] of drawable rollouts.
+        min_distinct, weights, uniform_share, num_slots: the settings of the draw.
+        rng: the generator of the batch.
+    """
+
+    floor = 0
+
+    def __init__(
+        self,
+        trees: RewardTrees,
+        counts: NDArray[np.int64],
+        *,
+        min_distinct: int,
+        weights: Weights,
+        uniform_share: float,
+        num_slots: int,
+        rng: np.random.Generator,
+    ) -> None:
+        self._trees = trees
+        self._counts = counts
+        self._weights = weights
+        self._uniform_share = uniform_share
+        self._num_slots = num_slots
+        self._rng = rng
+        self._prompts = trees.of_prompts(counts, min_distinct, self._weights)
+        self._only = int(self._prompts.by_rank(np.zeros(1, dtype=np.int64))[0]) if self._prompts.num == 1 else None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again: the batch has used every prompt, and all may be used again."""
+        self._sequence = self._draw()
+
+    def take(self, used: set[int]) -> int | None:
+        """Return the next prompt that is not used; None when all are."""
+        for prompt in self._sequence:
+            if prompt not in used:
+                return prompt
+        return None
+
+    def _draw(self) -> Iterator[int]:
+        if self._only is not None:
+            yield self._only
+            return
+        for _ in range(_MAX_ROUNDS):
+            yield from self._prompts.draw(self._num_slots + 8, self._uniform_share, self._rng, self._keeps).tolist()
+        # a few prompts have nearly all the weight: order all prompts at once, which is the same distribution
+        prompts, terms, scale = self._prompts.gumbel_terms(self._uniform_share, self._exact_values)
+        noise = scale * gumbel_noise(len(prompts), self._rng)
+        yield from prompts[gumbel_top_k(terms[None], noise[None], len(prompts))[0]].tolist()
+
+    def turns_taken(self) -> int:
+        """Return 0: a weighted choice takes no turn."""
+        return 0
+
+    def _keeps(self, prompts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which drawn prompts to keep: a big one is drawn by an upper bound of its weight, and kept with
+        probability weight / bound."""
+        num = np.where(self._counts[prompts] > self._trees.big_prompt, self._counts[prompts], 0)
+        fate = self._rng.random(len(prompts))
+        kept = fate >= num * MAX_EXCESS
+        for at in np.flatnonzero(~kept).tolist():
+            tree = self._trees.of_prompt(int(prompts[at]), self._weights)
+            kept[at] = fate[at] >= -np.expm1(tree.log_mass() - tree.log_mass_bound)
+        return kept
+
+    def _exact_values(self, prompts: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+        values = values.copy()
+        for at in np.flatnonzero(self._counts[prompts] > self._trees.big_prompt).tolist():
+            values[at] = self._trees.of_prompt(int(prompts[at]), self._weights).log_mass()
+        return values

@@ -1,0 +1,205 @@
+"""A rehearsal of a faster or slower accelerator: a real engine whose completions come at the pace of a given GPU.
+
+The model of the GPU: decoding is bound by the bandwidth of its memory, so one decode step gives one token to every
+active request, and takes the same time however few there are. `searcher.pace_tokens_per_s` is the rate with all slots
+busy; a step therefore takes num_slots / pace_tokens_per_s seconds, one request gets at most pace_tokens_per_s /
+num_slots tokens per second, and a lone straggler holds up a round as long as it would on a GPU. Prompts cost nothing
+(their prefill is bound by arithmetic and rides along with a step); loading weights takes the time that it really takes.
+
+    real step |##|                    |###|                  |##############################|      (in this process)
+    GPU's step|-- waits, asleep ------|-- waits, asleep -----|---- late: nothing to wait ---|
+              ^ began                 ^ due: completions are handed out              due ^  ^ the schedule moves by this
+
+A real engine that is slower than the pace must not be hidden: `Pace.late_s` is the time by which the schedule moved.
+With more than a few percent of it the rehearsal says nothing about that GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tba.config import MAX_LATE_SHARE
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba.wire import Manifest
+from tba_searcher.engines.engine import Completion, Engine, EngineError, Request
+
+MAX_SLEEP_S = 0.05
+"""A call of `step` sleeps no longer, so that new weights, aborts and a drain never wait for a slow GPU's step."""
+WARN_AFTER_S = 10.0
+"""The share of fewer busy seconds says little: the first steps of an engine are its slowest."""
+log = get_logger("pace")
+
+
+@dataclasses.dataclass(slots=True)
+class Pace:
+    """How well a paced engine keeps its pace."""
+
+    tokens_per_s: float
+    step_s: float
+    """Seconds of one decode step of the rehearsed GPU."""
+    busy_s: float = 0.0
+    """Seconds of decode steps so far, late ones included."""
+    late_s: float = 0.0
+    """Seconds of these in which the real engine, or the loop around it, was slower than the pace."""
+
+    @property
+    def late_share(self) -> float:
+        """Share of the busy time in which it was too late."""
+        return self.late_s / self.busy_s if self.busy_s else 0.0
+
+
+class PacedEngine:
+    """Implements `tba_searcher.engines.engine.Engine` around another engine.
+
+    A completion stays active until the step that decoded its last token is due. Weights may be loaded and requests
+    aborted meanwhile; an abort forgets a completion that waits, too.
+
+    Args:
+        engine: decodes one token for every active request in a step.
+        clock: returns seconds.
+        sleep: called to let time pass.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tokens_per_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._engine, self._clock, self._sleep = engine, clock, sleep
+        self.pace = Pace(tokens_per_s, engine.num_slots / tokens_per_s)
+        self._held: list[Completion] = []
+        """Decoded, and not handed out before the step in progress is due."""
+        self._due_s: float | None = None
+        """When the step in progress ends; None: there is none."""
+        self._last_due_s: float | None = None
+        """When the last step ended, while the engine has had work since; None: it was idle."""
+        self._has_warned = False
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the weights in use."""
+        return self._engine.version
+
+    @property
+    def default_eos_ids(self) -> tuple[int, ...]:
+        """Those of the real engine."""
+        return self._engine.default_eos_ids
+
+    @property
+    def num_slots(self) -> int:
+        """Most requests that are active at once."""
+        return self._engine.num_slots
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are being decoded now, those whose completion is held back included."""
+        return min(self.num_slots, self._engine.num_active + len(self._held))
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted requests that have no slot yet."""
+        return self._engine.num_active + self._engine.num_waiting + len(self._held) - self.num_active
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could be submitted now and decoded in the next step."""
+        return max(0, self.num_slots - self.num_active - self.num_waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request (see `Engine.submit`)."""
+        # for the caller it is still being decoded
+        if any(held.request_id == request.request_id for held in self._held):
+            raise EngineError(f"request {request.request_id} is already being worked on")
+        self._engine.submit(request)
+
+    def abort(self, request_id: str) -> int | None:
+        """Forget a request, also one whose completion is held back (see `Engine.abort`)."""
+        num_held = sum(len(held.response_tokens) for held in self._held if held.request_id == request_id)
+        self._held = [held for held in self._held if held.request_id != request_id]
+        num_lost = self._engine.abort(request_id)
+        self._forget_idle()
+        return num_held or num_lost
+
+    def step(self) -> list[Completion]:
+        """Begin a step or wait for the one in progress; return its completions once it is due (see `Engine.step`).
+
+        Returns nothing when the step is not due after `MAX_SLEEP_S`: call it again.
+        """
+        if self._due_s is None:
+            if not self._engine.num_active + self._engine.num_waiting:
+                return []
+            began_s = self._began_s()
+            self._held = self._engine.step()
+            self._due_s = began_s + self.pace.step_s
+            self.pace.busy_s += self.pace.step_s
+        left_s = self._due_s - self._clock()
+        if left_s > 0:
+            self._sleep(min(left_s, MAX_SLEEP_S))
+            if left_s > MAX_SLEEP_S:
+                return []
+        self._last_due_s, self._due_s = self._due_s, None
+        now_s, held, self._held = time.time(), self._held, []
+        self._forget_idle()
+        # rollouts carry their times: on the rehearsed GPU they would have been finished now
+        return [dataclasses.replace(completion, finished_at_s=now_s) for completion in held]
+
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
+        """Replace all parameters (see `Engine.load_weights`); it takes as long as it really takes."""
+        began_s = self._clock()
+        self._engine.load_weights(tensors_paths, version)
+        self._shift(self._clock() - began_s)
+
+    def verify(self, manifest: Manifest) -> None:
+        """Check the loaded weights (see `Engine.verify`)."""
+        began_s = self._clock()
+        self._engine.verify(manifest)
+        self._shift(self._clock() - began_s)
+
+    def close(self) -> None:
+        """Free everything (see `Engine.close`)."""
+        self._held, self._due_s, self._last_due_s = [], None, None
+        self._engine.close()
+
+    def _began_s(self) -> float:
+        """Return when the step that comes now begins on the GPU, and count what the real engine has lost."""
+        now_s = self._clock()
+        if self._last_due_s is None:
+            return now_s
+        # sleeps that took a little too long and hand-overs between threads are made up for by a shorter sleep
+        behind_s = now_s - self._last_due_s
+        if behind_s <= self.pace.step_s:
+            return self._last_due_s
+        self.pace.busy_s += behind_s
+        self.pace.late_s += behind_s
+        self._warn()
+        return now_s
+
+    def _shift(self, seconds: float) -> None:
+        """Let a step that is in progress go on after a change of weights, which holds up a GPU just so."""
+        if self._due_s is not None:
+            self._due_s += seconds
+        elif self._last_due_s is not None:
+            self._last_due_s += seconds
+
+    def _forget_idle(self) -> None:
+        """Begin a new schedule with the next request: a GPU without work is not late."""
+        if not self.num_active + self.num_waiting:
+            self._due_s = self._last_due_s = None
+
+    def _warn(self) -> None:
+        if self._has_warned or self.pace.busy_s < WARN_AFTER_S or self.pace.late_share <= MAX_LATE_SHARE:
+            return
+        self._has_warned = True
+        log.warning(
+            "the rehearsal says nothing: the real engine is slower than the pace",
+            pace_tokens_per_s=self.pace.tokens_per_s,
+            late_share=round(self.pace.late_share, 3),
+            do="lower searcher.pace_tokens_per_s, run fewer searchers on this machine, or add cores",
+        )

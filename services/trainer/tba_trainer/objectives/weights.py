@@ -1,0 +1,159 @@
+"""Token weights w_jt of every objective, without gradient.
+
+With rho = pi_theta / pi_old, per token unless it says otherwise, and kappa = pi_old / pi_sampler:
+
+    none                1
+    clamp               rho within [floor, clamp]               tba_prime, dr_grpo_clamp; CISPO, arXiv 2506.13585
+    mask                rho, 0 outside of [floor, clamp]        tba_prime_published: a clamp inside autograd
+    token_clip          rho, 0 where PPO's clip is active       GRPO, Dr. GRPO, PPO, arXiv 1707.06347; DAPO's
+                                                                "clip-higher", arXiv 2503.14476
+    sequence_clip       the same, rho the rollout's product     proximal RLOO
+    sequence_mean_clip  the same, rho its geometric mean        GSPO, arXiv 2507.18071
+    second_moment       rho, 0 for the tokens with the largest  M2PO, arXiv 2510.01161, over all tokens as in
+                        (log rho)^2, as few as keep the mean of AReaL; its authors' code looks only at those that
+                        the rest below its limit                PPO's clip could mask
+    mismatch: truncate  times min(kappa, max)                   TIS (truncated importance sampling)
+    mismatch: mask      times kappa, 0 outside of [min, max]    IcePop
+
+Shapes: T response tokens of B rollouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tba.config.objective import CLIPS
+from tba_trainer.objectives.objective import Objective
+
+MAX_LOG_WEIGHT = 40.0
+"""Cap on log rho, so that a product with 0 or another large number stays finite in float32; no sane step gets there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The T response tokens of the B rollouts of one micro-batch, rollout after rollout."""
+
+    logprobs: Float[Tensor, " T"]
+    """log pi_theta per token, with gradient."""
+    sampler_logprobs: Float[Tensor, " T"]
+    row: Int[Tensor, " T"]
+    """Rollout of each token, from 0 to num_rows - 1."""
+    num_rows: int
+    """B."""
+    trainer_logprobs: Float[Tensor, " T"] | None = None
+    """The log-probs of the policy that sampled, computed again by the trainer; None: they were not."""
+    num_prompt_tokens: Int[Tensor, " B"] | None = None
+    """Read by the aggregation `whole_sequence_mean`."""
+    kept: Bool[Tensor, " B"] | None = None
+    """False for rollouts that teach nothing themselves (`mask_truncated`); None: all do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a micro-batch must know of the whole batch, over all micro-batches and ranks: the divisors."""
+
+    num_rollouts: int
+    num_tokens: int
+    """Response tokens."""
+    num_groups: int
+    max_second_moment: float = float("inf")
+    """Tokens with a larger (log rho)^2 are masked (`second_moment_cut`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWeights:
+    """The weights of T tokens."""
+
+    weight: Float[Tensor, " T"]
+    log_rho: Float[Tensor, " T"]
+    """log rho per token, whatever the weight."""
+    low: Bool[Tensor, " T"]
+    """Where rho is clipped, clamped or masked because it is small."""
+    high: Bool[Tensor, " T"]
+    """The same because it is large."""
+    mismatch: Bool[Tensor, " T"]
+    """Where kappa is cut or masked."""
+
+
+def token_weights(
+    tokens: Tokens, advantage: Float[Tensor, " T"], objective: Objective, *, totals: Totals
+) -> TokenWeights:
+    """Return w_jt, and where it is bounded.
+
+    Args:
+        advantage: A_j of each token's rollout; its sign decides where PPO's clip is active.
+    """
+    log_rho, log_kappa = log_ratios(tokens, objective)
+    nowhere = torch.zeros_like(log_rho, dtype=torch.bool)
+    kind, weight, low, high = objective.parts.importance_weight, torch.ones_like(log_rho), nowhere, nowhere
+    if kind in CLIPS:
+        weight, low, high = _clipped(tokens, log_rho, advantage, objective)
+    elif kind == "second_moment":
+        rho, high = _exp(log_rho), log_rho.square() > totals.max_second_moment
+        weight = rho.masked_fill(high, 0.0)
+    elif kind != "none":
+        rho = _exp(log_rho)
+        low, high = rho < objective.importance_floor, rho > objective.importance_clamp
+        clamped = rho.clamp(objective.importance_floor, objective.importance_clamp)
+        weight = clamped if kind == "clamp" else rho.masked_fill(low | high, 0.0)
+    mismatch = nowhere
+    if objective.mismatch_weight != "none":
+        kappa, (least, most) = _exp(log_kappa), objective.mismatch_range
+        mismatch = (kappa < least) | (kappa > most)
+        cut = kappa.clamp(max=most) if objective.mismatch_weight == "truncate" else kappa.masked_fill(mismatch, 0.0)
+        weight = weight * cut
+    return TokenWeights(weight=weight, log_rho=log_rho, low=low, high=high, mismatch=mismatch)
+
+
+def log_ratios(tokens: Tokens, objective: Objective) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Return log rho and log kappa of every token, without gradient."""
+    logprobs = tokens.logprobs.detach()
+    old = {"sampler": tokens.sampler_logprobs, "trainer": tokens.trainer_logprobs, "theta": logprobs}[
+        objective.parts.old_policy
+    ]
+    assert old is not None, 'the old policy "trainer" needs `Tokens.trainer_logprobs`'
+    return logprobs - old, old - tokens.sampler_logprobs
+
+
+def second_moment_cut(squares: Float[Tensor, " T"], limit: float) -> float:
+    """Return the largest (log rho)^2 to keep: as few tokens go as bring the mean of the rest below `limit`.
+
+    Args:
+        squares: (log rho)^2 of all tokens of the batch.
+        limit: bound of the mean.
+    """
+    ascending = squares.sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)  # [T]
+    # means of ascending numbers ascend: those below the limit are the first ones
+    num_kept = int((means < limit).sum())
+    return float(ascending[num_kept - 1]) if num_kept else -1.0
+
+
+def _clipped(
+    tokens: Tokens, log_rho: Float[Tensor, " T"], advantage: Float[Tensor, " T"], objective: Objective
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+    """Return the weights of PPO's clip, and where it is active below and above."""
+    kind = objective.parts.importance_weight
+    if kind != "token_clip":
+        of_rollout = log_rho.new_zeros(tokens.num_rows).index_add(0, tokens.row, log_rho)  # [B]
+        if kind == "sequence_mean_clip":
+            of_rollout = of_rollout / torch.bincount(tokens.row, minlength=tokens.num_rows).clamp(min=1)
+        log_rho = of_rollout[tokens.row]
+    rho = _exp(log_rho)
+    # The gradient of the clipped surrogate min(rho A, clip(rho, 1 - c, 1 + c') A). Inside the clip it is that of rho A,
+    # rho A grad log pi. Where the clipped branch is the smaller one, the surrogate is constant and the gradient 0: the
+    # clip is active where rho would take A further.
+    low = (advantage < 0) & (rho < 1 - objective.clip_range)
+    high = (advantage > 0) & (rho > 1 + objective.parts.clip_range_high)
+    if objective.dual_clip is not None:
+        # max(min(...), c A) for A < 0: a token that has become far more likely cannot pull without bound
+        high = high | ((advantage < 0) & (rho > objective.dual_clip))
+    return rho.masked_fill(low | high, 0.0), low, high
+
+
+def _exp(log_weight: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    return log_weight.clamp(max=MAX_LOG_WEIGHT).exp()

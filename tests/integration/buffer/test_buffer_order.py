@@ -1,0 +1,219 @@
+"""Order, uses and weights of draws over REST, across kill -9, void batches, resumes and compactions of the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from tba_buffer.index.log_follower import Compactor
+from tba_buffer.sampling.mop import DrawSettings, draw_slots
+from tba_buffer.service import Buffer
+
+from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest
+from tba.clients import BufferClient
+from tba.errors import BusyError
+from tba.versions import PolicyVersion
+from tba.wire import Batch, VersionSpan, encode_rollout
+from tests.support.buffer import (
+    Stack,
+    make_payloads,
+    make_prompts,
+    make_recipe,
+    make_rollout,
+    start_lineage,
+    start_stack,
+)
+from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.chi_square import assert_follows
+from tests.support.redis_process import RedisProcess
+
+NUM_PROMPTS = 10
+ALL_PROMPTS = [f"train-{number}" for number in range(NUM_PROMPTS)]
+
+
+def filled(serve_buffer: ServeBuffer, *, per_prompt: int = 4, **sampling: object) -> tuple[BufferClient, LineageReply]:
+    """A run with batches of three slots of two, by default replay alone."""
+    defaults = {"prompts_per_batch": 3, "group_size": 2, "most_on_policy_prob": 0.0, "min_size_to_sample": 4}
+    client = serve_buffer(sampling={**defaults, **sampling}, trainer={"num_steps": 10_000}).client()
+    client.upload_prompts(make_prompts(NUM_PROMPTS))
+    lineage = start_lineage(client)
+    client.push(make_payloads(ALL_PROMPTS, per_prompt=per_prompt))
+    return client, lineage
+
+
+def draw(client: BufferClient, lineage: LineageReply, step: int) -> Batch:
+    return client.draw_batch(BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token))
+
+
+def ack(client: BufferClient, lineage: LineageReply, step: int, batch: Batch) -> None:
+    client.ack(batch.batch_id, AckRequest(lineage=lineage.lineage, step=step, token=lineage.token))
+
+
+def prompts_of(batch: Batch) -> list[str]:
+    return [group.prompt_id for group in batch.groups]
+
+
+def spread(uses: Counter[str]) -> int:
+    """The most uses of a prompt minus the fewest."""
+    num = [uses[prompt] for prompt in ALL_PROMPTS]
+    return max(num) - min(num)
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    started = start_stack(tmp_path)
+    yield started
+    started.stop()
+
+
+def test_epochs_go_on_over_kills_of_the_buffer(stack: Stack) -> None:
+    """The recipe of the stack draws half of its slots as recent; before a publication both pools hold all prompts."""
+    client = stack.client
+    client.upload_prompts(make_prompts(NUM_PROMPTS))
+    lineage = start_lineage(client)
+    client.push(make_payloads(ALL_PROMPTS, per_prompt=4))
+    uses = {"recent": Counter[str](), "replay": Counter[str]()}
+    for step in range(1, 25):
+        batch = draw(client, lineage, step)
+        ack(client, lineage, step, batch)
+        for group in batch.groups:
+            uses[group.source][group.prompt_id] += 1
+        if step % 6 == 0:
+            stack.buffer.kill()
+            stack.buffer.start()
+        # not one: a prompt that the other pool has used in a batch waits for the next one
+        assert all(spread(each) <= 2 for each in uses.values())
+    assert sum(each.total() for each in uses.values()) == 24 * 4
+
+
+@pytest.mark.parametrize("prioritise", ["within", "across"])
+def test_a_rebuilt_index_draws_what_one_that_never_stopped_draws(
+    serve_buffer: ServeBuffer, redis: RedisProcess, prioritise: str
+) -> None:
+    sampling = {
+        "most_on_policy_prob": 0.4,
+        "prioritise": prioritise,
+        "reward_inverse_temperature": 1.0,
+        "age_half_life_steps": 3.0,
+        "max_uses": 3,
+    }
+    thread_client, lineage = filled(serve_buffer, **sampling)
+    for step in range(1, 9):
+        batch = draw(thread_client, lineage, step)
+        if step == 5:
+            later(thread_client, 3600.0)  # void: drawn again
+            batch = draw(thread_client, lineage, step)
+        ack(thread_client, lineage, step, batch)
+    sections = {
+        "prompts_per_batch": 3,
+        "group_size": 2,
+        "min_size_to_sample": 4,
+        **sampling,
+    }
+    recipe = make_recipe(buffer={"redis_url": redis.url}, sampling=sections)
+
+    async def compare() -> None:
+        live, rebuilt = Buffer(recipe, CollectorRegistry()), Buffer(recipe, CollectorRegistry())
+        try:
+            index = await live.view.catch_up()
+            await live.context.redis.hset(live.context.keys.log_checkpoint, "attempts", 0)
+            live.context.epoch.number = int(await live.context.redis.get(live.context.keys.epoch) or 0)
+            await Compactor(live.context, min_events=1).keep_up(index)
+            assert await live.context.redis.hget(live.context.keys.log_checkpoint, "num_draw_pieces") == b"1"
+            other = await rebuilt.view.catch_up()
+            assert other.fingerprint() == index.fingerprint()
+            draw_settings = DrawSettings.of(recipe, step=9)
+            for seed in range(50):
+                one, two = draw_slots(index, draw_settings, seed), draw_slots(other, draw_settings, seed)
+                assert [s.prompt for s in one] == [s.prompt for s in two]
+                assert [index.rollout_ids(s.rows) for s in one] == [other.rollout_ids(s.rows) for s in two]
+        finally:
+            await live.stop()
+            await rebuilt.stop()
+
+    asyncio.run(compare())
+
+
+def test_void_batches_and_abandoned_steps_give_back_what_they_took(serve_buffer: ServeBuffer) -> None:
+    client, lineage = filled(serve_buffer, per_prompt=2, max_uses=1, min_size_to_sample=2)
+    uses = Counter[str]()
+    for step in (1, 2):
+        batch = draw(client, lineage, step)
+        uses.update(prompts_of(batch))
+        ack(client, lineage, step, batch)
+    assert client.stats().num_used_up == 12
+    draw(client, lineage, 3)
+    later(client, 3600.0)
+    again = draw(client, lineage, 3)  # the first one is void
+    assert client.stats().num_used_up == 18
+    assert not uses.keys() & set(prompts_of(again))
+    ack(client, lineage, 3, again)
+    # back to step 1: steps 2 and 3 were for nothing
+    resumed = client.new_lineage(LineageRequest(trainer_id="t", parent="1-1"))
+    assert client.stats().num_used_up == 6
+    others = [prompt for step in (2, 3) for prompt in prompts_of(draw(client, resumed, step))]
+    assert len(set(others)) == 6
+    # one prompt is left, for one slot; a batch of three takes it three times
+    draw(client, resumed, 4)
+    with pytest.raises(BusyError) as caught:
+        draw(client, resumed, 5)
+    assert caught.value.wait == "used-up"
+    client.push(make_payloads(ALL_PROMPTS[:1], per_prompt=4))
+    assert prompts_of(draw(client, resumed, 5)) == ["train-0"] * 3
+
+
+def test_draws_at_once_never_use_a_rollout_too_often(serve_buffer: ServeBuffer) -> None:
+    client, lineage = filled(serve_buffer, max_uses=2, prompts_per_batch=2)
+    batches: list[Batch] = []
+    waits = set[str]()
+
+    def one(step: int) -> None:
+        try:
+            batches.append(draw(client, lineage, step))
+        except BusyError as busy:
+            waits.add(busy.wait)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(1, 40)))
+    assert waits == {"used-up"}
+    uses = Counter(rollout_id for batch in batches for rollout_id in {r.rollout_id for r in batch.rollouts})
+    assert max(uses.values()) == 2
+    assert client.stats().num_used_up == sum(num == 2 for num in uses.values()) >= 36
+
+
+@pytest.mark.parametrize("half_life", [None, 4.0])
+def test_weights_decay_with_age_over_rest(serve_buffer: ServeBuffer, half_life: float | None) -> None:
+    """Batches and samples; lineage 2 resumed from 1-6, so what 1-9 made is as old as 1-6."""
+    defaults = {"prompts_per_batch": 256, "group_size": 2, "most_on_policy_prob": 0.0, "min_size_to_sample": 4}
+    sampling = {**defaults, "reward_inverse_temperature": 0.5, "uniform_share": 0.1, "age_half_life_steps": half_life}
+    client = serve_buffer(sampling=sampling).client()
+    client.upload_prompts(make_prompts(1))
+    lineage = start_lineage(client)
+    rewards, steps, ages = [0.0, 1.0, 2.0, 0.5], [0, 6, 9, 4], [6, 0, 0, 2]
+    ids = []
+    for reward, step in zip(rewards, steps, strict=True):
+        span = VersionSpan(version=PolicyVersion(lineage.lineage, step), start=0, end=8)
+        rollout = make_rollout("train-0", reward=reward, num_tokens=8, version_spans=(span,))
+        ids.append(rollout.rollout_id)
+        client.push([encode_rollout(rollout)])
+    for step in range(1, 10):
+        ack(client, lineage, step, draw(client, lineage, step))
+    resumed = client.new_lineage(LineageRequest(trainer_id="t", parent="1-6"))
+    weights = np.exp(0.5 * np.array(rewards)) * 2.0 ** (-np.array(ages) / (half_life or np.inf))
+    p = 0.9 * weights / weights.sum() + 0.1 / 4
+    first, sampled = np.zeros(4), np.zeros(4)
+    for step in range(7, 17):
+        batch = draw(client, resumed, step)
+        for group in batch.groups:
+            first[ids.index(group.rollouts[0].rollout_id)] += 1
+        ack(client, resumed, step, batch)
+    assert_follows(first, p)
+    for seed in range(400):
+        sampled[ids.index(client.sample(1, seed=seed).rollouts[0].rollout_id)] += 1
+    assert_follows(sampled, p)

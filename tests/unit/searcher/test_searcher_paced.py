@@ -1,0 +1,235 @@
+"""A paced engine: the pace of a GPU, late steps counted, aborts and weights while it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tba_searcher.engines.engine import Completion, Engine, EngineError, Request
+from tba_searcher.engines.paced import MAX_SLEEP_S, PacedEngine
+from tba_searcher.generation.status import SearcherStatus
+from tba_searcher.waits import WaitRegistry
+
+from tba.config import parse_recipe
+from tba.errors import ConfigError
+from tba.versions import START, PolicyVersion
+from tba.wire import Manifest, Sampling, VersionSpan
+
+NUM_SLOTS = 4
+STEP_S = 0.4
+"""4 slots at 10 tokens/s."""
+
+
+class Clock:
+    """Time that passes only where somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now_s, self.sleeps = 100.0, list[float]()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now_s += seconds
+
+
+class FakeEngine:
+    """Decodes one token for every active request in `work_s`; a request has as many tokens as its limit says."""
+
+    version, default_eos_ids, num_slots = START, (), NUM_SLOTS
+
+    def __init__(self, clock: Clock, work_s: float = 0.01) -> None:
+        self._clock, self.work_s = clock, work_s
+        self.left: dict[str, int] = {}
+        self.load_s = 0.0
+        self.num_steps = 0
+
+    @property
+    def num_active(self) -> int:
+        return min(len(self.left), NUM_SLOTS)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.left) - self.num_active
+
+    @property
+    def num_free_slots(self) -> int:
+        return max(0, NUM_SLOTS - len(self.left))
+
+    def submit(self, request: Request) -> None:
+        self.left[request.request_id] = request.max_response_tokens
+
+    def abort(self, request_id: str) -> None:
+        self.left.pop(request_id, None)
+
+    def step(self) -> list[Completion]:
+        self._clock.now_s += self.work_s
+        self.num_steps += 1
+        for name in list(self.left)[:NUM_SLOTS]:
+            self.left[name] -= 1
+        done = [name for name, left in self.left.items() if left == 0]
+        for name in done:
+            del self.left[name]
+        return [completion(name) for name in done]
+
+    def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
+        self._clock.now_s += self.load_s
+        self.version = version
+
+    def verify(self, manifest: Manifest) -> None: ...
+
+    def close(self) -> None:
+        self.left.clear()
+
+
+def completion(name: str) -> Completion:
+    return Completion(
+        request_id=name,
+        response_tokens=np.array([5], np.int32),
+        sampler_logprobs=np.zeros(1, np.float32),
+        sampling=Sampling(temperature=1.0),
+        finish_reason="length",
+        version_spans=(VersionSpan(version=START, start=0, end=1),),
+        started_at_s=0.0,
+        finished_at_s=0.0,
+    )
+
+
+def request(name: str, num_tokens: int = 1) -> Request:
+    return Request(
+        request_id=name,
+        prompt_tokens=(5,),
+        sampling=Sampling(temperature=1.0),
+        max_response_tokens=num_tokens,
+        eos_ids=(),
+    )
+
+
+def make(work_s: float = 0.01) -> tuple[PacedEngine, FakeEngine, Clock]:
+    clock = Clock()
+    real = FakeEngine(clock, work_s)
+    return PacedEngine(real, tokens_per_s=NUM_SLOTS / STEP_S, clock=clock, sleep=clock.sleep), real, clock
+
+
+def run(engine: PacedEngine, clock: Clock) -> dict[str, float]:
+    """Step until nothing is left; return when each request was completed, in seconds from now."""
+    began_s, done = clock.now_s, dict[str, float]()
+    while engine.num_active + engine.num_waiting:
+        done |= {each.request_id: round(clock.now_s - began_s, 6) for each in engine.step()}
+    return done
+
+
+def test_it_is_an_engine() -> None:
+    assert isinstance(make()[0], Engine)
+
+
+def test_all_slots_together_get_the_pace_and_a_lone_straggler_no_more_than_its_share() -> None:
+    engine, _, clock = make()
+    for number in range(12):
+        engine.submit(request(f"r{number}", num_tokens=2))
+    engine.submit(request("straggler", num_tokens=10))
+    done = run(engine, clock)
+    # 24 tokens with all slots busy: 10 tokens/s
+    assert [done[f"r{number}"] for number in (0, 4, 8)] == pytest.approx([0.8, 1.6, 2.4])
+    # alone it decodes as slowly as among others: 1 / 0.4 s = 2.5 tokens/s
+    assert done["straggler"] == pytest.approx(2.4 + 10 * STEP_S)
+    assert engine.pace.late_s == 0
+    assert engine.pace.busy_s == pytest.approx(16 * STEP_S)
+
+
+def test_it_sleeps_and_never_long() -> None:
+    engine, real, clock = make()
+    engine.submit(request("a", num_tokens=3))
+    run(engine, clock)
+    assert real.num_steps == 3
+    assert max(clock.sleeps) <= MAX_SLEEP_S
+    assert sum(clock.sleeps) == pytest.approx(3 * (STEP_S - real.work_s))
+
+
+def test_a_completion_is_active_until_its_step_is_due() -> None:
+    engine, real, _ = make()
+    engine.submit(request("a"))
+    assert engine.step() == []
+    assert (real.num_active, engine.num_active, engine.num_waiting) == (0, 1, 0)
+    assert engine.num_free_slots == NUM_SLOTS - 1
+    with pytest.raises(EngineError, match="already being worked on"):
+        engine.submit(request("a"))
+
+
+def test_an_abort_forgets_a_completion_that_waits_and_begins_a_new_schedule() -> None:
+    engine, _, clock = make()
+    engine.submit(request("a"))
+    assert engine.step() == []
+    engine.abort("a")
+    assert engine.num_active + engine.num_waiting == 0
+    clock.now_s += 1000  # idle, not late
+    engine.submit(request("b"))
+    assert run(engine, clock) == {"b": pytest.approx(STEP_S)}
+    assert engine.pace.late_s == 0
+
+
+def test_weights_are_loaded_while_it_waits_and_hold_up_the_step() -> None:
+    engine, real, clock = make()
+    real.load_s = 0.7
+    engine.submit(request("a", num_tokens=2))
+    began_s = clock.now_s
+    engine.step()
+    engine.load_weights([], PolicyVersion(1, 4))
+    assert engine.version == PolicyVersion(1, 4)
+    run(engine, clock)
+    assert clock.now_s - began_s == pytest.approx(2 * STEP_S + 0.7)
+    assert engine.pace.late_s == 0
+
+
+def test_small_delays_are_made_up_for() -> None:
+    engine, _, clock = make()
+    engine.submit(request("a", num_tokens=10))
+    began_s = clock.now_s
+    while engine.num_active:
+        engine.step()
+        clock.now_s += 0.01  # a hand-over between threads
+    assert clock.now_s - began_s == pytest.approx(10 * STEP_S, abs=0.05)
+    assert engine.pace.late_s == 0
+
+
+def test_a_real_engine_that_is_too_slow_is_counted_and_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    engine, real, clock = make(work_s=3 * STEP_S)
+    engine.submit(request("a", num_tokens=30))
+    began_s = clock.now_s
+    run(engine, clock)
+    passed_s = clock.now_s - began_s
+    # what the GPU would have needed is 30 steps; the rest of the time is late
+    assert passed_s == pytest.approx(30 * real.work_s)
+    assert engine.pace.late_s == pytest.approx(passed_s - 30 * STEP_S, abs=3 * STEP_S)
+    assert engine.pace.late_share == pytest.approx(2 / 3, abs=0.05)
+    assert capsys.readouterr().out.count("the rehearsal says nothing") == 1
+
+
+def test_the_heartbeat_shows_it() -> None:
+    status = SearcherStatus(searcher_id="s", run="r", waits=WaitRegistry())
+    assert not any(name.startswith("pace") for name in status.heartbeat().gauges)
+    engine, _, clock = make(work_s=3 * STEP_S)
+    engine.submit(request("a", num_tokens=10))
+    run(engine, clock)
+    status.pace = engine.pace
+    gauges = status.heartbeat().gauges
+    assert gauges["pace_tokens_per_s"] == 10
+    assert 0 < gauges["pace_late_s"] < gauges["pace_busy_s"]
+
+
+def recipe(**searcher: Any) -> Any:
+    return parse_recipe(
+        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}, "searcher": searcher},
+        where="test",
+    )
+
+
+def test_the_recipe_says_that_it_is_a_rehearsal() -> None:
+    assert recipe().rehearsal is None
+    assert "searchers paced at 250 tokens/s each" in recipe(pace_tokens_per_s=250).rehearsal
+    with pytest.raises(ConfigError, match="speed of its own"):
+        recipe(pace_tokens_per_s=250, engine="simulated")

@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("buffer", "reward", "searcher", "trainer"))]
 
+from benchmarks.accuracy import rule_of  # noqa: E402
 from benchmarks.data_file import PRODUCT, source_digest  # noqa: E402
 from benchmarks.time_to_target_bench.cells import (  # noqa: E402
     SEEDS,
@@ -56,7 +57,7 @@ SOURCES: dict[Side, tuple[str, ...]] = {
         *("benchmarks/time_to_target_bench/trl_program.py", "benchmarks/time_to_target_bench/trl_side.py"),
     ),
 }
-DATA = ROOT / "build" / "time_to_target" / "cells.jsonl"
+DATA = ROOT / "docs" / "time_to_target" / "cells.jsonl"
 
 
 def main() -> None:
@@ -83,8 +84,13 @@ def main() -> None:
 
 def _source(workload: Workload, side: Side, settings: tuple[str, ...]) -> str:
     recipe = load_recipe(workload.recipe, sets=[*workload.settings, *settings])
-    micro_batch = f"{workload.micro_batch} {workload.save_every_steps}" if side == "trl" else ""
-    return source_digest(SOURCES[side], recipe.model_dump_json(), micro_batch)
+    if side == "tba":
+        return source_digest(SOURCES[side], recipe.model_dump_json())
+    # only what trl_side.py reads of the recipe: the rest may change without making its results old
+    parts = recipe.model_dump_json(include={"model": True, "data": True, "searcher": {"max_response_tokens"}})
+    return source_digest(
+        SOURCES[side], parts, rule_of(recipe).model_dump_json(), f"{workload.micro_batch} {workload.save_every_steps}"
+    )
 
 
 def _plan(args: argparse.Namespace) -> list[Cell]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import queue
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from tba.errors import UnavailableError
 
 T = TypeVar("T")
+_IDLE_S = 10.0
+"""A thread without a call ends after this time."""
 
 
 async def in_thread(call: Callable[[], T]) -> T:
@@ -40,9 +45,56 @@ async def in_thread(call: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
-    # a daemon thread and not asyncio.to_thread: a slow service must never hold up the end of the process
-    threading.Thread(target=work, daemon=True).start()
+    _CallThread.run_call(work)
     return await future
+
+
+class _CallThread(threading.Thread):
+    """Runs one call after the other.
+
+    A daemon thread and not asyncio.to_thread: a slow service must never hold up the end of the process. A thread is
+    kept for the next call, since the start of a thread waits until it has run, behind others that compute.
+    """
+
+    _idle: ClassVar[deque[_CallThread]] = deque()
+
+    def __init__(self) -> None:
+        super().__init__(name="call", daemon=True)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    @classmethod
+    def run_call(cls, call: Callable[[], None]) -> None:
+        """Run a call, which raises nothing, in an idle thread or in a new one."""
+        try:
+            thread = cls._idle.pop()
+        except IndexError:
+            thread = cls()
+            thread.start()
+        thread._calls.put(call)
+
+    @classmethod
+    def forget_idle(cls) -> None:
+        """Start new threads from now on."""
+        cls._idle.clear()
+
+    def run(self) -> None:
+        """Run calls until none came for a while."""
+        while True:
+            try:
+                call = self._calls.get(timeout=_IDLE_S)
+            except queue.Empty:
+                try:
+                    self._idle.remove(self)
+                except ValueError:  # it has been taken for a call that comes now
+                    continue
+                return
+            call()
+            del call  # what it holds must not live on in an idle thread
+            self._idle.append(self)
+
+
+# a forked child has none of these threads
+os.register_at_fork(after_in_child=_CallThread.forget_idle)
 
 
 class SingleFlight:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_buffer.prompts.leases import MIN_RETRY_S
 from tba_buffer.sampling.draw import RETRY_S
+from tba_searcher.loop import TICK_S
 
 from benchmarks.accuracy import ratio_of, reached
 from benchmarks.overlap_bench.cells import Cell, cells
@@ -18,9 +18,10 @@ NOTES = f"""\
 Medians over seeds. A target that was never reached counts as infinitely late, also in ratios (two that never did have \
 none). A cell with more than {100 * MAX_LATE_SHARE:g} % late engines or trainer (the most of all seeds is shown) says \
 nothing about the rehearsed GPUs and is left out of ratios; so is one of which it is unknown. Swaps: seconds in which \
-new weights held up the decoding of a searcher; they are real and not paced. Borders, of lock-step: polls at the two \
-changes of phase (searchers ask for leases every {MIN_RETRY_S:g} s, the trainer for a batch every {RETRY_S:g} s), as a \
-share of a pair of phases, at most; they do not scale with the pace, so lock-step may be too slow by this much."""
+new weights held up the decoding of a searcher; they are real and not paced. Borders, of lock-step: the two \
+changes of phase end requests that are held at the buffer; where one has just ended by itself, the searcher asks again \
+after {TICK_S:g} s and the trainer after {RETRY_S:g} s. That is the most, as a share of a pair of phases; it does not \
+scale with the pace, so lock-step may be too slow by this much."""
 
 
 def reached_s(result: Result, target: float) -> float | None:
@@ -41,9 +42,9 @@ def is_usable(result: Result) -> bool:
 
 
 def border_share(result: Result) -> float:
-    """Return the most that polls take of a pair of phases of lock-step."""
+    """Return the most that pauses between requests take of a pair of phases of lock-step."""
     pair_s = result["sync_interval"] * result["train_s"] / result["num_steps"]
-    return (MIN_RETRY_S + RETRY_S) / pair_s
+    return (TICK_S + RETRY_S) / pair_s
 
 
 def table(kind: str, lines: Mapping[str, tuple[Cell, Result]], target: float) -> list[str]:

@@ -45,6 +45,8 @@ class Replay:
         slots = draw_slots(index, DrawSettings.of(self._recipe, step=step), int(self._rng.integers(2**62)))
         drawn = []
         for slot in slots:
+            if slot.left_out:
+                continue
             chosen = tuple(self._rollouts[int(place)] for place in index.column("position", slot.rows))
             drawn.append(
                 Group(prompt_id=chosen[0].prompt_id, source=slot.source, fallback=slot.fallback, rollouts=chosen)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from tba.fields import MAX_DIGITS, Integer, Name, RunState, Split, StrictModel, VersionText
+from tba.fields import MAX_DIGITS, Integer, Name, Number, RunState, Split, StrictModel, VersionText
 from tba.wire.codec import new_id
 
 MAX_DATA_LEVELS = 32
@@ -71,10 +71,17 @@ class LeaseRequest(StrictModel):
 
     A retry (the same `searcher_id` and `request_id`) is answered with the leases that the first request was granted, as
     long as they are open: without that, a lost reply would leave leases that nobody works on until they expire.
+
+    With `wait_s` the reply waits, at most so long, until there is room for `min_leases` visits, an evaluation, another
+    version than `known_version`, or the end of the run; then there may be fewer leases, or none. The buffer holds a few
+    requests at a time and answers the others at once.
     """
 
     searcher_id: Name
     max_leases: Integer = Field(ge=1, le=1024)
+    min_leases: Integer = Field(default=1, ge=1, le=1024)
+    wait_s: Number = Field(default=0.0, ge=0, le=60)
+    known_version: VersionText | None = None
     request_id: Name = Field(default_factory=partial(new_id, "request"))
     version: VersionText | None = None
     refused_versions: list[VersionText] = Field(default_factory=list, max_length=MAX_REFUSED_VERSIONS)

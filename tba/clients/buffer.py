@@ -97,8 +97,14 @@ class BufferClient(ServiceClient):
         return self._post("/v1/prompts", PromptUpload(prompts=list(prompts)), PromptUploadReply)
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Claim visits; a retry is answered with the leases that the first request was granted."""
-        return self._post("/v1/leases", request, LeaseReply)
+        """Claim visits, waiting up to `wait_s` on the server.
+
+        A retry is answered with the leases that the first request was granted.
+        """
+        body = request.model_dump_json().encode()
+        # the client must not hang up before the server answers
+        timeout_s = self._timeout_s + request.wait_s
+        return parse_reply(self._call("POST", "/v1/leases", json=body, timeout_s=timeout_s), LeaseReply)
 
     def return_leases(self, request: LeaseReturn) -> None:
         """Give unfinished leases back; visits of refused leases end."""

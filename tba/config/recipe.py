@@ -187,6 +187,11 @@ class Recipe(StrictModel):
                 f"sampling.min_distinct is {sampling.min_distinct}, more than the {num_group} rollouts of a group "
                 "(sampling.group_size); lower it"
             )
+        if sampling.skip_tied_groups and num_group == 1:
+            raise ValueError(
+                "sampling.skip_tied_groups leaves groups out whose rewards are all equal, as those of every group are "
+                "with sampling.group_size 1: set it to false, or raise group_size"
+            )
         num_rollouts = sampling.prompts_per_batch * num_group
         if num_rollouts == 1:
             raise ValueError(

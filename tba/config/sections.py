@@ -207,6 +207,10 @@ class SamplingSection(StrictModel):
     rollouts (mixed with `uniform_share` over prompts)."""
     replacement: bool = False
     """Draw the K rollouts of a slot with replacement. Without: K different ones where the prompt has K."""
+    skip_tied_groups: bool = False
+    """Leave a group out whose rewards are all equal, and draw another prompt in its place, up to 8 times for each slot
+    (dynamic sampling, arXiv 2503.14476). Most objectives learn nothing from such a group. It does not count as trained
+    (`samples_per_insert`), so the others are trained on more often."""
     min_distinct: int = Field(default=2, ge=1)
     """A prompt can fill a slot once it has this many rollouts there; with fewer than K, some are drawn repeatedly."""
     max_uses: int | None = Field(default=None, ge=1, le=65_535)

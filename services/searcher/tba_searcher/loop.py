@@ -17,6 +17,7 @@
                                                                              away: retry_s, then the searcher ends
  _lease_task     room for more visits            (none: the engine is busy)  -
                  rollouts to be pushed           unpushed-rollouts           retry_s, renewed and logged
+                 leases, at the buffer           (none: it is soon answered) ROUND_WAIT_S, IDLE_WAIT_S
                  an empty reply of the buffer    as the reply names it       retry_s, renewed and logged
                  a buffer that is away           buffer-unreachable          retry_s, then the searcher ends
  _engine_task    requests or a version           (that of _lease_task)       wakes every 50 ms
@@ -67,14 +68,17 @@ from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.stale_requests import StaleRequests
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
-from tba_searcher.waits import retry_until
+from tba_searcher.waits import retry_until, sleep_until
 
 TICK_S = 0.05
 HEARTBEAT_S = 1.0
 HEARTBEAT_TIMEOUT_S = 5.0
 MAX_LEASES = 256
-SHORT_REPLY_S = 0.25
-"""Pause after a reply with fewer leases than were asked for."""
+ROUND_WAIT_S = 0.25
+"""While the engine decodes: how long a request waits at the buffer for a whole round of slots, since visits of one
+reply are decoded, scored and pushed together."""
+IDLE_WAIT_S = 1.0
+"""While the engine is idle: how long a request waits for any lease."""
 PULL_ATTEMPTS = 3
 """Damaged bytes may come from a damaged transfer; after this many attempts the version is refused."""
 log = get_logger("loop")
@@ -117,10 +121,11 @@ class SearcherLoop:
         self._engine_error: EngineDiedError | None = None
         self._newest = current.version
         self._run_is_over = asyncio.Event()
-        self._has_work = asyncio.Event()
+        self._has_work, self._has_news = asyncio.Event(), asyncio.Event()
         self._aborts: dict[str, str] = {}
         """Request id -> why it is aborted in the next step."""
         self._stale = StaleRequests(recipe, queue)
+        self._num_round_visits = num_round_visits(recipe)
         self._num_version_retries: int | None = None
         """From the last lease reply."""
         self._is_stepping = False
@@ -172,8 +177,9 @@ class SearcherLoop:
 
     def on_reply(self, reply: LeaseReply | PushReply) -> None:
         """Read the newest version and the state of the run from a reply of the buffer."""
-        if reply.latest_version is not None:
-            self._newest = PolicyVersion.parse(reply.latest_version)
+        if reply.latest_version is not None and (newest := PolicyVersion.parse(reply.latest_version)) != self._newest:
+            self._newest = newest
+            self._has_news.set()
         # replies of pushes and leases may both say it; the run ends once
         if reply.run_state in ("done", "failed") and not self._run_is_over.is_set():
             log.info("run is over", run_state=reply.run_state)
@@ -203,17 +209,25 @@ class SearcherLoop:
             max_leases = max(num_wanted, settings.num_slots if found_evals else 0)
             if max_leases <= 0:
                 waits.end("leases")
-                await self._sleep_until_work(self._tick_s)
+                await sleep_until(self._has_work, self._tick_s)
                 continue
+            known, asked_s = self._newest, time.monotonic()
             request = LeaseRequest(
                 searcher_id=self._status.searcher_id,
                 max_leases=min(max_leases, MAX_LEASES),
+                min_leases=min(self._num_round_visits, max_leases, MAX_LEASES) if num_held else 1,
+                # a drain waits for the answer
+                wait_s=ROUND_WAIT_S if num_held else min(IDLE_WAIT_S, settings.drain_s / 4),
+                known_version=str(known),
                 version=str(self._engine.version),
                 refused_versions=[str(version) for version in sorted(self._loader.refused)[-MAX_REFUSED_VERSIONS:]],
             )
             self._is_leasing = True
             try:
                 reply = await self._ask(request)
+                if self._is_ending:  # it may have waited for long, and another searcher is to have them
+                    await self._leases.return_leases([lease.lease_id for lease in reply.leases])
+                    return
                 self.on_reply(reply)
                 self._retry_refused_versions(reply)
                 found_evals = any(lease.kind != "train" for lease in reply.leases)
@@ -226,14 +240,16 @@ class SearcherLoop:
             if num_kept:
                 waits.end("leases")
                 self._has_work.set()
-                # The buffer has no more for now: asking at once would get nothing, and a little later gets more visits
-                # in one reply, which are then decoded, scored and pushed together.
-                if len(reply.leases) < request.max_leases and not found_evals:
-                    await asyncio.sleep(SHORT_REPLY_S)
+                # less than a round, and no wait at the buffer: it holds too many others
+                pause_s = asked_s + request.wait_s - time.monotonic()
+                if len(reply.leases) < request.min_leases and self._newest == known and not found_evals:
+                    await asyncio.sleep(max(pause_s, 0.0))
             else:
                 if self._queue.num_unsubmitted + self._engine.num_active == 0:
                     self._begin_wait(reply.wait or "leases")
-                await self._sleep_until_work(max(reply.retry_after_s, self._tick_s))
+                # a reply that only tells of a new version came early: the next may come as early
+                if self._newest == known or reply.retry_after_s > self._tick_s:
+                    await sleep_until(self._has_work, max(reply.retry_after_s, self._tick_s))
 
     async def _ask(self, request: LeaseRequest) -> LeaseReply:
         """Ask for leases; when the searcher is ending, the call in progress is the last."""
@@ -292,7 +308,7 @@ class SearcherLoop:
             step = EngineStep(self._next_swap(), self._next_requests(), self._aborts)
             self._aborts = {}
             if step.swap_to is None and not step.requests and not self._is_busy:
-                await self._sleep_until_work(self._tick_s)
+                await sleep_until(self._has_work, self._tick_s)
                 continue
             self._is_stepping = True
             self._stale.submit(step.requests)
@@ -406,7 +422,7 @@ class SearcherLoop:
             target = next((v for v in (*pinned, self._newest) if v not in refused), None)
             if target is None or self._loader.get(target) is not None:
                 self._status.waits.end("pulling")
-                await asyncio.sleep(self._tick_s)
+                await sleep_until(self._has_news, self._tick_s)
                 continue
             try:
                 self._loader.add(await in_thread(lambda target=target: self._loader.download(target)))
@@ -490,14 +506,15 @@ class SearcherLoop:
         self._queue.drop(visits)
         return await self._leases.return_leases([*also, *(visit.lease.lease_id for visit in visits)])
 
-    async def _sleep_until_work(self, seconds: float) -> None:
-        """Sleep until there is new work, at most for `seconds`."""
-        self._has_work.clear()
-        try:
-            async with asyncio.timeout(seconds):  # not wait_for: see `_send_heartbeat`
-                await self._has_work.wait()
-        except TimeoutError:
-            return
+
+def num_round_visits(recipe: Recipe) -> int:
+    """Return the visits of one round of slots, or, if that is less, those that a batch makes room for."""
+    sampling, num_rollouts = recipe.sampling, recipe.searcher.num_slots
+    if sampling.samples_per_insert is not None:
+        num_drawn = sampling.prompts_per_batch * sampling.group_size
+        num_rollouts = min(num_rollouts, math.ceil(num_drawn / sampling.samples_per_insert))
+    # rounded down: a draw makes room for so many at least
+    return max(num_rollouts // sampling.rollouts_per_visit, 1)
 
 
 def _raise_first_error(tasks: Sequence[asyncio.Task[None]]) -> None:

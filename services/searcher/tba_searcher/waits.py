@@ -134,3 +134,13 @@ async def _call_in_thread(call: Callable[[], T], waits: WaitRegistry, owner: str
     finally:
         # the thread of a call that was given up runs to its end; its result is dropped
         task.cancel()
+
+
+async def sleep_until(event: asyncio.Event, seconds: float) -> None:
+    """Sleep until something sets the event, at most for `seconds`."""
+    event.clear()
+    try:
+        async with asyncio.timeout(seconds):  # not wait_for, which can swallow a cancellation (gh-86296)
+            await event.wait()
+    except TimeoutError:
+        return

@@ -16,6 +16,7 @@ from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import ResultBuilder
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit
+from tba_searcher.loop import IDLE_WAIT_S, ROUND_WAIT_S, num_round_visits
 from tba_searcher.service import Clients, Searcher
 from tba_searcher.waits import WaitRegistry
 
@@ -236,6 +237,33 @@ async def stopped_while_leases_are_granted(world: LoopWorld, buffer: HeldBuffer)
     await asyncio.to_thread(until, "the drain", lambda: world.status.state != "running")
     await asyncio.wait({task}, timeout=0.5)  # one that did not wait for the answer would end now
     return task
+
+
+async def test_a_request_waits_at_the_buffer_for_any_lease_while_idle_and_for_a_round_while_busy(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(drain_s=DEADLINE_S, num_slots=16)
+    asked: list[LeaseRequest] = []
+
+    class Recorded(BufferClient):
+        def lease(self, request: LeaseRequest) -> LeaseReply:
+            asked.append(request)
+            return super().lease(request)
+
+    world.loop._buffer = Recorded(world.served.url)
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.to_thread(until, "two requests", lambda: len(asked) >= 2)
+    version = VersionRequest(version="1-0", token=world.lineage.token)
+    world.client.announce_version(version)  # nobody has published it: only the news of it counts here
+    await asyncio.to_thread(until, "the news", lambda: asked[-1].known_version == "1-0")
+    world.stop.set()
+    await task
+    num_round = num_round_visits(world.served.recipe)
+    assert num_round > 1
+    assert (asked[0].min_leases, asked[0].wait_s, asked[0].known_version) == (1, IDLE_WAIT_S, "0-0")
+    busy = [request for request in asked if request.wait_s == ROUND_WAIT_S]
+    assert busy
+    assert all(request.min_leases == min(num_round, request.max_leases) for request in busy)
 
 
 async def test_leases_that_are_granted_while_it_drains_go_back(make_world: MakeWorld) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tba_buffer.index.log import Event, Publication, Resumed, Voided
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.sampling.mop import DrawSettings, Slot, draw_rollouts, draw_slots, drawn_event
+from tba_buffer.sampling.mop import MAX_REDRAWS, DrawSettings, Slot, draw_rollouts, draw_slots, drawn_event
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tests.support.chi_square import assert_follows
@@ -47,6 +47,10 @@ class Run:
         slots = draw_slots(self.index, draw, seed=self.num_draws)
         self.apply(drawn_event(self.index, slots, f"b{self.num_draws}", PolicyVersion(lineage, self.num_draws)))
         return slots
+
+    def draw_kept(self, draw: DrawSettings) -> list[Slot]:
+        """The slots of the next batch without those that were left out."""
+        return [slot for slot in self.draw(draw) if not slot.left_out]
 
     def void(self, *numbers: int) -> None:
         self.apply(Voided(self.index.position + 1, tuple(f"b{number}" for number in numbers)))
@@ -386,3 +390,84 @@ def test_recent_slots_know_no_age() -> None:
     index = aged([PolicyVersion(1, step) for step in STEPS])
     draw = make_settings(prompts_per_batch=4000, most_on_policy_prob=1.0, age_half_life_steps=1.0)
     assert_follows(np.bincount([s.rows[0] for s in draw_slots(index, draw, 0)], minlength=5), np.full(5, 0.2))
+
+
+# ---- groups whose rewards are all equal ----------------------------------------------------------------------------
+
+
+MIXED, TIED = [0.0, 1.0], [1.0, 1.0]
+
+
+@pytest.mark.parametrize("most_on_policy_prob", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("big_prompt", [512, 1])
+def test_groups_with_equal_rewards_are_left_out(most_on_policy_prob: float, big_prompt: int) -> None:
+    """With few of them none is in a batch; each has its turn all the same, so no prompt is drawn for ever."""
+    index = index_of([TIED if prompt % 3 == 0 else MIXED for prompt in range(30)], big_prompt=big_prompt)
+    run = Run(index, [])
+    draw = make_settings(prompts_per_batch=4, most_on_policy_prob=most_on_policy_prob, skip_tied_groups=True)
+    uses = Counter[int]()
+    for _ in range(30):
+        kept = run.draw_kept(draw)
+        assert len(kept) == len({slot.prompt for slot in kept}) == 4
+        uses.update(slot.prompt for slot in kept)
+    assert not [prompt for prompt in uses if prompt % 3 == 0]
+    assert len(uses) == 20
+    turns = run.index.draws.turns.sum(axis=0)[:30]
+    assert (turns[::3] > 0).all()
+    if most_on_policy_prob in {0.0, 1.0}:
+        assert turns.max() - turns.min() <= 1
+        assert max(uses.values()) - min(uses.values()) <= 1
+
+
+def test_a_left_out_group_takes_a_turn_but_no_use() -> None:
+    run = Run(index_of([TIED, TIED, TIED, MIXED]), [])
+    slots = run.draw(make_settings(prompts_per_batch=1, skip_tied_groups=True))
+    left_out = [slot for slot in slots if slot.left_out]
+    assert [slot.prompt for slot in slots if not slot.left_out] == [3]
+    for slot in left_out:
+        assert run.index.draws.turns[0][slot.prompt] == 1
+        assert not run.index.column("uses", slot.rows).any()
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3, 200])
+@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize("prioritise", ["within", "across"])
+def test_a_batch_is_full_where_all_rewards_are_equal(num_prompts: int, num_slots: int, prioritise) -> None:
+    """A draw ends: after so many tries, or with the last prompt, an equal group is kept."""
+    run = Run(index_of([TIED] * num_prompts), [])
+    draw = make_settings(prompts_per_batch=num_slots, skip_tied_groups=True, prioritise=prioritise)
+    for _ in range(10):
+        slots = run.draw(draw)
+        left_out = [slot for slot in slots if slot.left_out]
+        assert len(slots) - len(left_out) == num_slots
+        assert len(left_out) == min(MAX_REDRAWS * num_slots, max(num_prompts - num_slots, 0))
+
+
+def test_a_batch_without_equal_rewards_is_that_of_the_plain_draw() -> None:
+    index = index_of([[0.0, 1.0, 2.0, 3.0]] * 6)  # six prompts: both draws order them by one permutation
+    plain, skipping = (
+        draw_slots(index, make_settings(prompts_per_batch=3, skip_tied_groups=skip), seed=5) for skip in (False, True)
+    )
+    assert [slot.prompt for slot in plain] == [slot.prompt for slot in skipping]
+    assert all((a.rows == b.rows).all() for a, b in zip(plain, skipping, strict=True))
+
+
+def test_the_kept_prompt_is_uniform_among_those_with_different_rewards() -> None:
+    index = index_of([TIED, MIXED, TIED, MIXED, MIXED])
+    draw = make_settings(prompts_per_batch=1, skip_tied_groups=True)
+    prompts = [draw_slots(index, draw, seed)[0].prompt for seed in range(3000)]
+    assert_follows(np.bincount(prompts, minlength=5), np.array([0, 1, 0, 1, 1]) / 3)
+
+
+def test_turns_of_what_was_left_out_are_rebuilt_and_given_back_by_a_void() -> None:
+    items = [Item(prompt=at // 2, reward=1.0 if at % 4 == 0 else 0.0) for at in range(24)]
+    run = Run.of(make_added(1, items))
+    draw = make_settings(prompts_per_batch=2, skip_tied_groups=True)
+    for _ in range(5):
+        run.draw(draw)
+    assert run.rebuilt().fingerprint() == run.index.fingerprint()
+    before = run.index.draws.turns.copy()
+    assert any(slot.left_out for slot in run.draw(draw))
+    run.void(6)
+    assert (run.index.draws.turns == before).all()
+    assert run.rebuilt().fingerprint() == run.index.fingerprint()

@@ -160,13 +160,13 @@ def test_a_rehearsal_is_the_same_file_with_the_simulated_engine():
         assert load_recipe(ROOT / "recipes/gsm8k.toml", environ=environ).searcher.engine == "vllm"
 
 
-def test_the_cpu_file_needs_no_gpu_and_has_the_searchers_of_the_recipe():
+def test_the_cpu_file_needs_no_gpu_and_has_at_least_the_searchers_of_the_recipe():
     with_gpu = {name for name, service in GPU["services"].items() if "reservations" in service["deploy"]["resources"]}
     for name in with_gpu:
         assert "reservations" not in CPU["services"][name]["deploy"]["resources"]
         assert not CPU["services"][name]["image"].endswith("-gpu")
     running = [name for name in SEARCHERS if "profiles" not in CPU["services"][name]]
-    assert load_recipe(ROOT / "recipes/quickstart.toml", environ={}).searcher.num_searchers == len(running)
+    assert load_recipe(ROOT / "recipes/quickstart.toml", environ={}).searcher.num_searchers <= len(running)
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -123,7 +123,7 @@ def test_ratios_are_paired_by_seed_and_what_never_reached_the_target_took_infini
     mine, lock = found["searchers-n4-async"], found["searchers-n4-lock"]
     assert (mine["seeds"], mine["s to 0.8"], mine[ratio]) == ("3", "10.0", "4.00")
     assert (lock[ratio], mine["lock-step, one searcher / this"]) == ("1.00", "-")
-    assert (lock["borders"], mine["borders"], mine["swaps, s"]) == ("6.2 %", "-", "0.25")
+    assert (lock["borders"], mine["borders"], mine["swaps, s"]) == ("3.8 %", "-", "0.25")
     found = rows_of("searchers", pairs((None, 1.0), (20.0, 10.0), (None, 100.0)))
     assert found["searchers-n4-async"][ratio] == "inf"
     found = rows_of("searchers", pairs((3.0, None), (20.0, 10.0), (9.0, None)))

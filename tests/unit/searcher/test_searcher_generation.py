@@ -26,8 +26,8 @@ from tba_searcher.generation.evaluation_results import (
 )
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import LeaseManager, Visit, WorkQueue
-from tba_searcher.loop import SearcherLoop
-from tba_searcher.waits import WaitRegistry, retry_until
+from tba_searcher.loop import num_round_visits
+from tba_searcher.waits import WaitRegistry, retry_until, sleep_until
 from transformers import AutoTokenizer, BertModel
 
 from tba.api import MAX_LEASE_IDS, Lease, LeaseRenewal, LeaseRenewalReply, LeaseReturn, Prompt
@@ -35,6 +35,7 @@ from tba.config.searcher import SearcherSection
 from tba.errors import ConfigError, DigestError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling
+from tests.support.buffer import make_recipe
 from tests.support.tiny_encoder import make_tiny_encoder
 from tests.support.waits import until
 
@@ -345,6 +346,19 @@ async def test_many_leases_go_in_portions_and_no_lease_means_no_request() -> Non
     assert status.counts["leases_returned"] == MAX_LEASE_IDS + 1
 
 
+@pytest.mark.parametrize(
+    ("num_slots", "samples_per_insert", "num_visits"),
+    [(64, None, 16), (64, 1.0, 4), (64, 4.0, 1), (8, 1.0, 2), (2, None, 1)],
+)
+def test_a_round_is_what_slots_and_flow_control_can_give(
+    num_slots: int, samples_per_insert: float | None, num_visits: int
+) -> None:
+    """A request for more than a batch makes room for would always wait to its end."""
+    sampling = {"samples_per_insert": samples_per_insert, "prompts_per_batch": 4, "group_size": 4}
+    recipe = make_recipe(searcher={"num_slots": num_slots}, sampling={**sampling, "rollouts_per_visit": 4})
+    assert num_round_visits(recipe) == num_visits
+
+
 # ---- No wait of a searcher swallows a cancellation, and a call that takes long is shown as a wait -------------------
 
 
@@ -352,12 +366,11 @@ async def test_a_task_that_is_cancelled_in_the_moment_its_pause_ends_is_cancelle
     """asyncio.wait_for of Python 3.11 forgets such a cancellation (github.com/python/cpython/issues/86296)."""
     num_cancelled = 0
     for num_ticks in range(4):  # between the end of the inner wait and the end of the task
-        loop = SearcherLoop.__new__(SearcherLoop)
-        loop._has_work = asyncio.Event()
-        task = asyncio.create_task(loop._sleep_until_work(60.0))
+        event = asyncio.Event()
+        task = asyncio.create_task(sleep_until(event, 60.0))
         for _ in range(3):
             await asyncio.sleep(0)
-        loop._has_work.set()
+        event.set()
         for _ in range(num_ticks):
             await asyncio.sleep(0)
         if not task.done():

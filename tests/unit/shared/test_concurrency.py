@@ -1,12 +1,16 @@
-"""One action at a time, shared by all waiting callers: no caller gets an action that began before the call."""
+"""Calls in threads; one action at a time, shared by all waiting callers: none gets one that began before its call."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
+from functools import partial
 
 import pytest
 
-from tba.concurrency import SingleFlight
+from tba import concurrency
+from tba.concurrency import SingleFlight, in_thread
 from tba.errors import SupersededError, UnavailableError
 
 
@@ -78,3 +82,35 @@ async def test_one_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
     assert action.num_runs == 2
     with pytest.raises(asyncio.CancelledError):
         await waiting[0]
+
+
+async def test_calls_one_after_another_share_a_thread_and_slow_ones_have_their_own() -> None:
+    first = {await in_thread(threading.get_ident) for _ in range(20)}
+    assert len(first) <= 2  # a thread is idle again a moment after its result is here
+    together = threading.Barrier(8)
+
+    def meet() -> int:
+        together.wait(10)  # breaks unless all eight run at the same time
+        return threading.get_ident()
+
+    assert len(set(await asyncio.gather(*(in_thread(meet) for _ in range(8))))) == 8
+
+
+async def test_an_idle_thread_ends_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "_IDLE_S", 0.05)
+
+    class Large:
+        pass
+
+    def use(large: Large) -> threading.Thread:
+        return threading.current_thread()
+
+    held = Large()
+    seen = weakref.ref(held)
+    thread = await in_thread(partial(use, held))
+    del held
+    for _ in range(200):
+        if seen() is None and not thread.is_alive():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"held: {seen()}, alive: {thread.is_alive()}")

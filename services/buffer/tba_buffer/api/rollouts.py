@@ -67,10 +67,9 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         return await buffer.prompts.catalog.upload(body.prompts)
 
     @api.post("/leases", operation_id="lease", dependencies=searcher)
-    async def lease(body: LeaseRequest) -> LeaseReply:
-        """Lease visits and evaluation units."""
-        # answered at once, also without work: the reply says when to ask again
-        return await buffer.prompts.leases.lease(body)
+    async def lease(body: LeaseRequest, request: Request) -> LeaseReply:
+        """Lease visits and evaluation units, waiting up to `wait_s`; an empty reply says when to ask again."""
+        return await buffer.prompts.leases.lease(body, request.is_disconnected)
 
     @api.post("/leases/renew", operation_id="renew_leases", dependencies=searcher)
     async def renew_leases(body: LeaseRenewal) -> LeaseRenewalReply:

@@ -188,6 +188,8 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
     # `slots` also counts rollouts, which are no slots
     kinds = {kind: slots.get(kind, 0) for kind in ("recent", "replay", "fallback")}
     yield _by("tba_buffer_slots", "Slots of drawn batches, by kind", "kind", kinds)
+    text = "Groups that were drawn and left out, since their rewards were all equal"
+    yield CounterMetricFamily("tba_buffer_left_out_groups", text, value=slots.get("left_out", 0))
     leases = counters.group("leases")
     ended = {event: leases.get(event, 0) for event in LEASE_EVENTS}
     yield _by("tba_buffer_leases", "Leases, by outcome", "event", ended)

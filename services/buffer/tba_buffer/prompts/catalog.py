@@ -138,7 +138,7 @@ class Catalog:
             )
         # numbers come from Redis, where another process may have uploaded meanwhile
         await self.load()
-        self._context.changed.notify()
+        self._context.notify_all()
         num_new = int(reply[1])
         return PromptUploadReply(
             num_new=num_new,

@@ -82,6 +82,7 @@ class Evaluations:
             raise ConflictError(
                 f"version {request.version} was never announced, so there is nothing to evaluate; announce it first"
             )
+        self._context.leasable.notify()
         return await self.get(eval_id)
 
     async def get(self, eval_id: str) -> EvalInfo:

@@ -5,6 +5,9 @@ searcher. A lease that ends earlier leaves the rest: the next lease of that visi
 Evaluation units come before visits, returned and expired visits before new ones. A live searcher renews its leases, so
 a visit may take longer than `lease_s`. A visit that cannot be sampled (refused) ends. A prompt may be on lease any
 number of times at once, each time for another visit.
+
+A request may wait here: for room, an evaluation, a new version or the end of the run. A few are held at a time, and
+the others are answered at once.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
@@ -28,10 +32,18 @@ from tba_buffer.storage.redis_client import redis_errors
 MIN_RETRY_S = 0.25
 MAX_RETRY_S = 10.0
 MAX_POLLS_PER_S = 100.0
-"""All waiting searchers together. An empty reply costs the buffer about 1 ms, so this is a tenth of its one core."""
-
-
+"""Of all searchers that wait and are not held. An empty reply costs the buffer about 1 ms: this is a tenth of its one
+core."""
+MAX_HELD = 16
+"""Requests that are held at the same time; each looks at the run again whenever something changes."""
+POLL_S = 0.25
+"""A held request looks again after this long even if nothing was notified: leases expire, rollouts are evicted, and
+another process of the buffer may have changed the run."""
 ATTEMPTS = 3
+
+
+async def _never() -> bool:
+    return False
 
 
 class Leases:
@@ -52,6 +64,7 @@ class Leases:
         self._evaluations = evaluations
         self._run_state = run_state
         self._lock = asyncio.Lock()
+        self._num_held = 0
         self._poll_backoff = PollBackoff()
         self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)
@@ -74,24 +87,30 @@ class Leases:
             keys.damaged_items,
         ]
 
-    async def lease(self, request: LeaseRequest) -> LeaseReply:
+    async def lease(self, request: LeaseRequest, is_gone: Callable[[], Awaitable[bool]] = _never) -> LeaseReply:
         """Claim up to `max_leases` evaluation units and visits. A repeated request gets the same leases again.
+
+        Args:
+            request: says how long it may wait here, and for what.
+            is_gone: whether the client has hung up: nobody would work on leases that it is granted then.
 
         Raises:
             UnavailableError: Redis did not answer.
         """
-        leases: list[Lease] = []
-        async with self._lock:  # one at a time: a claim takes room away from the next request
-            snapshot = await self._run_state.read()
-            room, wait = self._room(snapshot)
-            # a stopping run still evaluates; `_room` leaves it no room for visits
-            if snapshot.state in ("running", "stopping"):
-                leases = await self._claim(request, room if wait is None else 0, snapshot)
+        begin_s = time.monotonic()
+        is_held = request.wait_s > 0 and self._num_held < MAX_HELD
+        self._num_held += is_held
+        try:
+            leases, wait, snapshot = await self._wait_for_leases(request, begin_s if is_held else None, is_gone)
+        finally:
+            self._num_held -= is_held
         if leases:
             self._poll_backoff.record_served(request.searcher_id)
             retry_after_s = 0.0
         else:
-            retry_after_s = self._poll_backoff.record_empty(request.searcher_id, time.monotonic())
+            now_s = time.monotonic()
+            # what it was held counts as a part of the pause
+            retry_after_s = max(self._poll_backoff.record_empty(request.searcher_id, now_s) - (now_s - begin_s), 0.0)
         return LeaseReply(
             leases=leases,
             latest_version=snapshot.latest_version,
@@ -100,6 +119,59 @@ class Leases:
             retry_after_s=retry_after_s,
             num_version_retries=snapshot.num_retries,
         )
+
+    async def _wait_for_leases(
+        self, request: LeaseRequest, begin_s: float | None, is_gone: Callable[[], Awaitable[bool]]
+    ) -> tuple[list[Lease], str | None, RunSnapshot]:
+        """Claim leases, from `begin_s` on for as long as the request may wait (None: once).
+
+        Returns:
+            The leases, the name of the wait if there is no room, and the run.
+        """
+        deadline_s = -math.inf if begin_s is None else begin_s + request.wait_s
+        next_claim_s = -math.inf
+        while True:
+            changed = self._context.leasable.ticket()  # before the attempt: a change during it ends the wait at once
+            now_s = time.monotonic()
+            leases, wait, snapshot = await self._attempt(
+                request, min_leases=request.min_leases if now_s < deadline_s else 1, always=now_s >= next_claim_s
+            )
+            is_new = snapshot.latest_version not in (None, request.known_version)
+            if leases or is_new or snapshot.state in ("done", "failed") or now_s >= deadline_s:
+                return leases, wait, snapshot
+            if now_s >= next_claim_s:
+                next_claim_s = now_s + POLL_S
+            await self._context.leasable.wait(changed, min(deadline_s - now_s, POLL_S))
+            if await is_gone():
+                return [], wait, snapshot
+
+    async def _attempt(
+        self, request: LeaseRequest, *, min_leases: int, always: bool
+    ) -> tuple[list[Lease], str | None, RunSnapshot]:
+        """Claim visits where there is room for `min_leases` of them, and evaluations; see `_wait_for_leases`.
+
+        Args:
+            always: also look where there is no such room: for evaluations, for leases that have expired, and for what
+                a repeated request was granted before.
+        """
+        async with self._lock:  # one at a time: a claim takes room away from the next request
+            snapshot = await self._run_state.read()
+            room, wait = self._room(snapshot)
+            # a stopping run still evaluates; `_room` leaves it no room for visits
+            if snapshot.state not in ("running", "stopping"):
+                return [], wait, snapshot
+            # with news the request is answered in any case, so it takes what there is
+            if snapshot.latest_version not in (None, request.known_version):
+                min_leases = 1
+            num_visits = request.max_leases if room is None else self._num_visits(room)
+            is_enough = num_visits >= min(min_leases, request.max_leases)
+            if not is_enough and not always:
+                return [], wait, snapshot
+            return await self._claim(request, room if wait is None and is_enough else 0, snapshot), wait, snapshot
+
+    def _num_visits(self, room: int) -> int:
+        # rounded up: a visit is leased as a whole, and may exceed the room by a part of itself
+        return math.ceil(room / self._context.recipe.sampling.rollouts_per_visit)
 
     async def give_back(self, request: LeaseReturn) -> None:
         """End leases of a searcher before their deadline. Owed rollouts are leased again; refused visits are not.
@@ -110,6 +182,7 @@ class Leases:
         returned, refused = request.lease_ids, request.refused_lease_ids
         args = [request.searcher_id, len(returned), *returned, *refused]
         await self._context.scripts.run("return", self._keys, args)
+        self._context.leasable.notify()
 
     async def renew(self, request: LeaseRenewal) -> LeaseRenewalReply:
         """Give leases of a searcher a new deadline. The reply names those that it does not hold any more.
@@ -136,8 +209,7 @@ class Leases:
     async def _claim(self, request: LeaseRequest, room: int | None, snapshot: RunSnapshot) -> list[Lease]:
         now, sampling = self._context.clock(), self._context.recipe.sampling
         lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
-        # rounded up: a visit is leased as a whole, and may exceed the room by a part of itself
-        max_train = request.max_leases if room is None else min(request.max_leases, math.ceil(room / num_visit))
+        max_train = request.max_leases if room is None else min(request.max_leases, self._num_visits(room))
         lease_ids = make_lease_ids(request)
         # another process may move the cursor before lease.lua runs; the candidates are then of visits that are taken
         for _ in range(ATTEMPTS):

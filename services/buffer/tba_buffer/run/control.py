@@ -91,7 +91,7 @@ class RunControl:
                 f"{name!r} is not possible while the run is {reply[1].decode(errors='replace')}; "
                 f"it is possible while it is {' or '.join(allowed_from)}"
             )
-        self._context.changed.notify()
+        self._context.notify_all()
 
     async def retry_versions(self, command: RunCommand, role: Role) -> None:
         """Have every searcher try its refused versions again. It is told with its next lease request.
@@ -122,7 +122,7 @@ class RunControl:
         log.error("run_fails", reason=reason)
         command = RunCommand(reason=reason)
         await self._change("fail", command, "buffer", allowed_from=("running",), checks_token=False)
-        self._context.changed.notify()
+        self._context.notify_all()
 
     async def _change(
         self,

@@ -54,7 +54,7 @@ class LossRecovery:
             if self.loss is not None:
                 await self._accept(role, reason)
                 await self._context.durability.check()
-                self._context.changed.notify()
+                self._context.notify_all()
 
     async def check_claim(self, claim: str) -> None:
         """Compare what a trainer heard last, perhaps from an earlier start of the buffer, with what Redis had.

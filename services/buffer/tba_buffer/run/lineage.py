@@ -134,7 +134,7 @@ class Lineages:
             )
         # the table first: a poll that wakes up looks the new lineage up in it
         await self.load()
-        self._context.changed.notify()
+        self._context.notify_all()
         lineage, token = int(reply[1]), reply[2].decode()
         # a repeat is answered with the lineage that it took before, which must be the one that was meant
         if self.tree.parents[lineage] != parent:
@@ -161,7 +161,7 @@ class Lineages:
         )
         if reply[0] == b"fenced":
             raise fenced(f"the publication of version {version}")
-        self._context.changed.notify()
+        self._context.notify_all()
         return int(reply[1])
 
     async def checkpoint(self, request: CheckpointRequest) -> None:

@@ -209,6 +209,7 @@ class BatchDrawer:
                     await self._scorer.fail_damaged(positions[damaged])
                     await self._run_state.void(record.member)
                     return "eviction"
+                self._context.leasable.notify()  # there is room for more visits
                 return DrawnBatch(record.body(payloads), slots)
             case b"ok":  # payloads were evicted since the index was read, or are lost
                 await self._run_state.void(record.member)
@@ -239,7 +240,8 @@ class BatchDrawer:
         seed, index = secrets.randbits(63), snapshot.index
         recipe, tree = snapshot.settings.recipe, self._lineages.tree
         settings = DrawSettings.of(recipe, step=request.step, lineages=tree, lineage=request.lineage)
-        slots = draw_slots(index, settings, seed)
+        drawn = draw_slots(index, settings, seed)
+        slots = [slot for slot in drawn if not slot.left_out]
         rows = np.concatenate([slot.rows for slot in slots])
         rollout_ids = iter(index.rollout_ids(rows))
         record = BatchRecord(
@@ -259,8 +261,9 @@ class BatchDrawer:
                 for slot in slots
             ],
             most_on_policy_prob=settings.most_on_policy_prob,
+            num_left_out=len(drawn) - len(slots),
         )
-        event = drawn_event(index, slots, record.batch_id, PolicyVersion(request.lineage, request.step))
+        event = drawn_event(index, drawn, record.batch_id, PolicyVersion(request.lineage, request.step))
         return record, index.column("position", rows), event
 
     async def _open_member(self, request: BatchRequest) -> bytes | None:

@@ -56,6 +56,8 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     groups: list[GroupRecord]
     most_on_policy_prob: float | None = None
     """None: drawn by an older release."""
+    num_left_out: int = 0
+    """Slots that were drawn again, since their rewards were all equal."""
 
     @property
     def rollout_ids(self) -> list[bytes]:
@@ -80,6 +82,7 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
             "recent": sum(group.source == "recent" for group in self.groups),
             "replay": sum(group.source == "replay" for group in self.groups),
             "fallback": sum(group.fallback for group in self.groups),
+            "left_out": self.num_left_out,
             "rollouts": sum(map(len, ids)),
             "distinct_rollouts": sum(len(set(group)) for group in ids),
         }
@@ -199,7 +202,7 @@ class BatchLedger:
             ],
         )
         _check_reply(reply, batch_id, request)
-        # the draw for the next step, or generation, may wait for this ack
+        # the draw for the next step may wait for this ack
         self._context.changed.notify()
         if self._evictor.record_step(PolicyVersion(request.lineage, request.step)):
             await self._evictor.enforce()

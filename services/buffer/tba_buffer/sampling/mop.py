@@ -15,9 +15,11 @@ from everything:
     K of n:  one after the other without replacement when n >= K, unless `replacement`;
              else with replacement (the distinct ones are counted)
 
-Rollouts that were in `max_uses` batches are in no pool. `Index` says what is recent, by arrival or by policy version,
-and what was drawn before. A draw is a function of what the index holds, the settings and the seed: an index that was
-rebuilt draws the same. No probability is rounded by more than float64 rounds.
+With `skip_tied_groups` a slot whose K rewards are all equal is drawn again from its pool with another prompt, up to
+MAX_REDRAWS times; the prompt that was left out has had its turn. Rollouts that were in `max_uses` batches are in no
+pool. `Index` says what is recent, by arrival or by policy version, and what was drawn before. A draw is a function of
+what the index holds, the settings and the seed: an index that was rebuilt draws the same. No probability is rounded by
+more than float64 rounds.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from tba_buffer.index.reward_trees import Weights
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.sampling.prompt_choice import TurnChoice, WeightedChoice, members_of
 
+MAX_REDRAWS = 8
+"""How often a slot with equal rewards is drawn again before it is kept."""
 _MAX_ROUNDS = 8
 """Rounds of independent draws before all rollouts of a slot are weighed one by one."""
 
@@ -59,6 +63,7 @@ class DrawSettings:
     uniform_share: float = 0.0
     prioritise: Literal["within", "across"] = "within"
     replacement: bool = False
+    skip_tied_groups: bool = False
     min_distinct: int = 2
     age_half_life_steps: float | None = None
     common_steps: tuple[tuple[int, int], ...] = ()
@@ -95,6 +100,7 @@ class DrawSettings:
             uniform_share=sampling.uniform_share,
             prioritise=sampling.prioritise,
             replacement=sampling.replacement,
+            skip_tied_groups=sampling.skip_tied_groups,
             min_distinct=sampling.min_distinct,
             age_half_life_steps=sampling.age_half_life_steps,
             common_steps=() if common is None else tuple(common.items()),
@@ -112,6 +118,8 @@ class Slot(NamedTuple):
     """Which turn of its prompt this is; 0: it takes none."""
     floor: int = 0
     """The fewest turns in its pool when the batch was drawn."""
+    left_out: bool = False
+    """Whether its rewards are all equal and another slot is in its place. No batch has it, but it has had its turn."""
 
     @property
     def fallback(self) -> bool:
@@ -127,11 +135,143 @@ class Slot(NamedTuple):
 def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
     """Draw the slots of one batch; the same index and seed give the same batch.
 
+    Returns:
+        The slots of the batch, then those that were left out (`Slot.left_out`).
+
     Raises:
         ValueError: no prompt can fill a slot.
     """
     rng = np.random.default_rng(seed)
-    prompts, wanted, recent, turns, floors = _choose_prompts(index, settings, rng)
+    choice = _SlotChoice(index, settings, rng)
+    # MOP's coin: with probability m a slot wants the most on-policy data there is
+    wanted = rng.random(settings.prompts_per_batch) < settings.most_on_policy_prob
+    chosen = [choice.choose(wanted_recent) for wanted_recent in wanted.tolist()]
+    rows = list(_draw_rows(index, settings, chosen, rng))
+    kept = list(range(len(chosen)))
+    suspects = kept if settings.skip_tied_groups else []
+    for _ in range(MAX_REDRAWS):
+        redrawn: list[int] = []
+        for at in suspects:
+            if _is_tied(index, rows[kept[at]]) and (other := choice.choose_other(chosen[kept[at]].wanted_recent)):
+                redrawn.append(at)
+                chosen.append(other)
+        if not redrawn:
+            break
+        rows.extend(_draw_rows(index, settings, chosen[-len(redrawn) :], rng))
+        first = len(chosen) - len(redrawn)
+        kept = [first + redrawn.index(at) if at in redrawn else each for at, each in enumerate(kept)]
+        suspects = redrawn
+    turns, floors = choice.turns_taken([each.is_recent for each in chosen]), choice.floors
+    left_out = sorted(set(range(len(chosen))) - set(kept))
+    return [
+        Slot(
+            prompt=chosen[each].prompt,
+            source="recent" if chosen[each].is_recent else "replay",
+            wanted_recent=chosen[each].wanted_recent,
+            rows=rows[each],
+            turn=turns[each],
+            floor=floors[chosen[each].is_recent],
+            left_out=at >= len(kept),
+        )
+        for at, each in enumerate([*kept, *left_out])
+    ]
+
+
+def drawn_event(index: Index, slots: Sequence[Slot], batch_id: str, version: PolicyVersion) -> Drawn:
+    """Return the event that follows the newest one when `draw_slots` gave these slots for step `version`."""
+    packed = [(each.prompt, each.source == "recent", each.turn, each.floor) for each in slots]
+    rows = np.unique(np.concatenate([each.rows for each in slots if not each.left_out]))
+    positions = index.column("position", rows)
+    return Drawn(index.position + 1, batch_id, version, np.array(packed, dtype=SLOT_DTYPE), positions)
+
+
+class _Chosen(NamedTuple):
+    """The prompt of a slot. `is_recent` is false where it is wanted and the recent pool has no unused prompt left."""
+
+    prompt: int
+    is_recent: bool
+    wanted_recent: bool
+
+
+class _SlotChoice:
+    """Chooses the prompts of a batch's slots.
+
+    Raises:
+        ValueError: no prompt can fill a slot.
+    """
+
+    def __init__(self, index: Index, settings: DrawSettings, rng: np.random.Generator) -> None:
+        everything = members_of(index, REPLAY, settings.min_distinct)
+        if not everything.num:
+            raise ValueError(
+                f"no prompt has {settings.min_distinct} scored rollouts that may be drawn, as a slot needs"
+            )
+        # each left-out slot uses a prompt more
+        num_slots = settings.prompts_per_batch * (1 + MAX_REDRAWS * settings.skip_tied_groups)
+        recent = members_of(index, RECENT, settings.min_distinct)
+        self._num_prompts = everything.num
+        self._from_recent = TurnChoice(index, RECENT, recent, num_slots, rng)
+        self._from_all: TurnChoice | WeightedChoice
+        if settings.prioritise == "across":
+            self._from_all = WeightedChoice(
+                index.trees,
+                index.drawable_counts,
+                min_distinct=settings.min_distinct,
+                weights=settings.weights,
+                uniform_share=settings.uniform_share,
+                num_slots=num_slots,
+                rng=rng,
+            )
+        else:
+            self._from_all = TurnChoice(index, REPLAY, everything, num_slots, rng)
+        self._used, self._has_restarted = set[int](), False
+        self.floors = (self._from_all.floor, self._from_recent.floor)
+        """Of REPLAY and RECENT."""
+
+    def choose(self, wanted_recent: bool) -> _Chosen:
+        """Choose the prompt of the next slot."""
+        # more slots than prompts: the batch begins to use them again
+        if len(self._used) == self._num_prompts:
+            self._has_restarted = True
+            self._used.clear()
+            self._from_recent.restart()
+            self._from_all.restart()
+        chosen = self._choose(wanted_recent)
+        assert chosen is not None, "a prompt that is not used is left, or used was cleared"
+        return chosen
+
+    def choose_other(self, wanted_recent: bool) -> _Chosen | None:
+        """Choose a prompt that the batch has not used; None when it has used every prompt, now or before."""
+        if self._has_restarted:
+            return None
+        return self._choose(wanted_recent)
+
+    def _choose(self, wanted_recent: bool) -> _Chosen | None:
+        prompt = self._from_recent.take(self._used) if wanted_recent else None
+        is_recent = prompt is not None  # no prompt left in the recent pool: the slot falls back to everything
+        if prompt is None and len(self._used) < self._num_prompts:
+            prompt = self._from_all.take(self._used)
+        if prompt is None:
+            return None
+        self._used.add(prompt)
+        return _Chosen(prompt, is_recent, wanted_recent)
+
+    def turns_taken(self, is_recent: Sequence[bool]) -> list[int]:
+        """Return which turn of its prompt each choice was, given which of them were recent."""
+        recent, replay = iter(self._from_recent.turns_taken()), iter(self._from_all.turns_taken())
+        return [next(recent if each else replay) for each in is_recent]
+
+
+def _is_tied(index: Index, rows: Rows) -> bool:
+    """Return whether the rewards of a slot are all equal: most objectives learn nothing from it (DAPO, 2503.14476)."""
+    rewards = index.column("reward", rows)
+    return bool((rewards == rewards[0]).all())
+
+
+def _draw_rows(index: Index, settings: DrawSettings, chosen: Sequence[_Chosen], rng: np.random.Generator) -> Rows:
+    """Draw K rows for each slot. [S, K]"""
+    prompts = np.array([each.prompt for each in chosen])
+    recent = np.array([each.is_recent for each in chosen])
     rows = np.empty((len(prompts), settings.group_size), dtype=np.int64)
     num = np.where(recent, index.recent_counts[prompts], index.drawable_counts[prompts])
     # few rollouts: weigh them all at once for all slots; many: draw from the tree of their prompt
@@ -143,67 +283,7 @@ def draw_slots(index: Index, settings: DrawSettings, seed: int) -> list[Slot]:
             slots = np.flatnonzero(~few & (prompts == prompt) & (recent == part))
             if len(slots):
                 rows[slots] = _draw_from_big(index, settings, prompt, part, len(slots), rng)
-    columns = (each.tolist() for each in (prompts, recent, wanted, turns))
-    return [
-        Slot(prompt, "recent" if is_recent else "replay", wanted_recent, slot_rows, turn, floors[is_recent])
-        for (prompt, is_recent, wanted_recent, turn), slot_rows in zip(zip(*columns, strict=True), rows, strict=True)
-    ]
-
-
-def drawn_event(index: Index, slots: Sequence[Slot], batch_id: str, version: PolicyVersion) -> Drawn:
-    """Return the event that follows the newest one when these slots are the batch for step `version`."""
-    packed = [(each.prompt, each.source == "recent", each.turn, each.floor) for each in slots]
-    rows = np.unique(np.concatenate([each.rows for each in slots]))
-    positions = index.column("position", rows)
-    return Drawn(index.position + 1, batch_id, version, np.array(packed, dtype=SLOT_DTYPE), positions)
-
-
-def _choose_prompts(
-    index: Index, settings: DrawSettings, rng: np.random.Generator
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64], tuple[int, int]]:
-    """Flip the coin of every slot, and choose its prompt.
-
-    Returns:
-        For each slot: the prompt, whether the coin asked for recent data, whether the slot gets recent data, which turn
-        it is. And the floors of REPLAY and RECENT.
-    """
-    everything = members_of(index, REPLAY, settings.min_distinct)
-    if not everything.num:
-        raise ValueError(f"no prompt has {settings.min_distinct} scored rollouts that may be drawn, as a slot needs")
-    num_slots = settings.prompts_per_batch
-    from_recent = TurnChoice(index, RECENT, members_of(index, RECENT, settings.min_distinct), num_slots, rng)
-    if settings.prioritise == "across":
-        from_all = WeightedChoice(
-            index.trees,
-            index.drawable_counts,
-            min_distinct=settings.min_distinct,
-            weights=settings.weights,
-            uniform_share=settings.uniform_share,
-            num_slots=num_slots,
-            rng=rng,
-        )
-    else:
-        from_all = TurnChoice(index, REPLAY, everything, num_slots, rng)
-    # MOP's coin: with probability m a slot wants the most on-policy data there is
-    wanted = rng.random(num_slots) < settings.most_on_policy_prob
-    used, prompts, recent = set[int](), [], []
-    for wanted_recent in wanted.tolist():
-        # more slots than prompts: the batch begins to use them again
-        if len(used) == everything.num:
-            used.clear()
-            from_recent.restart()
-            from_all.restart()
-        prompt = from_recent.take(used) if wanted_recent else None
-        recent.append(prompt is not None)  # no prompt left in the recent pool: the slot falls back to everything
-        if prompt is None:
-            prompt = from_all.take(used)
-        assert prompt is not None, "a prompt that is not used is left, or used was cleared"
-        used.add(prompt)
-        prompts.append(prompt)
-    chosen, is_recent = np.array(prompts), np.array(recent)
-    turns = np.empty(num_slots, dtype=np.int64)
-    turns[is_recent], turns[~is_recent] = from_recent.turns_taken(), from_all.turns_taken()
-    return chosen, wanted, is_recent, turns, (from_all.floor, from_recent.floor)
+    return rows
 
 
 def _draw_from_few(

@@ -7,7 +7,8 @@ while there are others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class TurnChoice:
         index: knows the turns.
         pool: RECENT or REPLAY.
         prompts: the members of the pool.
-        num_slots: how many choices to expect.
+        num_slots: the most choices of a batch.
         rng: the generator of the batch.
     """
 
@@ -172,9 +173,9 @@ class WeightedChoice:
         noise = scale * gumbel_noise(len(prompts), self._rng)
         yield from prompts[gumbel_top_k(terms[None], noise[None], len(prompts))[0]].tolist()
 
-    def turns_taken(self) -> int:
-        """Return 0: a weighted choice takes no turn."""
-        return 0
+    def turns_taken(self) -> Iterable[int]:
+        """Return 0 for each `take`: a weighted choice takes no turn."""
+        return repeat(0)
 
     def _keeps(self, prompts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which drawn prompts to keep: a big one is drawn by an upper bound of its weight, and kept with

@@ -258,7 +258,7 @@ class RolloutScorer:
         )
         if reply == buffer_epoch.SUPERSEDED:
             raise await buffer_epoch.refusal(self._context, "storing new rewards")
-        self._context.changed.notify()
+        self._context.notify_all()
 
     async def enforce_limits(self, scored: Sequence[ScoredRollout]) -> None:
         """Evict what is over the limits because stored payloads grew; `context.mutation_lock` must not be held.

@@ -239,7 +239,7 @@ class SnapshotLoad:
             self.progress.num_loaded += len(part.places)
         # load_snapshot.lua has written those of the snapshot
         await self._lineages.load()
-        context.changed.notify()
+        context.notify_all()
 
     def _rewrite(self, payloads: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Return (payloads, records) for this run."""

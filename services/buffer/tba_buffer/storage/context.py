@@ -204,6 +204,10 @@ class Context:
     epoch: BufferEpoch
     clock: Callable[[], float] = time.time
     changed: Signal = field(default_factory=Signal)
+    """For batches: rollouts, scores, the state of the run."""
+    leasable: Signal = field(default_factory=Signal)
+    """For leases: room that a draw makes, leases that are returned, evaluations, weight versions, the state of the run.
+    What else makes room is found by looking again after a while."""
     mutation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while stored rollouts are changed or removed: by evictor, scorer, rescoring, the end of a snapshot.
 
@@ -211,6 +215,11 @@ class Context:
     """
     damaged_items: DamagedItems = field(default_factory=DamagedItems)
     """Stored items that cannot be read."""
+
+    def notify_all(self) -> None:
+        """Wake every long poll."""
+        self.changed.notify()
+        self.leasable.notify()
 
     @classmethod
     def connect(cls, recipe: Recipe, *, clock: Callable[[], float] = time.time) -> Context:

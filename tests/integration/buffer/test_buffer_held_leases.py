@@ -1,0 +1,218 @@
+"""Lease requests that wait at the buffer: for room, evaluations, a new weight version, or the end of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+import pytest
+from tba_buffer.prompts.leases import MAX_HELD
+
+from tba.api import BatchRequest, LeaseReply, LeaseRequest, LeaseReturn, LineageReply, RunCommand, VersionRequest
+from tba.clients import BufferClient
+from tests.support.buffer import make_prompts, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.leases import fulfil, lease, request_eval
+
+FLOW = {"samples_per_insert": 1.0, "samples_per_insert_error": 16, "prompts_per_batch": 2, "min_size_to_sample": 8}
+"""Room for four visits of four rollouts, and for two more with each batch."""
+WAIT_S = 20.0
+"""Longer than any test waits."""
+
+
+def hold(buffer: BufferThread, *, searcher_id: str = "s2", min_leases: int = 1, wait_s: float = WAIT_S) -> LeaseReply:
+    request = LeaseRequest(
+        searcher_id=searcher_id, max_leases=8, min_leases=min_leases, wait_s=wait_s, known_version="0-0"
+    )
+    return buffer.client().lease(request)
+
+
+def fill(client: BufferClient) -> LineageReply:
+    """Begin a run, and use up its room: four visits, which are fulfilled."""
+    client.upload_prompts(make_prompts(40, 4))
+    lineage = start_lineage(client)
+    for item in lease(client, 20).leases:
+        fulfil(client, item)
+    assert lease(client).wait == "trainer-ahead"
+    return lineage
+
+
+def draw(client: BufferClient, lineage: LineageReply, step: int) -> None:
+    client.draw_batch(
+        BatchRequest(trainer_id="trainer", token=lineage.token, lineage=lineage.lineage, step=step, wait_s=1.0)
+    )
+
+
+def answer_after(buffer: BufferThread, act: Callable[[], object], **changes) -> LeaseReply:
+    """Hold a request, see that it waits, act, and return its answer."""
+    with ThreadPoolExecutor(1) as pool:
+        answer: Future[LeaseReply] = pool.submit(hold, buffer, **changes)
+        time.sleep(0.6)
+        assert not answer.done()
+        begin = time.monotonic()
+        act()
+        reply = answer.result(WAIT_S)
+        assert time.monotonic() - begin < 5.0, "something else than the act has ended the wait"
+        return reply
+
+
+def test_a_held_request_gets_the_room_of_the_next_draw(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    assert len(answer_after(buffer, lambda: draw(client, lineage, 1)).leases) == 2
+
+
+def test_a_held_request_waits_for_as_many_visits_as_it_asks_for(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    draw(client, lineage, 1)
+    assert len(answer_after(buffer, lambda: draw(client, lineage, 2), min_leases=4).leases) == 4
+
+
+def test_a_held_request_gets_what_there_is_when_its_time_is_over(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    draw(client, lineage, 1)
+    begin = time.monotonic()
+    assert len(hold(buffer, min_leases=4, wait_s=0.5).leases) == 2
+    assert time.monotonic() - begin >= 0.5
+    reply = hold(buffer, wait_s=0.5)
+    assert (reply.leases, reply.wait, reply.retry_after_s) == ([], "trainer-ahead", 0.0)
+
+
+def test_a_held_request_is_told_of_a_new_version(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    version = VersionRequest(version="1-0", token=lineage.token)
+    reply = answer_after(buffer, lambda: client.announce_version(version))
+    assert (reply.leases, reply.latest_version) == ([], "1-0")
+
+
+def test_a_held_request_gets_an_evaluation(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    reply = answer_after(buffer, lambda: request_eval(client, lineage), min_leases=4)
+    assert {item.kind for item in reply.leases} <= {"sample", "greedy"}
+    assert reply.leases
+
+
+def test_a_held_request_gets_what_another_searcher_returns(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    client = buffer.client()
+    client.upload_prompts(make_prompts(40))
+    start_lineage(client)
+    held = [item.lease_id for item in lease(client, 20).leases]
+    back = LeaseReturn(searcher_id="s1", lease_ids=held[:1])
+    assert len(answer_after(buffer, lambda: client.return_leases(back)).leases) == 1
+
+
+@pytest.mark.parametrize("command", ["done", "fail"])
+def test_a_held_request_hears_of_the_end_of_the_run(serve_buffer: ServeBuffer, command) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    end = RunCommand(token=lineage.token, reason="test")
+    reply = answer_after(buffer, lambda: client.command(command, end))
+    assert reply.run_state == {"done": "done", "fail": "failed"}[command]
+
+
+def test_a_paused_run_holds_requests_until_it_goes_on(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    draw(client, lineage, 1)
+    client.command("pause", RunCommand())
+    assert len(answer_after(buffer, lambda: client.command("resume", RunCommand())).leases) == 2
+
+
+def test_of_more_requests_than_are_held_the_rest_is_answered_at_once(serve_buffer: ServeBuffer) -> None:
+    """So hundreds of searchers that wait cost the buffer no more than those that are held."""
+    buffer = serve_buffer(sampling=FLOW)
+    fill(buffer.client())
+    with ThreadPoolExecutor(MAX_HELD + 4) as pool:
+        held = [pool.submit(hold, buffer, searcher_id=f"s{i}", wait_s=3.0) for i in range(MAX_HELD)]
+        time.sleep(1.0)
+        begin = time.monotonic()
+        reply = hold(buffer, searcher_id="late", wait_s=3.0)
+        assert time.monotonic() - begin < 1.0
+        assert (reply.leases, reply.wait) == ([], "trainer-ahead")
+        assert reply.retry_after_s > 0
+        assert not any(answer.done() for answer in held)
+
+
+def test_many_requests_at_once_hold_no_more_places_than_there_are(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    fill(buffer.client())
+    clients = [buffer.client() for _ in range(3 * MAX_HELD)]
+
+    def ask(number: int) -> float:
+        begin = time.monotonic()
+        request = LeaseRequest(searcher_id=f"s{number}", max_leases=8, wait_s=4.0, known_version="0-0")
+        clients[number].lease(request)
+        return time.monotonic() - begin
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        waits_s = list(pool.map(ask, range(len(clients))))
+    assert sum(wait_s >= 4.0 for wait_s in waits_s) == MAX_HELD
+
+
+# ---- what a request finds where there is no room --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+def test_leases_of_a_dead_searcher_expire_where_they_fill_the_room(serve_buffer: ServeBuffer, wait_s: float) -> None:
+    """Else the trainer would wait for rollouts, and every searcher for the trainer, for ever."""
+    buffer = serve_buffer(sampling=FLOW, buffer={"lease_s": 1.0})
+    client = buffer.client()
+    client.upload_prompts(make_prompts(40))
+    start_lineage(client)
+    held = {item.visit_id for item in lease(client, 20).leases}
+    deadline = time.monotonic() + WAIT_S
+    found = set[str]()
+    while found != held and time.monotonic() < deadline:
+        found |= {item.visit_id for item in hold(buffer, wait_s=wait_s).leases}
+        time.sleep(0.1)
+    assert found == held
+
+
+@pytest.mark.parametrize("state", ["running", "stopping"])
+def test_units_of_a_dead_searcher_expire_where_there_is_no_room(serve_buffer: ServeBuffer, state: str) -> None:
+    buffer = serve_buffer(sampling=FLOW, buffer={"lease_s": 1.0})
+    lineage = fill(client := buffer.client())
+    request_eval(client, lineage)
+    units = {item.visit_id for item in lease(client, 20).leases}
+    assert units
+    if state == "stopping":
+        client.command("stop", RunCommand())
+    deadline, found = time.monotonic() + WAIT_S, set[str]()
+    while found != units and time.monotonic() < deadline:
+        found |= {item.visit_id for item in hold(buffer, wait_s=1.0).leases}
+    assert found == units
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 2.0])
+def test_a_repeated_request_gets_the_leases_that_took_all_the_room(serve_buffer: ServeBuffer, wait_s: float) -> None:
+    buffer = serve_buffer(sampling=FLOW)
+    client = buffer.client()
+    client.upload_prompts(make_prompts(40))
+    start_lineage(client)
+    request = LeaseRequest(searcher_id="s1", max_leases=20, min_leases=2, wait_s=wait_s, known_version="0-0")
+    first = client.lease(request)
+    assert len(first.leases) == 4
+    again = client.lease(request)
+    assert [item.lease_id for item in again.leases] == [item.lease_id for item in first.leases]
+
+
+def test_a_searcher_that_hung_up_gets_nothing(serve_buffer: ServeBuffer) -> None:
+    """Nobody would work on its leases until they expire, and the whole run would wait for that."""
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    connection = HTTPConnection(urlsplit(buffer.url).netloc, timeout=WAIT_S)
+    request = LeaseRequest(searcher_id="gone", max_leases=8, wait_s=WAIT_S, known_version="0-0")
+    connection.request("POST", "/v1/leases", request.model_dump_json(), {"content-type": "application/json"})
+    time.sleep(0.6)
+    connection.close()
+    time.sleep(0.6)
+    draw(client, lineage, 1)
+    assert len(hold(buffer).leases) == 2

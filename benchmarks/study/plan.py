@@ -3,6 +3,7 @@
 An arm is a method in a world with the setting that tuning found, on the five seeds of the result. The plan yields the
 cells that can be run now; which ones come next may depend on them (the grids of tuning, the choice after screening).
 
+    first      the methods ALWAYS on `addition`, at the lags that tell them apart; then whether replay pays
     screening  every method at lag 16, 80 steps, two of the tuning seeds, each tuned by the same rule
     rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, are
                compared at every lag on both tasks
@@ -21,8 +22,9 @@ SEEDS = (0, 1, 2, 3, 4)
 NUM_FULL = 8
 SCREENING, NUM_SCREENING_SEEDS = World(lag=16, num_steps=80), 2
 LAGS = (0, 1, 4, 16, 64)
+FIRST_LAGS = (16, 64, 0)
 BASE_LAG = 16
-"""Tuned first; tuning in other worlds of the task begins where it ended."""
+"""Tuned first; tuning in other worlds of the task begins where it ended, and that of `chain` where `addition` did."""
 LAG = 4
 """Of the questions that are not about lag."""
 FEW = ("tba_prime", "grpo")
@@ -115,6 +117,8 @@ class Study:
         return None if begin is None or not begin.is_done else tune(self.lines, method, world, begin.best)
 
     def _parts(self) -> Iterator[Iterator[Cell]]:
+        for arms in (*(self._always_at(lag) for lag in FIRST_LAGS), replay_arms()):
+            yield (cell for arm in arms for cell in self._arm_cells(arm))
         for method in METHODS:
             yield self._tuning_cells(method, SCREENING)
         if len(self.screened()) < len(METHODS):
@@ -123,12 +127,13 @@ class Study:
             yield (cell for arm in arms for cell in self._arm_cells(arm))
         yield iter(noise_cells())
 
+    def _always_at(self, lag: int) -> list[Arm]:
+        return [_tuned_arm(method, World(lag=lag)) for method in ALWAYS]
+
     def _arms_in_order(self) -> Iterator[list[Arm]]:
-        yield self.at_lag("addition", 16)
-        yield self.at_lag("addition", 0)
-        yield replay_arms()
+        for lag in FIRST_LAGS:
+            yield self.at_lag("addition", lag)
         yield self.at_lag("chain", 16)
-        yield self.at_lag("addition", 64)
         yield self.at_lag("chain", 0)
         yield priority_arms()
         yield correction_arms()
@@ -253,9 +258,7 @@ def _tuned_arm(method: str, world: World) -> Arm:
 
 
 def _begins_from(world: World) -> World | None:
-    if world == SCREENING:
+    base, first = World(task=world.task, lag=BASE_LAG), World(lag=BASE_LAG)
+    if world in (SCREENING, first):
         return None
-    base = World(task=world.task, lag=BASE_LAG)
-    if world != base:
-        return base
-    return SCREENING if world.task == SCREENING.task else None
+    return first if world == base else base

@@ -110,17 +110,29 @@ def test_study_tuning_takes_the_mean_of_seeds_that_are_used_for_nothing_else(who
 # ---- The plan -------------------------------------------------------------------------------------------------------
 
 
-def test_study_screening_comes_first_and_decides_the_full_comparison(whole: dict[str, Line]) -> None:
-    assert {cell.world for cell in Study({}).plan()} == {SCREENING}
+def test_study_the_lags_that_tell_methods_apart_come_first(whole: dict[str, Line]) -> None:
+    first = list(Study({}).plan())
+    assert {cell.world for cell in first} == {World(lag=16), SCREENING}
+    assert {cell.method for cell in first if cell.world != SCREENING} == set(ALWAYS)
+    assert first[0].world == World(lag=16)
+    tuned_first = {key: each for key, each in whole.items() if each.cell.world == World(lag=16)}
+    then = list(Study(tuned_first).plan())
+    assert then[0].world == World(lag=64)
+    assert {cell.world for cell in then if cell.world.replay_m}  # replay before screening
+    assert then[-1].world == SCREENING
+
+
+def test_study_screening_decides_the_full_comparison(whole: dict[str, Line]) -> None:
     lines = finish(lambda cell: 0.3 if cell.method in ("grpo", "kimi") else 0.6 if cell.method != "gspo" else 0.7)
     full = Study(lines).full()
     assert full[: len(ALWAYS)] == ALWAYS
     assert len(full) == NUM_FULL
     assert "gspo" in full
     assert "kimi" not in full
-    screened = {key: each for key, each in whole.items() if each.cell.world == SCREENING}
-    then = [cell for cell in Study(screened).plan() if cell.setting.learning_rate]
-    assert {cell.world for cell in then} == {World(lag=16), World(task="chain", lag=16)}
+    known = {key: each for key, each in whole.items() if each.cell.world in (SCREENING, World(lag=16))}
+    assert World(task="chain", lag=16) in {cell.world for cell in Study(known).plan()}
+    unscreened = {key: each for key, each in whole.items() if each.cell.world != SCREENING}
+    assert {cell.world for cell in Study(unscreened).plan()} == {SCREENING}
 
 
 def test_study_every_method_is_tuned_at_every_lag_on_both_tasks(whole: dict[str, Line]) -> None:

@@ -22,6 +22,7 @@ from tba_trainer.learner.forward_backward import (
     ForwardResult,
     Given,
     Ranks,
+    batch_metrics,
 )
 from tba_trainer.learner.micro_batches import MicroBatch, Plan, plan_micro_batches
 from tba_trainer.model.logprobs import LogprobModel
@@ -211,6 +212,92 @@ def test_two_slots_of_one_prompt_are_two_groups(model: Any, preset: str, max_tok
     expected, found = (run(model, section(preset), each, max_tokens) for each in (batch, same))
     torch.testing.assert_close(found[0], expected[0])
     assert found[1] == expected[1]
+
+
+class _Watched(LogprobModel):
+    """Remembers how many sequences went through it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, temperature=1.0)
+        self.num_sequences = 0
+
+    def _token_logprobs(self, sequences: Any, with_entropy: bool) -> Any:
+        self.num_sequences += len(set(sequences.row.tolist()))
+        return super()._token_logprobs(sequences, with_entropy)
+
+
+REWARDS = np.array([1.0] * 4 + [0.0, 1.0, 1.0, 0.0] + [0.25] * 4)
+"""The first and the last of three groups are tied."""
+
+
+def run_tied(
+    model: Any, values: dict[str, Any], rewards: np.ndarray = REWARDS, max_tokens: int = 4096
+) -> tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int]:
+    batch, policy = make_batch(0), _Watched(copy.deepcopy(model).double())
+    objective = resolve(ObjectiveSection.model_validate(values), max_response_tokens=32)
+    given_values = Given(ref_logprobs=[-5.0] * 12) if objective.needs_reference else Given()
+    work = ForwardBackward(
+        policy,
+        objective,
+        batch.rollouts,
+        groups=batch.group_numbers,
+        rewards=rewards,
+        given=given_values,
+        policy_ages=AGES,
+        beta=values.get("beta", {}).get("value", 0.0),
+        micro_batch_tokens=max_tokens,
+    )
+    metrics = work.backward()
+    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+    return gradient, metrics, work.results(), policy.num_sequences
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "dr_grpo_clamp"])
+@pytest.mark.parametrize("max_tokens", [4096, 60])
+def test_tied_groups_cost_no_pass_and_change_no_gradient(
+    model: Any, preset: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"preset": preset, "beta": {"value": 0.0}}
+    found, metrics, results, num_sequences = run_tied(model, values, max_tokens=max_tokens)
+    assert num_sequences == 4
+    assert metrics["num_rollouts_without_gradient"] == 8
+    assert [item.logprob is None for item in results] == [True] * 4 + [False] * 4 + [True] * 4
+    monkeypatch.setattr(ForwardBackward, "_rows_with_gradient", lambda self: list(range(12)))
+    expected, all_metrics, all_results, num_all = run_tied(model, values, max_tokens=max_tokens)
+    assert num_all == 12
+    assert expected.norm() > 0
+    torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-11)
+    assert metrics["loss"] == pytest.approx(all_metrics["loss"])
+    assert metrics["advantage_abs_mean"] == pytest.approx(all_metrics["advantage_abs_mean"])
+    assert [item.logprob for item in results[4:8]] == pytest.approx([item.logprob for item in all_results[4:8]])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"preset": "grpo", "beta": {"value": 0.1}},
+        {"preset": "tb", "beta": {"value": 0.1}},
+        {"preset": "kimi", "beta": {"value": 0.1}},
+        {"preset": "m2po", "beta": {"value": 0.0}},
+        {"preset": "grpo", "beta": {"value": 0.0}, "log_ratio_penalty": 0.1},
+    ],
+    ids=str,
+)
+def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, values: dict[str, Any]) -> None:
+    _, metrics, _, num_sequences = run_tied(model, values)
+    assert num_sequences == 12
+    assert metrics["num_rollouts_without_gradient"] == 0
+
+
+def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model: Any) -> None:
+    gradient, metrics, results, num_sequences = run_tied(model, {"preset": "grpo", "beta": {"value": 0.0}}, np.ones(12))
+    assert num_sequences == 1  # the filler
+    assert gradient.abs().max() == 0
+    assert metrics["entropy"] is None
+    assert metrics["num_rollouts_without_gradient"] == 12
+    found = batch_metrics(results, success_reward=1.0, policy_temperature=1.0)
+    assert [found[name] for name in ("ess", "log_ratio_mean", "kl_to_ref", "ess_age_0")] == [None] * 4
+    assert found["num_rollouts"] == 12
 
 
 def test_without_a_reference_there_is_no_ref_logprob(model: Any) -> None:

@@ -5,6 +5,9 @@ batch). A group inside one micro-batch gets them from the forward pass that the 
 span micro-batches cost a first pass without gradient. Both ways give the same gradient
 (tests/unit/trainer/test_trainer_forward_backward.py).
 
+A rollout whose A_j is 0 by its rewards alone (those of its group are all equal) adds nothing to the gradient, so no
+pass is made for it. On easy or hard prompts that is a large part of a batch. Metrics of theta are of the others.
+
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
 
@@ -97,11 +100,12 @@ class ForwardResult:
 
     rollout: Rollout
     policy_age: int
-    logprob: float
+    logprob: float | None
+    """None: no pass was made for it, since its advantage is 0."""
     ref_logprob: float | None
     """None where the objective needs no reference."""
     abs_gap: float
-    """Sum over tokens of |trainer log-prob - sampler log-prob|."""
+    """Sum over tokens of |trainer log-prob - sampler log-prob|; 0 without a pass."""
 
 
 class ForwardBackward:
@@ -148,14 +152,15 @@ class ForwardBackward:
             num_tokens=int(num_tokens[self._kept].sum()),
             num_groups=len({group for group, is_cut in zip(groups, truncated, strict=True) if not is_cut}),
         )
+        self._sequences = self._given_sums(rewards, groups, num_tokens)
+        self._passed = self._rows_with_gradient()
         self._plan = plan_micro_batches(
-            [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts],
-            groups,
+            [len(rollouts[i].prompt_tokens) + len(rollouts[i].response_tokens) for i in self._passed],
+            [groups[i] for i in self._passed],
             micro_batch_tokens,
             num_ranks=self._ranks.num_ranks,
             keep_groups=objective.needs_complete_groups,
-        )
-        self._sequences = self._given_sums(rewards, groups, num_tokens)
+        ).renumbered(self._passed)
         num_squares = int(num_tokens.sum()) if objective.needs_all_tokens else 0
         self._squares = torch.zeros(num_squares, dtype=torch.float64)
         """(log rho)^2 of every token of the batch, where the objective needs all of them."""
@@ -187,7 +192,16 @@ class ForwardBackward:
             log_z=None if given.log_z is None else torch.tensor(given.log_z, dtype=torch.float64),
         )
 
-    def backward(self) -> dict[str, float]:
+    def _rows_with_gradient(self) -> list[int]:
+        """Return the rollouts that a pass is made for."""
+        everything, objective = list(range(len(self._rollouts))), self._objective
+        # A_j, or the gradient beside it, depends on theta: it is known only after the pass
+        if objective.reads_theta or objective.needs_all_tokens or objective.log_ratio_penalty:
+            return everything
+        advantage = advantages(self._sequences, objective, beta=self._beta)
+        return ((advantage != 0) & self._kept).nonzero()[:, 0].tolist()
+
+    def backward(self) -> dict[str, float | None]:
         """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""
         self._first_pass()
         totals: dict[str, float] = {}
@@ -200,13 +214,19 @@ class ForwardBackward:
         sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)  # [M]
         added = self._ranks.all_reduce(torch.cat([sums, self._logprob, self._abs_gap]))  # [M + 2 N]
         sums, self._logprob, self._abs_gap = added.split([len(names), len(self._rollouts), len(self._rollouts)])
-        tied = tied_group_share(self._sequences.reward, self._sequences.group)
-        return {**dict(zip(names, sums.tolist(), strict=True)), "tied_group_share": tied}
+        found: dict[str, float | None] = dict(zip(names, sums.tolist(), strict=True))
+        if not self._passed:
+            found["entropy"] = None  # of a filler
+        found["tied_group_share"] = tied_group_share(self._sequences.reward, self._sequences.group)
+        found["num_rollouts_without_gradient"] = float(len(self._rollouts) - len(self._passed))
+        return found
 
     def results(self) -> list[ForwardResult]:
         """Return the log-probs that `backward` computed, in the order of the batch."""
         refs: Sequence[float | None] = self._given.ref_logprobs or [None] * len(self._rollouts)
-        rows = zip(self._rollouts, self._ages, self._logprob.tolist(), refs, self._abs_gap.tolist(), strict=True)
+        passed, found = set(self._passed), self._logprob.tolist()
+        logprobs = [value if i in passed else None for i, value in enumerate(found)]
+        rows = zip(self._rollouts, self._ages, logprobs, refs, self._abs_gap.tolist(), strict=True)
         return [
             ForwardResult(rollout=rollout, policy_age=age, logprob=logprob, ref_logprob=ref, abs_gap=abs_gap)
             for rollout, age, logprob, ref, abs_gap in rows
@@ -249,7 +269,8 @@ class ForwardBackward:
         self._abs_gap[rows] = gaps[: len(rows)].double().cpu()
         loss, metrics = self._loss(tokens, rows)
         loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
-        share = sum(len(self._rollouts[i].response_tokens) for i in rows) / int(self._sequences.num_tokens.sum())
+        num_tokens = self._sequences.num_tokens
+        share = int(num_tokens[rows].sum()) / max(1, int(num_tokens[self._passed].sum()))
         return {**metrics, "entropy": float(entropy) * share}
 
     def _loss(self, tokens: Tokens, rows: list[int]) -> tuple[Float[Tensor, ""], dict[str, float]]:
@@ -329,9 +350,9 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSe
 def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:
     """Return the effective sample size of importance weights per weight, (sum w)^2 / (N sum w^2), in (0, 1].
 
-    None: a weight is NaN or infinite.
+    None: a weight is NaN or infinite, or there is none.
     """
-    if not np.isfinite(log_weights).all():
+    if not len(log_weights) or not np.isfinite(log_weights).all():
         return None
     # Kish's effective sample size: 1 / N where one rollout rules the batch, 1 where all weigh the same.
     weights = np.exp(log_weights - log_weights.max())  # a common factor cancels, and exp cannot overflow
@@ -347,18 +368,19 @@ def bucket_name(policy_age: int) -> str:
 def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
     """Return metrics per bucket B of policy ages that occur.
 
-    `ess_age_B`, `log_ratio_mean_age_B` (nats per rollout), `log_ratio_token_abs_age_B` (mean |trainer - sampler
-    log-prob| of a token, nats) and `num_rollouts_age_B`.
+    `ess_age_B`, `log_ratio_mean_age_B` (nats per rollout) and `log_ratio_token_abs_age_B` (mean |trainer - sampler
+    log-prob| of a token, nats) of the rollouts that a pass was made for, None without any; and `num_rollouts_age_B`.
     """
     buckets: dict[str, list[ForwardResult]] = {}
     for item in sorted(scored, key=lambda item: item.policy_age):
         buckets.setdefault(bucket_name(max(0, item.policy_age)), []).append(item)
     metrics: dict[str, float | None] = {}
     for name, items in buckets.items():
-        log_ratio = _log_ratios(items)
+        passed = _passed(items)
+        log_ratio = _log_ratios(passed)
         metrics[f"ess_age_{name}"] = ess_ratio(log_ratio)
-        metrics[f"log_ratio_mean_age_{name}"] = _known(log_ratio.mean())
-        metrics[f"log_ratio_token_abs_age_{name}"] = _known(sum(item.abs_gap for item in items) / _num_tokens(items))
+        metrics[f"log_ratio_mean_age_{name}"] = _ratio(log_ratio.sum(), len(passed))
+        metrics[f"log_ratio_token_abs_age_{name}"] = _ratio(sum(item.abs_gap for item in passed), _num_tokens(passed))
         metrics[f"num_rollouts_age_{name}"] = float(len(items))
     return metrics
 
@@ -372,6 +394,8 @@ def batch_metrics(
 ) -> dict[str, float | None]:
     """Return the metrics of one batch, taken at theta before the update.
 
+    What depends on theta is of the rollouts that a pass was made for, and None without any.
+
     `logprob_gap_on_policy` is the mean |trainer - sampler log-prob| per token over rollouts of policy age 0 that were
     sampled from the whole distribution at the policy temperature; None without such rollouts.
 
@@ -383,22 +407,23 @@ def batch_metrics(
     """
     rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)
     ages = np.array([s.policy_age for s in scored])
-    log_ratio = _log_ratios(scored)
+    passed = _passed(scored)
+    log_ratio = _log_ratios(passed)
     # for these rollouts trainer and sampler must agree: the same weights, the same distribution
     on_policy = [
         s
-        for s in scored
+        for s in passed
         if s.policy_age == 0 and s.rollout.task not in tasks_with_minimum and _is_policy(s.rollout, policy_temperature)
     ]
-    gap = _known(sum(s.abs_gap for s in on_policy) / _num_tokens(on_policy)) if on_policy else None
+    gap = _ratio(sum(s.abs_gap for s in on_policy), _num_tokens(on_policy))
     return {
         "reward_mean": float(rewards.mean()),
         "accuracy": float((rewards >= success_reward).mean()),
         "policy_age_mean": float(ages.mean()),
         "policy_age_max": float(ages.max()),
         "ess": ess_ratio(log_ratio),
-        "log_ratio_mean": _known(log_ratio.mean()),
-        "log_ratio_token_mean": _known(log_ratio.sum() / _num_tokens(scored)),
+        "log_ratio_mean": _ratio(log_ratio.sum(), len(passed)),
+        "log_ratio_token_mean": _ratio(log_ratio.sum(), _num_tokens(passed)),
         "kl_to_ref": _kl_to_ref(scored),
         "logprob_gap_on_policy": gap,
         "num_rollouts": float(len(scored)),
@@ -409,13 +434,26 @@ def batch_metrics(
 
 
 def _log_ratios(scored: Sequence[ForwardResult]) -> NDArray[np.float64]:
-    """Return log pi_theta - log pi_behaviour of every rollout, in nats. [N]"""
-    return np.array([s.logprob - float(s.rollout.sampler_logprobs.sum(dtype=np.float64)) for s in scored])
+    """Return log pi_theta - log pi_behaviour of every rollout that a pass was made for, in nats."""
+    return np.array(
+        [s.logprob - float(s.rollout.sampler_logprobs.sum(dtype=np.float64)) for s in scored if s.logprob is not None]
+    )
 
 
 def _kl_to_ref(scored: Sequence[ForwardResult]) -> float | None:
-    differences = [s.logprob - s.ref_logprob for s in scored if s.ref_logprob is not None]
+    pairs = [(s.logprob, s.ref_logprob) for s in scored]
+    differences = [theta - ref for theta, ref in pairs if theta is not None and ref is not None]
     return _known(np.mean(differences)) if len(differences) == len(scored) else None
+
+
+def _passed(scored: Sequence[ForwardResult]) -> list[ForwardResult]:
+    """Return those that a pass was made for."""
+    return [s for s in scored if s.logprob is not None]
+
+
+def _ratio(total: float, num: int) -> float | None:
+    """Return the mean of `num` numbers, None where it is unknown."""
+    return _known(total / num) if num else None
 
 
 def _num_tokens(scored: Sequence[ForwardResult]) -> int:

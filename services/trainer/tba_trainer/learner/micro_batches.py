@@ -7,7 +7,7 @@ costs a first pass. The plan weighs that against ranks that wait for each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FIRST_PASS_COST = 1 / 3
 """A pass without gradient, as a share of one with: forward against forward and backward."""
@@ -32,6 +32,14 @@ class Plan:
     def of_rank(self, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of one rank, one per round."""
         return [micro_batches[rank] for micro_batches in self.rounds]
+
+    def renumbered(self, positions: Sequence[int]) -> Plan:
+        """Return the same plan where rollout i of it is the one at `positions[i]` of a batch."""
+
+        def moved(micro_batch: MicroBatch) -> MicroBatch:
+            return replace(micro_batch, indices=tuple(positions[i] for i in micro_batch.indices))
+
+        return Plan(rounds=tuple(tuple(map(moved, micro_batches)) for micro_batches in self.rounds))
 
     def split_rounds(self) -> list[int]:
         """Return the rounds in which some rank has an incomplete group."""

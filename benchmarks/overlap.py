@@ -34,7 +34,7 @@ from benchmarks.overlap_bench.runs import Pace, measure_pace, run_cell  # noqa: 
 from benchmarks.overlap_bench.tables import NOTES, reached_s, table  # noqa: E402
 from tba.config import load_recipe  # noqa: E402
 
-DATA = ROOT / "runs" / "overlap.jsonl"
+DATA = ROOT / "docs" / "overlap" / "cells.jsonl"
 OWN_SOURCES = (
     "benchmarks/accuracy.py",
     "benchmarks/learning_curve.py",

@@ -3,7 +3,7 @@
 An arm is a method in a world with the setting that tuning found, on the five seeds of the result. The plan yields the
 cells that can be run now; which ones come next may depend on them (the grids of tuning, the choice after screening).
 
-    first      the methods ALWAYS on `addition`, at the lags that tell them apart; then whether replay pays
+    first      the methods FIRST on `addition`, at the lags that tell them apart; then whether replay pays
     screening  every method at lag 16, 80 steps, two of the tuning seeds, each tuned by the same rule
     rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, are
                compared at every lag on both tasks
@@ -22,7 +22,7 @@ SEEDS = (0, 1, 2, 3, 4)
 NUM_FULL = 8
 SCREENING, NUM_SCREENING_SEEDS = World(lag=16, num_steps=80), 2
 LAGS = (0, 1, 4, 16, 64)
-FIRST_LAGS = (16, 64, 0)
+FIRST, FIRST_LAGS = ALWAYS[:4], (16, 64, 0)
 BASE_LAG = 16
 """Tuned first; tuning in other worlds of the task begins where it ended, and that of `chain` where `addition` did."""
 LAG = 4
@@ -117,7 +117,8 @@ class Study:
         return None if begin is None or not begin.is_done else tune(self.lines, method, world, begin.best)
 
     def _parts(self) -> Iterator[Iterator[Cell]]:
-        for arms in (*(self._always_at(lag) for lag in FIRST_LAGS), replay_arms()):
+        first = ([_tuned_arm(method, World(lag=lag)) for method in FIRST] for lag in FIRST_LAGS)
+        for arms in (*first, replay_arms()):
             yield (cell for arm in arms for cell in self._arm_cells(arm))
         for method in METHODS:
             yield self._tuning_cells(method, SCREENING)
@@ -126,9 +127,6 @@ class Study:
         for arms in self._arms_in_order():
             yield (cell for arm in arms for cell in self._arm_cells(arm))
         yield iter(noise_cells())
-
-    def _always_at(self, lag: int) -> list[Arm]:
-        return [_tuned_arm(method, World(lag=lag)) for method in ALWAYS]
 
     def _arms_in_order(self) -> Iterator[list[Arm]]:
         for lag in FIRST_LAGS:

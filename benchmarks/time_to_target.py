@@ -1,7 +1,7 @@
 """Time to a target accuracy: tba against TRL's GRPOTrainer on the same cores, start, prompts, reward and batch.
 
     python benchmarks/time_to_target.py tune [--workload quickstart chain] [--side trl tba] [--set section.key=value]
-    python benchmarks/time_to_target.py compare [...]      seeds 0 to 2 at the tuned learning rates, in turn
+    python benchmarks/time_to_target.py compare [...]      seeds 0 to 4 at the tuned learning rates, in turn
     python benchmarks/time_to_target.py report             the tables, of --steps or the workload's steps
 
 Both sides make steps of 128 rollouts (16 prompts x 8; for tba `samples_per_insert` decides how many of them are new) at

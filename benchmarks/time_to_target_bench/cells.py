@@ -13,7 +13,7 @@ Side = Literal["tba", "trl"]
 Unit = Literal["seconds", "cpu_s", "step"]
 TUNING_SEEDS = (100, 101, 102)
 """Used for nothing but the choice of learning rates."""
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,34 @@ def test_a_held_request_waits_for_as_many_visits_as_it_asks_for(serve_buffer: Se
     assert len(answer_after(buffer, lambda: draw(client, lineage, 2), min_leases=4).leases) == 4
 
 
+def test_held_requests_share_the_room_of_a_draw(serve_buffer: ServeBuffer) -> None:
+    """Each asks for eight visits. Without sharing the first one gets both, and the other waits for the next draw."""
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(hold, buffer, searcher_id=name) for name in ("s2", "s3")]
+        time.sleep(0.6)
+        assert not any(answer.done() for answer in answers)
+        draw(client, lineage, 1)
+        assert [len(answer.result(5.0).leases) for answer in answers] == [1, 1]
+    # alone, a request has all of it
+    assert len(answer_after(buffer, lambda: draw(client, lineage, 2)).leases) == 2
+
+
+def test_a_held_request_that_wants_a_round_gets_no_less(serve_buffer: ServeBuffer) -> None:
+    """One round is decoded together, so a share is not below it: the others wait for the next room."""
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(hold, buffer, searcher_id=name, min_leases=2) for name in ("s2", "s3")]
+        time.sleep(0.6)
+        draw(client, lineage, 1)
+        time.sleep(0.6)
+        assert sorted(answer.done() for answer in answers) == [False, True]
+        draw(client, lineage, 2)
+        assert [len(answer.result(5.0).leases) for answer in answers] == [2, 2]
+
+
 def test_a_held_request_gets_what_there_is_when_its_time_is_over(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(sampling=FLOW)
     lineage = fill(client := buffer.client())

@@ -7,7 +7,7 @@ a visit may take longer than `lease_s`. A visit that cannot be sampled (refused)
 number of times at once, each time for another visit.
 
 A request may wait here: for room, an evaluation, a new version or the end of the run. A few are held at a time, and
-the others are answered at once.
+the others are answered at once. Those that wait at the same time share the room that there is.
 """
 
 from __future__ import annotations
@@ -167,7 +167,12 @@ class Leases:
             is_enough = num_visits >= min(min_leases, request.max_leases)
             if not is_enough and not always:
                 return [], wait, snapshot
-            return await self._claim(request, room if wait is None and is_enough else 0, snapshot), wait, snapshot
+            # Searchers ask for rounds ahead: the first one would take all of a scarce room, and those that wait here
+            # with it would stand still.
+            share = request.max_leases if room is None else math.ceil(num_visits / max(self._num_held, 1))
+            room = room if wait is None and is_enough else 0
+            leases = await self._claim(request, room, snapshot, max_train=max(share, min_leases))
+            return leases, wait, snapshot
 
     def _num_visits(self, room: int) -> int:
         # rounded up: a visit is leased as a whole, and may exceed the room by a part of itself
@@ -206,10 +211,12 @@ class Leases:
             return 0, "no-prompts"
         return generation_room(snapshot.counts, self._flow)
 
-    async def _claim(self, request: LeaseRequest, room: int | None, snapshot: RunSnapshot) -> list[Lease]:
+    async def _claim(
+        self, request: LeaseRequest, room: int | None, snapshot: RunSnapshot, *, max_train: int
+    ) -> list[Lease]:
         now, sampling = self._context.clock(), self._context.recipe.sampling
         lease_s, num_visit = self._context.recipe.buffer.lease_s, sampling.rollouts_per_visit
-        max_train = request.max_leases if room is None else min(request.max_leases, self._num_visits(room))
+        max_train = min(max_train, request.max_leases if room is None else self._num_visits(room))
         lease_ids = make_lease_ids(request)
         # another process may move the cursor before lease.lua runs; the candidates are then of visits that are taken
         for _ in range(ATTEMPTS):

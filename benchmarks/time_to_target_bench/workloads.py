@@ -25,8 +25,7 @@ class Workload:
     """Optimizer steps of a cell, on both sides."""
     save_every_steps: int
     """TRL's weights are measured after every so many steps. Of tba every publication is: after every
-    `trainer.sync_interval` steps of the recipe, 4 in the quickstart and 1 in the chain. Between two points the curve is
-    a line."""
+    `trainer.sync_interval` steps of the recipe, 1 in both. Between two points the curve is a line."""
     micro_batch: int
     """Rollouts of one forward and backward pass of TRL: memory, not arithmetic."""
     settings: tuple[str, ...] = ()

@@ -100,6 +100,24 @@ def test_a_held_request_that_wants_a_round_gets_no_less(serve_buffer: ServeBuffe
         assert [len(answer.result(5.0).leases) for answer in answers] == [2, 2]
 
 
+def test_a_held_request_has_all_where_the_rest_is_too_little_for_the_others(serve_buffer: ServeBuffer) -> None:
+    """Two visits: one each would leave one that nobody takes."""
+    buffer = serve_buffer(sampling=FLOW)
+    lineage = fill(client := buffer.client())
+    with ThreadPoolExecutor(2) as pool:
+        small = pool.submit(hold, buffer, searcher_id="s2")
+        time.sleep(0.3)
+        large = pool.submit(hold, buffer, searcher_id="s3", min_leases=2)
+        time.sleep(0.6)
+        draw(client, lineage, 1)
+        time.sleep(0.6)
+        assert sorted(answer.done() for answer in (small, large)) == [False, True]
+        done, waiting = (small, large) if small.done() else (large, small)
+        assert len(done.result().leases) == 2
+        draw(client, lineage, 2)
+        assert len(waiting.result(5.0).leases) == 2
+
+
 def test_a_held_request_gets_what_there_is_when_its_time_is_over(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(sampling=FLOW)
     lineage = fill(client := buffer.client())

@@ -22,7 +22,7 @@ from tba_trainer.learner.learner import Learner
 from tba_trainer.model.policy import load_policy
 from tba_trainer.tracking import open_trackers
 
-from tba.config import Recipe
+from tba.config import Recipe, load_recipe
 from tba.errors import TbaError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba_cli.commands.config import check_command
@@ -87,6 +87,18 @@ def test_the_config_check_finds_the_modules_that_the_page_names(capsys: pytest.C
     assert "FAIL plugin: objective.preset 'my_objectives:weighted_policy_gradient': there is no module" in (
         capsys.readouterr().out
     )
+
+
+def test_the_quickstart_takes_an_objective_of_ones_own_as_the_page_says() -> None:
+    (command,) = re.findall(r"```bash\n(sed .*?)```", PAGE, re.DOTALL)
+    first, second = command.strip().splitlines()
+    (pattern,) = re.findall(r"sed '/(.*?)/d' recipes/quickstart.toml > mine.toml", first)
+    lines = (ROOT / "recipes" / "quickstart.toml").read_text().splitlines()
+    kept = [line for line in lines if not re.match(pattern, line)]
+    assert len(kept) == len(lines) - 1
+    Path("mine.toml").write_text("\n".join(kept))
+    recipe = load_recipe("mine.toml", sets=re.findall(r"--set (\S+)", second))
+    assert recipe.objective.preset == "my_objectives:weighted_policy_gradient"
 
 
 async def test_scorer() -> None:

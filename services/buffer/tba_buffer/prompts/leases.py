@@ -64,7 +64,8 @@ class Leases:
         self._evaluations = evaluations
         self._run_state = run_state
         self._lock = asyncio.Lock()
-        self._num_held = 0
+        self._held: dict[int, int] = {}
+        """The requests that are held: a number of its own -> the fewest visits that it waits for."""
         self._poll_backoff = PollBackoff()
         self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)
@@ -98,12 +99,13 @@ class Leases:
             UnavailableError: Redis did not answer.
         """
         begin_s = time.monotonic()
-        is_held = request.wait_s > 0 and self._num_held < MAX_HELD
-        self._num_held += is_held
+        is_held = request.wait_s > 0 and len(self._held) < MAX_HELD
+        if is_held:
+            self._held[id(request)] = request.min_leases
         try:
             leases, wait, snapshot = await self._wait_for_leases(request, begin_s if is_held else None, is_gone)
         finally:
-            self._num_held -= is_held
+            self._held.pop(id(request), None)
         if leases:
             self._poll_backoff.record_served(request.searcher_id)
             retry_after_s = 0.0
@@ -167,12 +169,17 @@ class Leases:
             is_enough = num_visits >= min(min_leases, request.max_leases)
             if not is_enough and not always:
                 return [], wait, snapshot
-            # Searchers ask for rounds ahead: the first one would take all of a scarce room, and those that wait here
-            # with it would stand still.
-            share = request.max_leases if room is None else math.ceil(num_visits / max(self._num_held, 1))
+            max_train = request.max_leases if room is None else self._share(request, num_visits)
             room = room if wait is None and is_enough else 0
-            leases = await self._claim(request, room, snapshot, max_train=max(share, min_leases))
-            return leases, wait, snapshot
+            return await self._claim(request, room, snapshot, max_train=max_train), wait, snapshot
+
+    def _share(self, request: LeaseRequest, num_visits: int) -> int:
+        """Return how many of the visits that there is room for a request may have."""
+        # Searchers ask for rounds ahead: the first one would take all, and those that wait with it would stand still.
+        others = [num for held, num in self._held.items() if held != id(request)]
+        share = max(math.ceil(num_visits / (len(others) + 1)), request.min_leases)
+        # what is left must be of use to one of the others
+        return share if others and num_visits - share >= min(others) else num_visits
 
     def _num_visits(self, room: int) -> int:
         # rounded up: a visit is leased as a whole, and may exceed the room by a part of itself

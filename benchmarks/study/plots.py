@@ -11,11 +11,11 @@ from benchmarks.study.cells import Line
 from benchmarks.study.plan import BASE_LAG, Study
 from benchmarks.study.world import TASKS
 
-PLOTTED_LAGS = (0, BASE_LAG)
+PLOTTED_LAGS = (0, BASE_LAG, 64)
 
 
 def write_plots(study: Study, folder: Path) -> list[Path]:
-    """Learning curves of each task that has some, sampled and greedy, at lag 0 and 16."""
+    """Learning curves of each task that has some, sampled and greedy, at lags 0, 16 and 64."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -23,7 +23,7 @@ def write_plots(study: Study, folder: Path) -> list[Path]:
 
     written = []
     for task in filter(lambda task: has_curves(study, task), TASKS):
-        figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
+        figure, axes = pyplot.subplots(len(PLOTTED_LAGS), 2, figsize=(12, 12), layout="constrained")
         for row, lag in zip(axes, PLOTTED_LAGS, strict=True):
             for axis, name in zip(row, ("sampled", "greedy"), strict=True):
                 _curves(study, task, lag, name, axis)

@@ -84,7 +84,7 @@ def given_of(batch: Batch, objective: Objective, rng: np.random.Generator) -> Gi
     )
 
 
-Result = tuple[torch.Tensor, dict[str, float], list[ForwardResult], int]
+Result = tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int]
 """Gradient, metrics, what is known per rollout, forward passes."""
 
 

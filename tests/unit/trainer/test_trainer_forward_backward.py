@@ -53,7 +53,12 @@ def section(preset: str, **values: Any) -> ObjectiveSection:
 
 
 def passes(
-    policy: LogprobModel, objective: ObjectiveSection, batch: Batch, max_tokens: int, ranks: Ranks
+    policy: LogprobModel,
+    objective: ObjectiveSection,
+    batch: Batch,
+    max_tokens: int,
+    ranks: Ranks,
+    rewards: np.ndarray | None = None,
 ) -> ForwardBackward:
     rng, resolved = np.random.default_rng(0), resolve(objective, max_response_tokens=32)
     return ForwardBackward(
@@ -61,7 +66,7 @@ def passes(
         resolved,
         batch.rollouts,
         groups=batch.group_numbers,
-        rewards=rng.random(len(batch.rollouts)),
+        rewards=rng.random(len(batch.rollouts)) if rewards is None else rewards,
         given=given_of(batch, resolved, rng),
         policy_ages=AGES[: len(batch.rollouts)],
         beta=BETA,
@@ -88,7 +93,14 @@ Result = tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int]
 """Gradient, metrics, what is known per rollout, forward passes."""
 
 
-def run(model: Any, objective: ObjectiveSection, batch: Batch, max_tokens: int, ranks: Ranks | None = None) -> Result:
+def run(
+    model: Any,
+    objective: ObjectiveSection,
+    batch: Batch,
+    max_tokens: int,
+    ranks: Ranks | None = None,
+    rewards: np.ndarray | None = None,
+) -> Result:
     num_passes = 0
 
     class Counting(LogprobModel):
@@ -98,13 +110,20 @@ def run(model: Any, objective: ObjectiveSection, batch: Batch, max_tokens: int, 
             return super()._token_logprobs(sequences, with_entropy)
 
     model = copy.deepcopy(model)
-    work = passes(Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks())
+    work = passes(Counting(model, temperature=1.0), objective, batch, max_tokens, ranks or Ranks(), rewards)
     metrics = work.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     return gradient, metrics, work.results(), num_passes
 
 
-def run_ranks(model: Any, objective: ObjectiveSection, batch: Batch, max_tokens: int, num_ranks: int) -> list[Result]:
+def run_ranks(
+    model: Any,
+    objective: ObjectiveSection,
+    batch: Batch,
+    max_tokens: int,
+    num_ranks: int,
+    rewards: np.ndarray | None = None,
+) -> list[Result]:
     """Every rank in a thread of its own, on a copy of the model."""
     barrier = threading.Barrier(num_ranks, timeout=RANK_WAIT_S)
     parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
@@ -121,7 +140,8 @@ def run_ranks(model: Any, objective: ObjectiveSection, batch: Batch, max_tokens:
         return all_reduce
 
     def work(rank: int) -> Result:
-        return run(model, objective, batch, max_tokens, Ranks(rank=rank, num_ranks=num_ranks, all_reduce=adder(rank)))
+        ranks = Ranks(rank=rank, num_ranks=num_ranks, all_reduce=adder(rank))
+        return run(model, objective, batch, max_tokens, ranks, rewards)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(work, range(num_ranks)))
@@ -287,6 +307,29 @@ def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, 
     _, metrics, _, num_sequences = run_tied(model, values)
     assert num_sequences == 12
     assert metrics["num_rollouts_without_gradient"] == 0
+
+
+@pytest.mark.parametrize("preset", ["grpo", "reinforce", "ppo_clip", "raft", "cispo"])
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 4096), (3, 30), (7, 4096)])
+def test_ranks_agree_about_what_needs_no_pass(model: Any, preset: str, num_ranks: int, max_tokens: int) -> None:
+    """Also with fewer rollouts than ranks. All make the same number of passes, since each is a collective."""
+    objective = ObjectiveSection.model_validate({"preset": preset, "beta": {"value": 0.0}})
+    whole = run(model, objective, make_batch(0), 4096, rewards=REWARDS)
+    results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, REWARDS)
+    torch.testing.assert_close(torch.stack([r[0] for r in results]).sum(dim=0), whole[0], atol=2e-6, rtol=2e-4)
+    assert whole[0].norm() > 0
+    for result in results:
+        assert result[1] == pytest.approx(whole[1], rel=1e-4, abs=1e-6)
+        assert [item.logprob is None for item in result[2]] == [item.logprob is None for item in whole[2]]
+    assert len({result[3] for result in results}) == 1
+
+
+def test_ranks_of_a_batch_of_tied_groups_alone_make_the_same_passes(model: Any) -> None:
+    objective = ObjectiveSection.model_validate({"preset": "grpo", "beta": {"value": 0.0}})
+    results = run_ranks(model, objective, make_batch(0), 4096, 3, np.ones(12))
+    assert [result[3] for result in results] == [1, 1, 1]
+    assert [result[1]["entropy"] for result in results] == [None] * 3
+    assert all(float(result[0].abs().max()) == 0 for result in results)
 
 
 def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model: Any) -> None:

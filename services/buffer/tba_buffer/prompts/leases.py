@@ -65,7 +65,7 @@ class Leases:
         self._run_state = run_state
         self._lock = asyncio.Lock()
         self._held: dict[int, int] = {}
-        """The requests that are held: a number of its own -> the fewest visits that it waits for."""
+        """id() of each request that is held -> the fewest visits that it waits for."""
         self._poll_backoff = PollBackoff()
         self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)

@@ -5,8 +5,8 @@ batch). A group inside one micro-batch gets them from the forward pass that the 
 span micro-batches cost a first pass without gradient. Both ways give the same gradient
 (tests/unit/trainer/test_trainer_forward_backward.py).
 
-A rollout whose A_j is 0 by its rewards alone (those of its group are all equal) adds nothing to the gradient, so no
-pass is made for it. On easy or hard prompts that is a large part of a batch. Metrics of theta are of the others.
+A rollout that is masked, or whose A_j is 0 by rewards alone (as in a group of equal rewards), adds nothing to the
+gradient: where no A_j depends on theta, no pass is made for it. Metrics of theta are of the others.
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
@@ -101,7 +101,7 @@ class ForwardResult:
     rollout: Rollout
     policy_age: int
     logprob: float | None
-    """None: no pass was made for it, since its advantage is 0."""
+    """None: no pass was made for it, since it adds nothing to the gradient."""
     ref_logprob: float | None
     """None where the objective needs no reference."""
     abs_gap: float

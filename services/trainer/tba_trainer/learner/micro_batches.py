@@ -34,7 +34,10 @@ class Plan:
         return [micro_batches[rank] for micro_batches in self.rounds]
 
     def renumbered(self, positions: Sequence[int]) -> Plan:
-        """Return the same plan where rollout i of it is the one at `positions[i]` of a batch."""
+        """Return the plan of a part of a batch with the positions of the batch: rollout i of the part is at `positions[i]`.
+
+        `whole_groups` still means complete in the part.
+        """
 
         def moved(micro_batch: MicroBatch) -> MicroBatch:
             return replace(micro_batch, indices=tuple(positions[i] for i in micro_batch.indices))

@@ -34,7 +34,7 @@ class Plan:
         return [micro_batches[rank] for micro_batches in self.rounds]
 
     def renumbered(self, positions: Sequence[int]) -> Plan:
-        """Return the plan of a part of a batch with the positions of the batch: rollout i of the part is at `positions[i]`.
+        """Return the plan of a part of a batch in the positions of the batch; rollout i of it is at `positions[i]`.
 
         `whole_groups` still means complete in the part.
         """

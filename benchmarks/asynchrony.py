@@ -3,10 +3,13 @@
     python benchmarks/asynchrony.py plan   [--json FILE] [--cells TEXT]           what can be run now, best first
     python benchmarks/asynchrony.py run    [--json FILE] [--cells TEXT] [--max-minutes N] [--workers N]
     python benchmarks/asynchrony.py report [--json FILE] [--out FOLDER]           tables and plots from the data
+    python benchmarks/asynchrony.py adopt DIGEST [--json FILE]                    take over the lines of older code
 
 `make study` runs all of it, in hours. One thread per worker, no services. Every finished cell is one JSON line with the
 digest of the code that decided it, and a cell that has a line of this code is not run again: stop it at any time, and
-start it again to go on. `--cells` takes part of a key, for example `addition/tba_prime/lag16`.
+start it again to go on. Where a change of the code changes no result, `adopt` runs a few cells of the older code again
+and takes its lines over if all of them come out the same, bit by bit. `--cells` takes part of a key, for example
+`addition/tba_prime/lag16`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 def main() -> None:
     """Plan, run or report; the data file is appended to, cell by cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["plan", "run", "report"])
+    parser.add_argument("command", choices=["plan", "run", "report", "adopt"])
+    parser.add_argument(
+        "digest", nargs="?", help="of adopt: that of the older code, as its lines and tables.md have it"
+    )
     parser.add_argument("--json", type=Path, default=DATA, help="the data file")
     parser.add_argument("--cells", default="", help="only cells whose key contains this")
     parser.add_argument("--max-minutes", type=float, default=None, help="begin no cell after this many minutes")
@@ -53,6 +59,15 @@ def main() -> None:
 
         torch.set_num_threads(1)
         run_cells(args.json, models=args.models, only=args.cells, max_minutes=args.max_minutes)
+    elif args.command == "adopt":
+        import torch
+
+        from benchmarks.study.adopt import adopt
+
+        if args.digest is None:
+            parser.error("adopt needs the digest of the older code")
+        torch.set_num_threads(1)
+        adopt(args.json, args.digest, models=args.models)
     else:
         from benchmarks.study.report import write_report
 

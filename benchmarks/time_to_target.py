@@ -1,6 +1,6 @@
 """Time to a target accuracy: tba against TRL's GRPOTrainer on the same cores, start, prompts, reward and batch.
 
-    python benchmarks/time_to_target.py tune [--workload quickstart chain] [--side trl tba] [--set section.key=value]
+    python benchmarks/time_to_target.py tune [--workload quickstart chain tally] [--side trl tba] [--set KEY=VALUE]
     python benchmarks/time_to_target.py compare [...]      seeds 0 to 4 at the tuned learning rates, in turn
     python benchmarks/time_to_target.py report             the tables, of --steps or the workload's steps
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
     parser.add_argument("--learning-rates", type=float, nargs="+", help="of tune; default: the workload's")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="of compare")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: those of tune or of compare")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the workload's")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for tba's runs")
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines")
@@ -107,7 +107,7 @@ def _plan(args: argparse.Namespace) -> list[Cell]:
             current = {cell: found for cell, found in results.items() if cell.source == sources.get(cell.side)}
             known, _ = one_source(current, num_steps)
             rates = {side: [best_learning_rate(known, name, side, settings[side])] for side in sides}
-        seeds = args.seeds if args.what == "compare" else TUNING_SEEDS
+        seeds = args.seeds or (SEEDS if args.what == "compare" else TUNING_SEEDS)
         for number, seed in enumerate(seeds):
             for rate_number in range(len(rates[sides[0]])):
                 for side in sides if (number + rate_number) % 2 == 0 else reversed(sides):

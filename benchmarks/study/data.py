@@ -1,7 +1,7 @@
 """The data file: one finished cell per line, appended under a lock and synced; a torn last line is cut off.
 
 Every line has the digest of the code that decides results. Lines of other code are no results of this code: they are
-neither counted as done nor mixed into a table.
+neither counted as done nor mixed into a table, unless cells of it were run again with the same result (adopt.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,39 +63,60 @@ def meaning(source: str) -> str:
     return ast.dump(tree)
 
 
-def read_lines(path: Path, digest: str | None = None) -> dict[str, Line]:
+def read_lines(path: Path, digest: str | None = None, *, adopted: bool = True) -> dict[str, Line]:
     """Finished cells by key; a last line without a newline (a crash while writing) does not count.
 
     Args:
         digest: only lines of this code; None: of all.
+        adopted: and of the code whose results were found to be the same.
     """
-    if not path.is_file():
-        return {}
+    wanted = None if digest is None else same_results(path, digest) if adopted else {digest}
     lines = {}
-    for text in path.read_text().splitlines(keepends=True):
-        if text.endswith("\n"):
-            document = json.loads(text)
-            if digest is None or document["digest"] == digest:
-                line = Line(cell=Cell.of(document["cell"]), result=document["result"])
-                lines[line.cell.key] = line
+    for document in _documents(path):
+        if wanted is None or document["digest"] in wanted:
+            line = Line(cell=Cell.of(document["cell"]), result=document["result"])
+            lines[line.cell.key] = line
     return lines
+
+
+def same_results(path: Path, digest: str) -> set[str]:
+    """The digests whose lines are results of the code `digest`: its own, and those that were adopted (adopt.py)."""
+    adoptions = [(each["old"], each["new"]) for each in _documents(_adoptions_of(path))]
+    found, size = {digest}, 0
+    while size < len(found):
+        size = len(found)
+        found |= {old for old, new in adoptions if new in found}
+    return found
+
+
+def append_adoption(path: Path, *, old: str, new: str, keys: list[str]) -> None:
+    """Note that the lines of `old` are results of `new`, and which cells were run again to know it."""
+    document = {"old": old, "new": new, "at": time.strftime("%Y-%m-%d %H:%M"), "cells": keys}
+    _append(_adoptions_of(path), document)
 
 
 def digests(path: Path) -> dict[str, int]:
     """How many lines are of which code, in the order of the file."""
-    found: dict[str, int] = {}
-    if path.is_file():
-        for text in path.read_text().splitlines(keepends=True):
-            if text.endswith("\n"):
-                digest = json.loads(text)["digest"]
-                found[digest] = found.get(digest, 0) + 1
-    return found
+    return dict(Counter(document["digest"] for document in _documents(path)))
 
 
 def append_line(path: Path, cell: Cell, result: Mapping[str, Any], *, digest: str) -> None:
     """Add a finished cell; it is on disk when this returns."""
+    _append(path, {"key": cell.key, "digest": digest, "cell": cell.document(), "result": result})
+
+
+def _documents(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_text().splitlines(keepends=True) if path.is_file() else ():
+        if text.endswith("\n"):
+            yield json.loads(text)
+
+
+def _adoptions_of(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.adopted.jsonl")
+
+
+def _append(path: Path, document: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"key": cell.key, "digest": digest, "cell": cell.document(), "result": result}
     with path.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # two workers append to it
         _cut_torn_line(file)

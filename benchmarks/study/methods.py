@@ -39,7 +39,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     {
         # always in the full comparison
         "tba_prime": _method("tba_prime", 0.1),
-        "tba_prime_clip": _method("tba_prime", 0.1, importance_weight="token_clip"),
+        "tba_prime_clip": _method("tba_prime_clip", 0.1),
         "grpo": _method("grpo"),
         "tba_prime_published": _method("tba_prime_published", 0.01, old_policy="sampler"),
         "dr_grpo": _method("dr_grpo"),
@@ -73,6 +73,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     }
 )
 """By name. `tba_prime_published` takes the sampler's log-probs: here they are what the trainer would compute again with
-the same weights. `tba_prime_clip` is the quickstart's: PPO's clip in place of the clamp."""
+the same weights."""
 
 ALWAYS = ("tba_prime", "tba_prime_clip", "grpo", "dr_grpo", "dr_grpo_clamp", "tb", "tba_prime_published")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.study import plan as arms_of
 from benchmarks.study.cells import World
-from benchmarks.study.data import digests, read_lines, sources_digest
+from benchmarks.study.data import digests, read_lines, same_results, sources_digest
 from benchmarks.study.plan import BASE_LAG, LAGS, Arm, Study
 from benchmarks.study.plots import has_curves, write_plots
 from benchmarks.study.tables import (
@@ -32,12 +32,12 @@ BUDGETS = (2_560, 4_864, 9_600, 19_200, 38_400)
 def write_report(data: Path, folder: Path) -> None:
     """Tables and plots of what has been run: of this code, or else of the code that made the last line."""
     counts = digests(data)
-    digest = sources_digest() if sources_digest() in counts or not counts else [*counts][-1]
+    is_known = bool(counts.keys() & same_results(data, sources_digest()))
+    digest = sources_digest() if is_known or not counts else [*counts][-1]
+    num_other = sum(number for other, number in counts.items() if other not in same_results(data, digest))
     study = Study(read_lines(data, digest))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tables.md").write_text(
-        report_text(study, digest, num_other=sum(counts.values()) - counts.get(digest, 0))
-    )
+    (folder / "tables.md").write_text(report_text(study, digest, num_other=num_other))
     write_plots(study, folder)
 
 

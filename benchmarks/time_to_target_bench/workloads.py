@@ -52,6 +52,16 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             # one starting model for all seeds: each takes two CPU minutes
             settings=("model.warm_start.seed=0",),
         ),
+        "tally": Workload(
+            recipe=ROOT / "recipes/tally.toml",
+            learning_rates=(2e-4, 4e-4, 8e-4),
+            targets=(0.65, 0.70),
+            num_steps=20,
+            save_every_steps=4,
+            micro_batch=32,
+            # one starting model for all seeds: it takes 13 CPU minutes
+            settings=("model.warm_start.seed=0",),
+        ),
     }
 )
 """By name: short responses, where generation costs little, and long-tailed ones, where it is most of a step."""

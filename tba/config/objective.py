@@ -61,6 +61,7 @@ PRESETS = MappingProxyType(
         "tb": Parts(anchor="fixed", centre="theta"),  # arXiv 2503.18929, Eq. 5
         "tb_log_z": Parts(anchor="fixed", centre="log_z"),  # Trajectory Balance, arXiv 2201.13259
         "tba_prime": Parts(anchor="reset", centre="behaviour", importance_weight="clamp"),
+        "tba_prime_clip": Parts(anchor="reset", centre="behaviour", importance_weight="token_clip"),
         "tba_prime_unweighted": Parts(anchor="reset", centre="behaviour"),
         # TBA' as its authors published it (arXiv 2503.18929, section 4.3, and their code)
         "tba_prime_published": Parts(

@@ -69,7 +69,8 @@ class WarmStartSection(StrictModel):
     task: str
     """Built-in task whose warm-start split the model learns from."""
     size: Literal["0.1m", "0.3m", "3m"] | None = None
-    """About how many parameters the model has. `addition` has 0.1m, `chain` has 0.3m and 3m; none: the task's first."""
+    """About how many parameters the model has. `addition` has 0.1m, `chain` has 0.3m and 3m, `tally` has 3m; none: the
+    task's first."""
     target_accuracy: float = Field(default=0.9, gt=0, lt=1)
     """The first phase ends when expected sampled accuracy on the validation split reaches this."""
     max_steps: int = Field(default=800, ge=1)

@@ -13,10 +13,11 @@ from types import MappingProxyType
 
 from tba.config.sections import WarmStartSection
 from tba.errors import ConfigError
-from tba_cli.generators import addition, chain
+from tba_cli.generators import addition, chain, tally
 
 Pair = tuple[str, str]
 """Prompt and response."""
+NUM_VALIDATION = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Lesson:
     is_end_judged: bool
     """Whether validation asks for the end of the response too. Not where a right response may go on."""
     validation: Callable[[], list[Pair]]
-    """Every right answer of the validation split."""
+    """Right answers of the validation split, of which the first `NUM_VALIDATION` after a shuffle count."""
     demonstrations: Callable[[WarmStartSection, int], tuple[Iterator[Pair], Iterator[Pair]]]
     """Clean and noisy pairs without end, for a seed."""
 
@@ -78,6 +79,12 @@ def _chain_demonstrations(section: WarmStartSection, seed: int) -> tuple[Iterato
     clean = ((p.text, p.shortest) for p in problems)
     noise = {"drop_carry": section.drop_carry, "wrong_digit": section.wrong_digit}
     return clean, ((p.text, chain.noisy_response(p, rng, **noise)) for p in problems)
+
+
+def _tally_demonstrations(section: WarmStartSection, seed: int) -> tuple[Iterator[Pair], Iterator[Pair]]:
+    problems, rng = tally.stream("warmstart", seed), random.Random(seed)
+    clean = ((p.text, p.response) for p in problems)
+    return clean, ((p.text, tally.noisy_response(p, rng, wrong_digit=section.wrong_digit)) for p in problems)
 
 
 LESSONS: Mapping[str, Lesson] = MappingProxyType(
@@ -131,6 +138,27 @@ LESSONS: Mapping[str, Lesson] = MappingProxyType(
             is_end_judged=False,
             validation=lambda: [(p.text, p.shortest) for p in chain.all_problems("validation")],
             demonstrations=_chain_demonstrations,
+        ),
+        tally.TASK: Lesson(
+            characters=f"0123456789={tally.LABELS}",
+            max_length_tokens=256,
+            shapes={
+                "3m": Shape(
+                    hidden=256,
+                    layers=4,
+                    # with 4 it takes twice as long to find the term of a label
+                    heads=8,
+                    intermediate=640,
+                    initializer_range=0.05,
+                    clean_learning_rate=2e-3,
+                    noisy_learning_rate=1e-3,
+                ),
+            },
+            batch_size=32,
+            num_micro_batches=4,
+            is_end_judged=True,
+            validation=lambda: [(p.text, p.response) for p in tally.distinct("validation", 100, 0)],
+            demonstrations=_tally_demonstrations,
         ),
     }
 )

@@ -28,12 +28,11 @@ from transformers.utils import logging as transformers_logging
 
 from tba.config.sections import WarmStartSection
 from tba.errors import ConfigError
-from tba_cli.starter_models.lessons import LESSONS, Lesson, Pair, Shape
+from tba_cli.starter_models.lessons import LESSONS, NUM_VALIDATION, Lesson, Pair, Shape
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 CLEAN_WARMUP_STEPS = 30
 CHECK_EVERY_STEPS = 10
-NUM_VALIDATION = 300
 
 
 def make_starting_model(path: str | Path, section: WarmStartSection, *, seed: int, num_threads: int) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def train(
     validation_pairs = lesson.validation()
     # a fixed seed: accuracies of different runs are about the same problems
     random.Random("validation").shuffle(validation_pairs)
-    prompts, answers = _encode(validation_pairs[:NUM_VALIDATION], tokenizer)
+    inputs, answers = _encode(validation_pairs[:NUM_VALIDATION], tokenizer)
     if not lesson.is_end_judged:
         answers = answers.masked_fill(answers.eq(_token_id(tokenizer, EOS)), -100)
     clean, noisy = lesson.demonstrations(section, seed)
@@ -144,7 +143,7 @@ def train(
         rate = shape.clean_learning_rate * min(1.0, num_clean_steps / CLEAN_WARMUP_STEPS)
         _update(model, optimizer, _micro_batches(clean, lesson, tokenizer), rate)
         if num_clean_steps % CHECK_EVERY_STEPS == 0:
-            accuracy = expected_accuracy(model, prompts, answers)
+            accuracy = expected_accuracy(model, inputs, answers)
     for step in range(section.noise_steps):
         # falls to 0, so that the last batches do not decide where it ends
         rate = shape.noisy_learning_rate * (1 - step / section.noise_steps)
@@ -153,14 +152,14 @@ def train(
         # names of the stored report, which older releases have written
         "num_school_steps": num_clean_steps,
         "school_accuracy": accuracy,
-        "validation_accuracy": expected_accuracy(model, prompts, answers),
+        "validation_accuracy": expected_accuracy(model, inputs, answers),
     }
 
 
 @torch.no_grad()
-def expected_accuracy(model: LlamaForCausalLM, prompts: Tensor, answers: Tensor) -> float:
+def expected_accuracy(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> float:
     """Return the mean probability of the right answers at temperature 1; with their eos, the exact expected pass@1."""
-    return _answer_logprobs(model, prompts, answers).sum(dim=1).exp().mean().item()
+    return _answer_logprobs(model, inputs, answers).sum(dim=1).exp().mean().item()
 
 
 def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
@@ -180,18 +179,25 @@ def _micro_batches(
 
 
 def _encode(pairs: list[Pair], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Return prompt ids [B, P] (all of one length), and answer ids with eos [B, R], padded on the right with -100."""
+    """Return rows of prompt and answer [B, T], padded on the right, and what their last R tokens should be [B, R].
+
+    R counts from the end of the shortest prompt. Tokens of longer prompts and padding are -100 there; an eos ends every
+    answer and is no input.
+    """
     prompts = tokenizer([text for text, _ in pairs], add_special_tokens=False)["input_ids"]
     answers = tokenizer([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
-    # +1: the end of sequence
-    longest = max(map(len, answers)) + 1
-    rows = [[*ids, tokenizer.eos_token_id, *[-100] * (longest - 1 - len(ids))] for ids in answers]
-    return torch.tensor(prompts), torch.tensor(rows)
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    shortest, longest = min(map(len, prompts)), max(lengths)
+    inputs, targets = [], []
+    for prompt, answer, length in zip(prompts, answers, lengths, strict=True):
+        inputs.append([*prompt, *answer, *[tokenizer.pad_token_id] * (longest - length)])
+        skipped, padding = [-100] * (len(prompt) - shortest), [-100] * (longest - length)
+        targets.append([*skipped, *answer, tokenizer.eos_token_id, *padding])
+    return torch.tensor(inputs), torch.tensor(targets)
 
 
-def _answer_logprobs(model: LlamaForCausalLM, prompts: Tensor, answers: Tensor) -> Tensor:
-    """Return the log-probs of the answer tokens [B, R], 0 where the row is padding."""
-    inputs = torch.cat([prompts, answers[:, :-1].clamp(min=0)], dim=1)
+def _answer_logprobs(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> Tensor:
+    """Return the log-probs of the answer tokens [B, R], 0 where there is none."""
     logits = model(input_ids=inputs, logits_to_keep=answers.shape[1]).logits
     return -functional.cross_entropy(logits.transpose(1, 2), answers, ignore_index=-100, reduction="none")
 
@@ -206,8 +212,8 @@ def _update(
         group["lr"] = learning_rate
     optimizer.zero_grad(set_to_none=True)
     num_tokens = sum((answers >= 0).sum() for _, answers in batches)
-    for prompts, answers in batches:
+    for inputs, answers in batches:
         # per token, so that batches with long answers do not count for more
-        (-_answer_logprobs(model, prompts, answers).sum() / num_tokens).backward()
+        (-_answer_logprobs(model, inputs, answers).sum() / num_tokens).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

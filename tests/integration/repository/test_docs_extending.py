@@ -90,14 +90,8 @@ def test_the_config_check_finds_the_modules_that_the_page_names(capsys: pytest.C
 
 
 def test_the_quickstart_takes_an_objective_of_ones_own_as_the_page_says() -> None:
-    (command,) = re.findall(r"```bash\n(sed .*?)```", PAGE, re.DOTALL)
-    first, second = command.strip().splitlines()
-    (pattern,) = re.findall(r"sed '/(.*?)/d' recipes/quickstart.toml > mine.toml", first)
-    lines = (ROOT / "recipes" / "quickstart.toml").read_text().splitlines()
-    kept = [line for line in lines if not re.match(pattern, line)]
-    assert len(kept) == len(lines) - 1
-    Path("mine.toml").write_text("\n".join(kept))
-    recipe = load_recipe("mine.toml", sets=re.findall(r"--set (\S+)", second))
+    (command,) = re.findall(r"tba run recipes/quickstart.toml (--set objective.*)", PAGE)
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.toml", sets=re.findall(r"--set (\S+)", command))
     assert recipe.objective.preset == "my_objectives:weighted_policy_gradient"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ class Judge:
         self._codec = TextCodec(model_folder)
         self._rule, self._temperature, self._max_response_tokens = rule, temperature, max_response_tokens
         self._num_prompts = len(prompts)
-        # batches of prompts of one length: no padding that could be treated in two ways
+        # forced answers in batches of one length: no padding that could be treated in two ways
         self._groups: dict[tuple[int, ...], Rows] = {}
         for prompt in prompts:
             if not isinstance(answer := prompt.data.get("answer"), str):
@@ -131,7 +131,7 @@ class Judge:
                     f"the answer of prompt {prompt.prompt_id} takes {num_tokens} tokens, and a response has "
                     f"{max_response_tokens} (searcher.max_response_tokens)"
                 )
-            shape = (len(ids), num_tokens) if isinstance(rule, ExactSpec) else (len(ids),)
+            shape = (len(ids), num_tokens) if isinstance(rule, ExactSpec) else ()
             self._groups.setdefault(shape, []).append((ids, prompt))
 
     @torch.no_grad()
@@ -160,18 +160,28 @@ class Judge:
         return float(logprobs.double().sum(dim=1).exp().sum()), int(is_greedy.sum())
 
     def _num_right(self, rows: Rows, is_greedy: bool) -> int:
-        responses = self._generate(torch.tensor([ids for ids, _ in rows]), is_greedy)
+        responses = self._generate([ids for ids, _ in rows], is_greedy)
         params = params_of(self._rule)
         texts = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in responses)
         items = (Item(prompt=p.text, response=text, data=p.data) for (_, p), text in zip(rows, texts, strict=True))
         return sum(score(item, params) == 1.0 for item in items)
 
-    def _generate(self, inputs: Tensor, is_greedy: bool) -> list[list[int]]:
-        """Return one response of each row; rows that have ended leave the batch."""
-        responses: list[list[int]] = [[] for _ in inputs]
-        active, cache = list(range(len(inputs))), DynamicCache()
+    def _generate(self, prompts: Sequence[Sequence[int]], is_greedy: bool) -> list[list[int]]:
+        """Return one response to each prompt. Shorter ones are padded on the left; rows that have ended leave the batch."""
+        longest = max(map(len, prompts))
+        inputs = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in prompts])  # [B, P]
+        is_token = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])  # [B, P + tokens]
+        responses: list[list[int]] = [[] for _ in prompts]
+        active, cache = list(range(len(prompts))), DynamicCache()
         for _ in range(self._max_response_tokens):
-            logits = self._model(input_ids=inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            positions = (is_token.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+            logits = self._model(
+                input_ids=inputs,
+                attention_mask=is_token,
+                position_ids=positions,
+                past_key_values=cache,
+                logits_to_keep=1,
+            ).logits[:, -1]
             probs = (logits / self._temperature).softmax(dim=-1)
             chosen = logits.argmax(dim=-1) if is_greedy else probs.multinomial(1)[:, 0]
             for row, token in zip(active, chosen.tolist(), strict=True):
@@ -183,6 +193,7 @@ class Judge:
                 cache.batch_select_indices(keep)
                 active = [active[index] for index in keep.tolist()]
             inputs = chosen[keep, None]
+            is_token = torch.nn.functional.pad(is_token[keep], (0, 1), value=1)
         return responses
 
 

@@ -4,6 +4,7 @@ An arm is a method in a world with the setting that tuning found, on the five se
 cells that can be run now; which ones come next may depend on them (the grids of tuning, the choice after screening).
 
     first      the methods FIRST on `addition`, at the lags that tell them apart; then whether replay pays
+    questions  those that are about the methods FEW at one lag: K, wrong rewards, beta, priority, m and k
     screening  every method at lag 16, 80 steps, two of the tuning seeds, each tuned by the same rule
     rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, are
                compared at every lag on both tasks
@@ -118,30 +119,27 @@ class Study:
 
     def _parts(self) -> Iterator[Iterator[Cell]]:
         first = ([_tuned_arm(method, World(lag=lag)) for method in FIRST] for lag in FIRST_LAGS)
-        for arms in (*first, replay_arms()):
+        replay = replay_arms()
+        first_replay = [arm for arm in replay if arm.method == FEW[0]]
+        questions = group_size_arms(), hazard_arms(), beta_arms(), scale_arms(), priority_arms(), sync_arms()
+        for arms in (*first, first_replay, *questions, replay):
             yield (cell for arm in arms for cell in self._arm_cells(arm))
+        yield iter(noise_cells())
         for method in METHODS:
             yield self._tuning_cells(method, SCREENING)
         if len(self.screened()) < len(METHODS):
             return
         for arms in self._arms_in_order():
             yield (cell for arm in arms for cell in self._arm_cells(arm))
-        yield iter(noise_cells())
 
     def _arms_in_order(self) -> Iterator[list[Arm]]:
         for lag in FIRST_LAGS:
             yield self.at_lag("addition", lag)
         yield self.at_lag("chain", 16)
         yield self.at_lag("chain", 0)
-        yield priority_arms()
         yield correction_arms()
-        yield hazard_arms()
         yield self.at_lag("addition", 4)
         yield self.at_lag("addition", 1)
-        yield sync_arms()
-        yield group_size_arms()
-        yield beta_arms()
-        yield scale_arms()
         for lag in (64, 4, 1):
             yield self.at_lag("chain", lag)
 

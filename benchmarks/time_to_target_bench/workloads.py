@@ -54,10 +54,10 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         ),
         "tally": Workload(
             recipe=ROOT / "recipes/tally.toml",
-            learning_rates=(2e-4, 4e-4, 8e-4),
-            targets=(0.65, 0.70),
-            num_steps=20,
-            save_every_steps=4,
+            learning_rates=(1e-4, 2e-4, 4e-4),
+            targets=(0.70, 0.80),
+            num_steps=12,
+            save_every_steps=3,
             micro_batch=32,
             # one starting model for all seeds: it takes 13 CPU minutes
             settings=("model.warm_start.seed=0",),

@@ -61,14 +61,24 @@ def test_the_answer_of_a_chain_is_its_last_number_in_a_sampled_response(
     codec = TextCodec(tmp_path)
     texts = {codec.encode_prompt(text): text for text in answers}
 
-    def whole_chains(inputs: Any, is_greedy: bool) -> list[list[int]]:
-        rows = [texts[tuple(row)] for row in inputs.tolist()]
+    def whole_chains(prompts: list[tuple[int, ...]], is_greedy: bool) -> list[list[int]]:
+        rows = [texts[ids] for ids in prompts]
         # a greedy response ends in the answer behind a way, a sampled one goes on to something else
         return [list(codec.encode_response(f"1={answers[row]}{'' if is_greedy else '=7777'}")) for row in rows]
 
     monkeypatch.setattr(judge, "_generate", whole_chains)
     found = judge.measure(dict(model.named_parameters()))
     assert (found.pass_at_1, found.greedy) == (0.0, 1.0)
+
+
+def test_responses_to_prompts_of_different_lengths_are_those_of_each_alone(tmp_path: Path) -> None:
+    make_model(tmp_path, "tally", "3m")
+    judge, prompts = judge_of(recipe_of("tally"), tmp_path, 6), heldout_prompts(recipe_of("tally"))[:6]
+    ids = [TextCodec(tmp_path).encode_prompt(prompt.text) for prompt in prompts]
+    assert len({len(each) for each in ids}) > 1
+    with torch.no_grad():
+        together = judge._generate(ids, is_greedy=True)
+        assert together == [judge._generate([each], is_greedy=True)[0] for each in ids]
 
 
 def test_a_task_with_another_reward_is_refused() -> None:

@@ -15,8 +15,9 @@ import torch
 from tba_trainer.model.policy import load_policy
 
 from benchmarks.study import plan as arms_of
+from benchmarks.study.adopt import adopt, covering
 from benchmarks.study.cells import Cell, Line, Setting, World, cells_of
-from benchmarks.study.data import append_line, digests, meaning, read_lines, sources_digest
+from benchmarks.study.data import append_adoption, append_line, digests, meaning, read_lines, sources_digest
 from benchmarks.study.gradients import noise_of
 from benchmarks.study.methods import ALWAYS, METHODS
 from benchmarks.study.plan import LAGS, NUM_FULL, SCREENING, SEEDS, Arm, Study
@@ -195,6 +196,59 @@ def test_study_lines_come_back_and_a_torn_one_is_cut_off(tmp_path: Path, whole: 
 def test_study_the_digest_is_of_what_the_code_does() -> None:
     assert meaning("def f(x):\n    return x + 1\n") == meaning('def f(x):\n    """Add."""\n    return x+1  # one\n')
     assert meaning("def f(x):\n    return x + 1\n") != meaning("def f(x):\n    return x + 2\n")
+
+
+def test_study_lines_of_older_code_are_taken_over_when_cells_of_it_come_out_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, Line]
+) -> None:
+    path, old = tmp_path / "cells.jsonl", [each for each in whole.values() if each.cell.setting.learning_rate][:30]
+    for each in old:
+        append_line(path, each.cell, each.result, digest="older")
+    ran: list[str] = []
+
+    def run_again(cell: Cell, models: Path) -> dict[str, object]:
+        ran.append(cell.key)
+        return {**whole[cell.key].result, "cpu_s": 99.0}
+
+    monkeypatch.setattr("benchmarks.study.adopt.run_cell", run_again)
+    with pytest.raises(SystemExit, match="has no line of none"):
+        adopt(path, "none", models=tmp_path)
+    adopt(path, "older", models=tmp_path)
+    assert 0 < len(ran) < len(old)
+    found = read_lines(path, sources_digest())
+    assert found == {each.cell.key: each for each in old}
+    assert read_lines(path, sources_digest(), adopted=False) == {}
+    assert read_lines(path, "another") == {}
+    # what was taken over by code that is taken over itself counts too
+    append_adoption(path, old=sources_digest(), new="newer", keys=ran)
+    assert read_lines(path, "newer") == found
+    with pytest.raises(SystemExit, match="count as results of this code already"):
+        adopt(path, "older", models=tmp_path)
+
+
+def test_study_lines_of_older_code_stay_that_where_one_cell_comes_out_differently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, Line]
+) -> None:
+    path, old = tmp_path / "cells.jsonl", list(whole.values())[:5]
+    for each in old:
+        append_line(path, each.cell, each.result, digest="older")
+    monkeypatch.setattr(
+        "benchmarks.study.adopt.run_cell", lambda cell, _: {**whole[cell.key].result, "clip_share": 0.100001}
+    )
+    with pytest.raises(SystemExit, match=r"came out differently \(clip_share\)"):
+        adopt(path, "older", models=tmp_path)
+    assert read_lines(path, sources_digest()) == {}
+    assert [each.name for each in tmp_path.iterdir()] == ["cells.jsonl"]
+
+
+def test_study_the_cells_that_are_run_again_have_every_method_and_part_of_a_world(whole: dict[str, Line]) -> None:
+    chosen = covering(whole.values())
+    assert len(chosen) < 60
+    for read in (
+        lambda cell: cell.method,
+        *(lambda cell, n=part.name: getattr(cell.world, n) for part in fields(World)),
+    ):
+        assert {read(each.cell) for each in chosen} == {read(each.cell) for each in whole.values()}
 
 
 def test_study_t_interval_covers_the_mean_in_95_of_100_cases() -> None:

@@ -167,7 +167,7 @@ class Judge:
         return sum(score(item, params) == 1.0 for item in items)
 
     def _generate(self, prompts: Sequence[Sequence[int]], is_greedy: bool) -> list[list[int]]:
-        """Return one response to each prompt, padded on the left; rows that have ended leave the batch."""
+        """Return one response to each prompt. Pad prompts on the left; rows that have ended leave the batch."""
         longest = max(map(len, prompts))
         inputs = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in prompts])  # [B, P]
         is_token = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])  # [B, P + tokens]

@@ -8,7 +8,7 @@
 `make study` runs all of it, in hours. One thread per worker, no services. Every finished cell is one JSON line with the
 digest of the code that decided it, and a cell that has a line of this code is not run again: stop it at any time, and
 start it again to go on. Where a change of the code changes no result, `adopt` runs a few cells of the older code again
-and takes its lines over if all of them come out the same, bit by bit. `--cells` takes part of a key, for example
+and takes its lines over if all of them come out the same. `--cells` takes part of a key, for example
 `addition/tba_prime/lag16`.
 """
 
@@ -30,7 +30,7 @@ DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 
 
 def main() -> None:
-    """Plan, run or report; the data file is appended to, cell by cell."""
+    """Plan, run, report or take over older lines; the data file is appended to, cell by cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["plan", "run", "report", "adopt"])
     parser.add_argument(
@@ -43,6 +43,8 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=ROOT / "models" / "study", help="folder of starting models")
     parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of tables and plots")
     args = parser.parse_args()
+    if (args.command == "adopt") != (args.digest is not None):
+        parser.error("adopt, and no other command, takes the digest of the older code")
     if args.command == "plan":
         for cell in plan(read_lines(args.json, sources_digest())):
             if args.cells in cell.key:
@@ -64,10 +66,8 @@ def main() -> None:
 
         from benchmarks.study.adopt import adopt
 
-        if args.digest is None:
-            parser.error("adopt needs the digest of the older code")
         torch.set_num_threads(1)
-        adopt(args.json, args.digest, models=args.models)
+        adopt(args.json, args.digest)
     else:
         from benchmarks.study.report import write_report
 

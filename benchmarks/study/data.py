@@ -63,14 +63,13 @@ def meaning(source: str) -> str:
     return ast.dump(tree)
 
 
-def read_lines(path: Path, digest: str | None = None, *, adopted: bool = True) -> dict[str, Line]:
+def read_lines(path: Path, digest: str | None = None) -> dict[str, Line]:
     """Finished cells by key; a last line without a newline (a crash while writing) does not count.
 
     Args:
-        digest: only lines of this code; None: of all.
-        adopted: and of the code whose results were found to be the same.
+        digest: only lines of this code and of the code that it took over (adopt.py); None: all lines.
     """
-    wanted = None if digest is None else same_results(path, digest) if adopted else {digest}
+    wanted = None if digest is None else same_results(path, digest)
     lines = {}
     for document in _documents(path):
         if wanted is None or document["digest"] in wanted:
@@ -80,7 +79,7 @@ def read_lines(path: Path, digest: str | None = None, *, adopted: bool = True) -
 
 
 def same_results(path: Path, digest: str) -> set[str]:
-    """The digests whose lines are results of the code `digest`: its own, and those that were adopted (adopt.py)."""
+    """Return the digests whose lines are results of the code `digest`: its own, and those that were taken over."""
     adoptions = [(each["old"], each["new"]) for each in _documents(_adoptions_of(path))]
     found, size = {digest}, 0
     while size < len(found):
@@ -91,7 +90,7 @@ def same_results(path: Path, digest: str) -> set[str]:
 
 def append_adoption(path: Path, *, old: str, new: str, keys: list[str]) -> None:
     """Note that the lines of `old` are results of `new`, and which cells were run again to know it."""
-    document = {"old": old, "new": new, "at": time.strftime("%Y-%m-%d %H:%M"), "cells": keys}
+    document = {"old": old, "new": new, "at_s": round(time.time()), "cells": keys}
     _append(_adoptions_of(path), document)
 
 

@@ -3,8 +3,8 @@
 An arm is a method in a world with the setting that tuning found, on the five seeds of the result. The plan yields the
 cells that can be run now; which ones come next may depend on them (the grids of tuning, the choice after screening).
 
-    first      the methods FIRST on `addition`, at the lags that tell them apart; then whether replay pays
-    questions  those that are about the methods FEW at one lag: K, wrong rewards, beta, priority, m and k
+    first      the methods FIRST on `addition`, at the lags that tell them apart; then whether replay pays for FEW[0]
+    questions  K, wrong rewards, beta, A-form and raw scale, priority, m and k, the rest of replay, gradient noise
     screening  every method at lag 16, 80 steps, two of the tuning seeds, each tuned by the same rule
     rule       the methods ALWAYS, and of the others those with the largest area in screening, NUM_FULL in all, are
                compared at every lag on both tasks

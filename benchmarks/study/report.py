@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.study import plan as arms_of
 from benchmarks.study.cells import World
@@ -30,24 +31,37 @@ BUDGETS = (2_560, 4_864, 9_600, 19_200, 38_400)
 
 
 def write_report(data: Path, folder: Path) -> None:
-    """Tables and plots of what has been run: of this code, or else of the code that made the last line."""
+    """Tables and plots of what has been run: of this code, or else of the newest code that made a line."""
     counts = digests(data)
     is_known = bool(counts.keys() & same_results(data, sources_digest()))
     digest = sources_digest() if is_known or not counts else [*counts][-1]
-    num_other = sum(number for other, number in counts.items() if other not in same_results(data, digest))
+    same = same_results(data, digest)
+    num_other = sum(number for other, number in counts.items() if other not in same)
+    taken_over = {other: number for other, number in counts.items() if other in same - {digest}}
     study = Study(read_lines(data, digest))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tables.md").write_text(report_text(study, digest, num_other=num_other))
+    (folder / "tables.md").write_text(report_text(study, digest, num_other=num_other, taken_over=taken_over))
     write_plots(study, folder)
 
 
-def report_text(study: Study, digest: str, *, num_other: int = 0) -> str:
-    """The tables as one Markdown document."""
-    return "\n\n".join([*_head(study, digest, num_other), *_lag_parts(study), *_question_parts(study)]) + "\n"
+def report_text(
+    study: Study, digest: str, *, num_other: int = 0, taken_over: Mapping[str, int] = MappingProxyType({})
+) -> str:
+    """The tables as one Markdown document.
+
+    Args:
+        num_other: lines of code that does not count.
+        taken_over: lines of older code that do, by its digest.
+    """
+    return (
+        "\n\n".join([*_head(study, digest, num_other, taken_over), *_lag_parts(study), *_question_parts(study)]) + "\n"
+    )
 
 
-def _head(study: Study, digest: str, num_other: int) -> list[str]:
+def _head(study: Study, digest: str, num_other: int, taken_over: Mapping[str, int]) -> list[str]:
     code = f"the code with the digest `{digest}`"
+    for older, number in taken_over.items():
+        code += f", {number} of them taken over from `{older}` (cells.adopted.jsonl)"
     if digest != sources_digest():
         code += f" (not the code beside this file, which is `{sources_digest()}`)"
     cpu_h = sum(line.result["cpu_s"] for line in study.lines.values()) / 3600

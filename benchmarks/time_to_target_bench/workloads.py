@@ -20,12 +20,12 @@ class Workload:
     learning_rates: tuple[float, ...]
     """The grid, the same for both sides. A best rate at its edge asks for a wider one."""
     targets: tuple[float, ...]
-    """Of pass@1 at the policy temperature, 1 in both recipes."""
+    """Of pass@1 at the policy temperature, 1 in every recipe."""
     num_steps: int
     """Optimizer steps of a cell, on both sides."""
     save_every_steps: int
-    """TRL's weights are measured after every so many steps. Of tba every publication is: after every
-    `trainer.sync_interval` steps of the recipe, 1 in both. Between two points the curve is a line."""
+    """The weights of both sides are measured after so many steps, and of the last. Between two points the curve is a
+    line."""
     micro_batch: int
     """Rollouts of one forward and backward pass of TRL: memory, not arithmetic."""
     settings: tuple[str, ...] = ()

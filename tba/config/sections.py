@@ -72,13 +72,13 @@ class WarmStartSection(StrictModel):
     """About how many parameters the model has. `addition` has 0.1m, `chain` has 0.3m and 3m, `tally` has 3m; none: the
     task's first."""
     target_accuracy: float = Field(default=0.9, gt=0, lt=1)
-    """The first phase ends when expected sampled accuracy on the validation split reaches this."""
+    """The first phase ends when the mean probability of the right answers of the validation split reaches this."""
     max_steps: int = Field(default=800, ge=1)
     """The first phase ends after this many supervised steps in any case."""
     noise_steps: int = Field(default=80, ge=0)
     """Supervised steps of the second phase, on noisy answers."""
     drop_carry: float = Field(default=0.45, ge=0, le=1)
-    """Probability that a noisy answer forgets a carry."""
+    """Probability that a noisy answer forgets a carry; `tally` has none."""
     wrong_digit: float = Field(default=0.13, ge=0, le=1)
     """Probability that a noisy answer has a random digit."""
     seed: int | None = Field(default=None, ge=0)

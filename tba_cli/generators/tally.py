@@ -1,7 +1,7 @@
 """Last digits of running totals: `a7b5c8d9=` -> `a7b5=2c8=0d9=9`; the last digit is the answer.
 
 The prompt decides how long a right response is: 4 to 31 terms, so 15 to 123 tokens, most of them short and a few many
-times as long. A policy cannot learn to be brief here, so the tail stays however well it is trained (unlike `chain`).
+times as long. A policy that leaves totals out is mostly wrong, so it has no reason to become brief (unlike `chain`).
 The labels say which term comes next: without them a small model would have to count.
 
 Prompts fall into fixed splits by a hash of the sorted terms, so no order of the same terms is in two splits.

@@ -18,6 +18,7 @@ from tba_cli.generators import addition, chain, tally
 Pair = tuple[str, str]
 """Prompt and response."""
 NUM_VALIDATION = 300
+"""Most problems of a validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Lesson:
     is_end_judged: bool
     """Whether validation asks for the end of the response too. Not where a right response may go on."""
     validation: Callable[[], list[Pair]]
-    """Right answers of the validation split, of which the first `NUM_VALIDATION` after a shuffle count."""
+    """Right answers of the validation split. They are shuffled, and the first `NUM_VALIDATION` count."""
     demonstrations: Callable[[WarmStartSection, int], tuple[Iterator[Pair], Iterator[Pair]]]
     """Clean and noisy pairs without end, for a seed."""
 

@@ -1,7 +1,7 @@
-"""Make a small starting model on this machine: a tiny Llama that solves its task about three times in ten.
+"""Make a small starting model on this machine: a tiny Llama that solves its task three or four times in ten.
 
 Supervised learning on the task's warm-start split has two phases. *Clean*: right answers, until the model mostly is
-right on the validation split. *Noisy*: a fixed number of steps on answers that forget carries and miswrite digits. The
+right on the validation split. *Noisy*: a fixed number of steps on answers that miswrite digits and, in sums, forget carries. The
 noise sets the start accuracy, whatever the speed of the machine, so it is about the same for every seed. Reinforcement
 learning then has to find out from rewards alone that it pays to carry and to write correctly; the demonstrations of the
 second phase do not show that consistently.
@@ -158,7 +158,10 @@ def train(
 
 @torch.no_grad()
 def expected_accuracy(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> float:
-    """Return the mean probability of the right answers at temperature 1; with their eos, the exact expected pass@1."""
+    """Return the mean probability of the right answers at temperature 1.
+
+    With their eos that is the exact expected pass@1 where there is one right response, and else a lower bound.
+    """
     return _answer_logprobs(model, inputs, answers).sum(dim=1).exp().mean().item()
 
 

@@ -113,14 +113,19 @@ def test_study_tuning_takes_the_mean_of_seeds_that_are_used_for_nothing_else(who
 
 def test_study_the_lags_that_tell_methods_apart_come_first(whole: dict[str, Line]) -> None:
     first = list(Study({}).plan())
-    assert {cell.world for cell in first} == {World(lag=16), SCREENING}
-    assert {cell.method for cell in first if cell.world != SCREENING} == set(arms_of.FIRST)
-    assert first[0].world == World(lag=16)
+    assert {cell.method for cell in first if cell.world == World(lag=16)} == {*arms_of.FIRST, "tb"}
+    assert (first[0].world, first[-1].world) == (World(lag=16), SCREENING)
     tuned_first = {key: each for key, each in whole.items() if each.cell.world == World(lag=16)}
     then = list(Study(tuned_first).plan())
     assert then[0].world == World()
-    assert {cell.world for cell in then if cell.world.replay_m}  # replay before screening
     assert then[-1].world == SCREENING
+
+    def place(wanted: Callable[[Cell], bool]) -> int:
+        return next(number for number, cell in enumerate(then) if wanted(cell))
+
+    replay = [place(lambda cell, m=method: cell.world == arms_of.REPLAY and cell.method == m) for method in arms_of.FEW]
+    question = place(lambda cell: cell.world == World(lag=4))
+    assert replay[0] < question < replay[1] < place(lambda cell: not cell.setting.learning_rate)
 
 
 def test_study_screening_decides_the_full_comparison(whole: dict[str, Line]) -> None:
@@ -201,52 +206,73 @@ def test_study_the_digest_is_of_what_the_code_does() -> None:
 def test_study_lines_of_older_code_are_taken_over_when_cells_of_it_come_out_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, Line]
 ) -> None:
-    path, old = tmp_path / "cells.jsonl", [each for each in whole.values() if each.cell.setting.learning_rate][:30]
+    path, old = tmp_path / "cells.jsonl", [each for each in whole.values() if each.cell.setting.learning_rate][:60]
     for each in old:
         append_line(path, each.cell, each.result, digest="older")
     ran: list[str] = []
 
     def run_again(cell: Cell, models: Path) -> dict[str, object]:
+        assert not list(models.iterdir())  # starting models are made again
         ran.append(cell.key)
         return {**whole[cell.key].result, "cpu_s": 99.0}
 
     monkeypatch.setattr("benchmarks.study.adopt.run_cell", run_again)
     with pytest.raises(SystemExit, match="has no line of none"):
-        adopt(path, "none", models=tmp_path)
-    adopt(path, "older", models=tmp_path)
+        adopt(path, "none")
+    adopt(path, "older")
     assert 0 < len(ran) < len(old)
-    found = read_lines(path, sources_digest())
-    assert found == {each.cell.key: each for each in old}
-    assert read_lines(path, sources_digest(), adopted=False) == {}
+    assert read_lines(path, sources_digest()) == {each.cell.key: each for each in old}
     assert read_lines(path, "another") == {}
-    # what was taken over by code that is taken over itself counts too
-    append_adoption(path, old=sources_digest(), new="newer", keys=ran)
-    assert read_lines(path, "newer") == found
     with pytest.raises(SystemExit, match="count as results of this code already"):
-        adopt(path, "older", models=tmp_path)
+        adopt(path, "older")
+    write_report(path, tmp_path / "report")
+    head = (tmp_path / "report" / "tables.md").read_text()
+    assert f"`{sources_digest()}`, 60 of them taken over from `older`" in head
+    assert "0 lines of other code" in head
 
 
-def test_study_lines_of_older_code_stay_that_where_one_cell_comes_out_differently(
+def test_study_code_that_took_lines_over_is_taken_over_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, Line]
 ) -> None:
+    path, ran = tmp_path / "cells.jsonl", []
+    oldest, older = (next(each for each in whole.values() if each.cell.method == method) for method in ("tb", "grpo"))
+    append_line(path, oldest.cell, oldest.result, digest="oldest")
+    append_line(path, older.cell, older.result, digest="older")
+    append_adoption(path, old="oldest", new="older", keys=[oldest.cell.key])
+    monkeypatch.setattr(
+        "benchmarks.study.adopt.run_cell", lambda cell, _: ran.append(cell.method) or whole[cell.key].result
+    )
+    adopt(path, "older")
+    assert set(ran) == {"tb", "grpo"}
+    assert len(read_lines(path, sources_digest())) == 2
+
+
+@pytest.mark.parametrize("is_run_again", [True, False])
+def test_study_lines_of_older_code_stay_that_where_one_cell_comes_out_differently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, Line], is_run_again: bool
+) -> None:
     path, old = tmp_path / "cells.jsonl", list(whole.values())[:5]
+    other = {"clip_share": 0.100001}
     for each in old:
         append_line(path, each.cell, each.result, digest="older")
+    if not is_run_again:  # this code has run one of them already
+        append_line(path, old[3].cell, {**old[3].result, **other}, digest=sources_digest())
     monkeypatch.setattr(
-        "benchmarks.study.adopt.run_cell", lambda cell, _: {**whole[cell.key].result, "clip_share": 0.100001}
+        "benchmarks.study.adopt.run_cell", lambda cell, _: {**whole[cell.key].result, **(other if is_run_again else {})}
     )
     with pytest.raises(SystemExit, match=r"came out differently \(clip_share\)"):
-        adopt(path, "older", models=tmp_path)
-    assert read_lines(path, sources_digest()) == {}
+        adopt(path, "older")
+    assert len(read_lines(path, sources_digest())) == (0 if is_run_again else 1)
     assert [each.name for each in tmp_path.iterdir()] == ["cells.jsonl"]
 
 
-def test_study_the_cells_that_are_run_again_have_every_method_and_part_of_a_world(whole: dict[str, Line]) -> None:
+def test_study_the_cells_that_are_run_again_have_every_method_at_every_lag(whole: dict[str, Line]) -> None:
     chosen = covering(whole.values())
-    assert len(chosen) < 60
+    assert len(chosen) < len(whole) / 10
     for read in (
-        lambda cell: cell.method,
-        *(lambda cell, n=part.name: getattr(cell.world, n) for part in fields(World)),
+        lambda cell: (cell.method, cell.world.task, cell.world.lag),
+        lambda cell: cell.seed,
+        *(lambda cell, name=part.name: getattr(cell.world, name) for part in fields(World)),
     ):
         assert {read(each.cell) for each in chosen} == {read(each.cell) for each in whole.values()}
 

@@ -5,8 +5,8 @@ With rho = pi_theta / pi_old, per token unless it says otherwise, and kappa = pi
     none                1
     clamp               rho within [floor, clamp]               tba_prime, dr_grpo_clamp; CISPO, arXiv 2506.13585
     mask                rho, 0 outside of [floor, clamp]        tba_prime_published: a clamp inside autograd
-    token_clip          rho, 0 where PPO's clip is active       GRPO, Dr. GRPO, PPO, arXiv 1707.06347; DAPO's
-                                                                "clip-higher", arXiv 2503.14476
+    token_clip          rho, 0 where PPO's clip is active       tba_prime_clip; GRPO, Dr. GRPO, PPO, arXiv
+                                                                1707.06347; DAPO's "clip-higher", arXiv 2503.14476
     sequence_clip       the same, rho the rollout's product     proximal RLOO
     sequence_mean_clip  the same, rho its geometric mean        GSPO, arXiv 2507.18071
     second_moment       rho, 0 for the tokens with the largest  M2PO, arXiv 2510.01161, over all tokens as in

@@ -1,10 +1,10 @@
 """Make a small starting model on this machine: a tiny Llama that solves its task three or four times in ten.
 
 Supervised learning on the task's warm-start split has two phases. *Clean*: right answers, until the model mostly is
-right on the validation split. *Noisy*: a fixed number of steps on answers that miswrite digits and, in sums, forget carries. The
-noise sets the start accuracy, whatever the speed of the machine, so it is about the same for every seed. Reinforcement
-learning then has to find out from rewards alone that it pays to carry and to write correctly; the demonstrations of the
-second phase do not show that consistently.
+right on the validation split. *Noisy*: a fixed number of steps on answers that miswrite digits and, in sums, forget
+carries. The noise sets the start accuracy, whatever the speed of the machine, so it is about the same for every seed.
+Reinforcement learning then has to find out from rewards alone that it pays to write correctly; the demonstrations of
+the second phase do not show that consistently.
 """
 
 from __future__ import annotations

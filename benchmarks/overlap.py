@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("buffer"
 
 from benchmarks.data_file import PRODUCT, append_line, read_lines, source_digest  # noqa: E402
 from benchmarks.overlap_bench.cells import KINDS, Cell, cells  # noqa: E402
-from benchmarks.overlap_bench.runs import Pace, measure_pace, run_cell  # noqa: E402
+from benchmarks.overlap_bench.runs import WARM_STEPS, Pace, measure_pace, run_cell  # noqa: E402
 from benchmarks.overlap_bench.tables import NOTES, reached_s, table  # noqa: E402
 from tba.config import load_recipe  # noqa: E402
 
@@ -86,7 +86,14 @@ def run(args: argparse.Namespace) -> None:
     asked = {"recipe": args.recipe.name, "num_steps": args.steps, "overrides": overrides}
     asked |= {"ratio": args.ratio, "slowdown": args.slowdown, "num_slots": args.slots}
     if data.settings is None:
-        pace = measure_pace(args.recipe, ratio=args.ratio, slowdown=args.slowdown, num_slots=args.slots)
+        pace = measure_pace(
+            args.recipe,
+            ratio=args.ratio,
+            slowdown=args.slowdown,
+            num_slots=args.slots,
+            num_steps=args.measured_steps,
+            overrides=overrides,
+        )
         append_line(args.json, {"settings": {**asked, "pace": pace.document()}, "source": data.source})
     else:
         if asked != {name: data.settings[name] for name in asked}:
@@ -140,12 +147,15 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=4.0, help="time of a batch with one searcher, in steps")
     parser.add_argument("--slowdown", type=float, default=8.0, help="measured steps in a rehearsed one")
     parser.add_argument("--slots", type=int, default=32, help="slots of a searcher")
+    parser.add_argument("--measured-steps", type=int, default=48, help="of the run that sets the pace; 8 do not count")
     parser.add_argument("--source", help="of report: this digest; default: that of the newest line")
     parser.add_argument("--max-minutes", type=float, default=None, help="begin no cell after this many minutes")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe of all cells"
     )
     args = parser.parse_args()
+    if args.measured_steps <= WARM_STEPS:
+        parser.error(f"--measured-steps {args.measured_steps} leaves none: the first {WARM_STEPS} do not count")
     (run if args.command == "run" else report)(args)
 
 

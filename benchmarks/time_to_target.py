@@ -67,11 +67,14 @@ def main() -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
     parser.add_argument("--learning-rates", type=float, nargs="+", help="of tune; default: the workload's")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: those of tune or of compare")
+    parser.add_argument("--seeds", type=int, nargs="+", help="some of 100 to 102 (tune), of 0 to 4 (compare)")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the workload's")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for tba's runs")
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines")
     args = parser.parse_args()
+    allowed = allowed_seeds(args.what)
+    if unknown := set(args.seeds or ()) - set(allowed):
+        parser.error(f"{args.what} has the seeds {', '.join(map(str, allowed))}, and not {min(unknown)}")
     os.chdir(ROOT)  # recipes name models/ relative to it
     if args.what == "report":
         print(report_text(read_results(args.data), args.steps))
@@ -80,6 +83,11 @@ def main() -> None:
         if cell not in read_results(args.data):
             _run(cell, args.data)
     print(report_text(read_results(args.data), args.steps))
+
+
+def allowed_seeds(what: str) -> tuple[int, ...]:
+    """Return the seeds of `tune` or `compare`; those of tuning are used for nothing else."""
+    return SEEDS if what == "compare" else TUNING_SEEDS
 
 
 def _source(workload: Workload, side: Side, settings: tuple[str, ...]) -> str:
@@ -107,7 +115,7 @@ def _plan(args: argparse.Namespace) -> list[Cell]:
             current = {cell: found for cell, found in results.items() if cell.source == sources.get(cell.side)}
             known, _ = one_source(current, num_steps)
             rates = {side: [best_learning_rate(known, name, side, settings[side])] for side in sides}
-        seeds = args.seeds or (SEEDS if args.what == "compare" else TUNING_SEEDS)
+        seeds = args.seeds or allowed_seeds(args.what)
         for number, seed in enumerate(seeds):
             for rate_number in range(len(rates[sides[0]])):
                 for side in sides if (number + rate_number) % 2 == 0 else reversed(sides):

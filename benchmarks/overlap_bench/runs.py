@@ -25,7 +25,8 @@ from tba_cli.run_target import open_client
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, POLL_S = 300.0, 0.2
-MEASURED_STEPS, WARM_STEPS = 48, 8
+WARM_STEPS = 8
+"""Of the measured ones those that do not count."""
 _SWAP = re.compile(r"weights loaded .*\bpause_s=([0-9.e+-]+)")
 NO_EVALUATIONS = {"eval.every_steps": 1_000_000, "eval.num_prompts": 4, "eval.num_prompts_final": 4}
 """The learning curve is measured after the run, from its versions."""
@@ -67,10 +68,13 @@ class Pace:
         return asdict(self)
 
 
-def measure_pace(recipe: Path, *, ratio: float, slowdown: float, num_slots: int) -> Pace:
+def measure_pace(
+    recipe: Path, *, ratio: float, slowdown: float, num_slots: int, num_steps: int, overrides: Mapping[str, str]
+) -> Pace:
     """Measure steps that nothing runs beside: in turns with one searcher, without a pace."""
-    changes = {"searcher.num_searchers": 1, "sampling.alternate": "true", "trainer.num_steps": MEASURED_STEPS}
-    folder = _run("overlap-pace", recipe, {**changes, **NO_EVALUATIONS}, seed=0, num_searchers=None).folder
+    changes = {"searcher.num_searchers": 1, "sampling.alternate": "true", "trainer.num_steps": num_steps}
+    changes |= {**NO_EVALUATIONS, **overrides}
+    folder = _run("overlap-pace", recipe, changes, seed=0, num_searchers=None).folder
     steps = _steps(folder)[WARM_STEPS:]
     shutil.rmtree(folder)
     return Pace(

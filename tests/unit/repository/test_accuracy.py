@@ -72,12 +72,20 @@ def test_the_answer_of_a_chain_is_its_last_number_in_a_sampled_response(
 
 
 def test_responses_to_prompts_of_different_lengths_are_those_of_each_alone(tmp_path: Path) -> None:
-    make_model(tmp_path, "tally", "3m")
+    model = make_model(tmp_path, "tally", "3m")
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that it does not say one token for ever
+            parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
     judge, prompts = judge_of(recipe_of("tally"), tmp_path, 6), heldout_prompts(recipe_of("tally"))[:6]
     ids = [TextCodec(tmp_path).encode_prompt(prompt.text) for prompt in prompts]
     assert len({len(each) for each in ids}) > 1
     with torch.no_grad():
+        endless = judge._generate(ids, is_greedy=True)
+        assert len({tuple(response) for response in endless}) == len(ids)
+        judge._tokenizer.eos_token_id = endless[0][5]  # rows that have ended leave the batch
         together = judge._generate(ids, is_greedy=True)
+        assert len({len(response) for response in together}) > 1
         assert together == [judge._generate([each], is_greedy=True)[0] for each in ids]
 
 

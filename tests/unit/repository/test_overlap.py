@@ -76,7 +76,7 @@ def test_a_cell_that_has_a_line_is_not_run_again_and_another_pace_is_refused(
     monkeypatch.setattr(overlap, "measure_pace", lambda *_, **__: PACE)
     args = argparse.Namespace(
         json=tmp_path / "data.jsonl", recipe=ROOT / "recipes" / "quickstart.toml", kinds="searchers", seeds=1, cells="",
-        steps=9, target=0.5, ratio=4.0, slowdown=5.0, slots=32, max_minutes=None, set=[],
+        steps=9, target=0.5, ratio=4.0, slowdown=5.0, slots=32, measured_steps=48, max_minutes=None, set=[],
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         overlap.run(args)

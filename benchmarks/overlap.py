@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -154,6 +155,8 @@ def main() -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe of all cells"
     )
     args = parser.parse_args()
+    # as Ctrl-C does: the run that it started ends with it, and keeps no core from the next measurement
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.measured_steps <= WARM_STEPS:
         parser.error(f"--measured-steps {args.measured_steps} leaves none: the first {WARM_STEPS} do not count")
     (run if args.command == "run" else report)(args)

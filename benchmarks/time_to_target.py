@@ -23,12 +23,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("buffer", "reward", "searcher", "trainer"))]
+
+import psutil  # noqa: E402
 
 from benchmarks.accuracy import rule_of  # noqa: E402
 from benchmarks.data_file import PRODUCT, source_digest  # noqa: E402
@@ -72,6 +75,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for tba's runs")
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
     allowed = allowed_seeds(args.what)
     if unknown := set(args.seeds or ()) - set(allowed):
         parser.error(f"{args.what} has the seeds {', '.join(map(str, allowed))}, and not {min(unknown)}")
@@ -88,6 +92,13 @@ def main() -> None:
 def allowed_seeds(what: str) -> tuple[int, ...]:
     """Return the seeds of `tune` or `compare`; those of tuning are used for nothing else."""
     return SEEDS if what == "compare" else TUNING_SEEDS
+
+
+def _end(number: int, _: object) -> None:
+    """End the run that was started too, as Ctrl-C does: it would keep a core from the next measurement."""
+    for child in psutil.Process().children():
+        child.terminate()
+    sys.exit(128 + number)
 
 
 def _source(workload: Workload, side: Side, settings: tuple[str, ...]) -> str:

@@ -34,6 +34,11 @@ def vargrad(problem: Problem, *, detach_log_z: bool, shift: float = 0.0, beta: f
     return (log_z + ratio - problem.reward / beta).square().mean()
 
 
+def test_tba_prime_clip_is_tba_prime_with_ppos_clip() -> None:
+    named, composed = objective_of("tba_prime_clip"), objective_of("tba_prime", importance_weight="token_clip")
+    assert named == replace(composed, name="tba_prime_clip")
+
+
 @SEEDS
 def test_detaching_log_z_does_not_change_the_gradient(seed: int) -> None:
     problem = make_problem(seed)

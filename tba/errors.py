@@ -15,6 +15,7 @@
     |- ServiceError           (RuntimeError) another service answered with a problem, or not at all
     |  |- BadReplyError                      the answer is not what it should be, and is not used
     |  |- BadRequestError                    400, 413, 422: the request is wrong; a retry cannot help
+    |  |- NotInstalledError                  501: an optional package of the service is missing
     |  |- UnauthorizedError                  401, in a client 403 too: no token, or an unknown one
     |  |  `- ForbiddenError                  403: a token without the role
     |  |- NotFoundError                      404
@@ -204,6 +205,13 @@ class RunFailedError(RunOverError):
 
     slug = "run-failed"
     status = 409
+
+
+class NotInstalledError(ServiceError):
+    """The service lacks an optional package; a retry cannot help."""
+
+    slug = "not-installed"
+    status = 501
 
 
 class BusyError(ServiceError):

@@ -90,7 +90,7 @@ def plain(work: Workload) -> Step:
                 row=mask.nonzero()[:, 0],
                 num_rows=len(chosen),
             )
-            loss, _ = objective_loss(tokens, advantage[rows], OBJECTIVE, totals=totals)
+            loss, *_ = objective_loss(tokens, advantage[rows], OBJECTIVE, totals=totals)
             loss.backward()
         return finish(model, optimizer)
 

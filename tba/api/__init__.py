@@ -6,7 +6,16 @@ Bulk data is msgpack (`tba.wire`): POST /v1/rollouts takes a push, POST /v1/batc
 
 from __future__ import annotations
 
-from tba.api.evaluations import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults
+from tba.api.curves import Curves
+from tba.api.evaluations import (
+    BestVersion,
+    EvalInfo,
+    EvalNumbers,
+    EvalRequest,
+    EvalResult,
+    EvalResults,
+    EvaluateRequest,
+)
 from tba.api.prompts import (
     MAX_LEASE_IDS,
     MAX_REFUSED_VERSIONS,
@@ -17,19 +26,26 @@ from tba.api.prompts import (
     LeaseRequest,
     LeaseReturn,
     Prompt,
+    PromptDetail,
+    PromptInfo,
+    PromptOrder,
+    PromptPage,
     PromptUpload,
     PromptUploadReply,
+    PromptVersion,
 )
 from tba.api.rollouts import (
     PushOutcome,
     PushReply,
     RefLogprobInfo,
+    RewardPart,
     RolloutDetail,
     RolloutInfo,
     RolloutOrder,
     RolloutPage,
     SamplingInfo,
     SpanInfo,
+    TrainedStep,
 )
 from tba.api.run import (
     ACKNOWLEDGED_HEADER,
@@ -72,6 +88,7 @@ from tba.api.scores import (
 )
 from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList, SnapshotRequest
 from tba.api.stats import Rates, Stats, StoredStats
+from tba.api.summary import RunSummary
 from tba.api.trainer import (
     AckRequest,
     BatchRequest,
@@ -83,9 +100,11 @@ from tba.api.trainer import (
     LineageRequest,
     ResumeEntry,
     SampleRequest,
+    TrainedRollouts,
     VersionReply,
     VersionRequest,
 )
+from tba.api.versions import WeightVersionInfo, WeightVersionList
 from tba.fields import Name, Problem, RunState, Split, VersionText
 
 __all__ = [
@@ -101,6 +120,7 @@ __all__ = [
     "CheckpointRequest",
     "ComponentInfo",
     "ComponentWait",
+    "Curves",
     "DamagedInfo",
     "DamagedItem",
     "EvalInfo",
@@ -108,6 +128,7 @@ __all__ = [
     "EvalRequest",
     "EvalResult",
     "EvalResults",
+    "EvaluateRequest",
     "EventName",
     "Lease",
     "LeaseRenewal",
@@ -125,8 +146,13 @@ __all__ = [
     "OriginInfo",
     "Problem",
     "Prompt",
+    "PromptDetail",
+    "PromptInfo",
+    "PromptOrder",
+    "PromptPage",
     "PromptUpload",
     "PromptUploadReply",
+    "PromptVersion",
     "PushOutcome",
     "PushReply",
     "Rates",
@@ -135,6 +161,7 @@ __all__ = [
     "RescoreRequest",
     "ResumeEntry",
     "RewardInfo",
+    "RewardPart",
     "RewardsReply",
     "RolloutDetail",
     "RolloutInfo",
@@ -146,6 +173,7 @@ __all__ = [
     "RunEvent",
     "RunInfo",
     "RunState",
+    "RunSummary",
     "SampleRequest",
     "SamplingInfo",
     "ScaleAudit",
@@ -170,9 +198,13 @@ __all__ = [
     "Split",
     "Stats",
     "StoredStats",
+    "TrainedRollouts",
+    "TrainedStep",
     "VersionReply",
     "VersionRequest",
     "VersionText",
     "WaitChange",
     "WaitInfo",
+    "WeightVersionInfo",
+    "WeightVersionList",
 ]

@@ -49,6 +49,18 @@ class EvalRequest(StrictModel):
     pass_at: list[Annotated[Integer, Field(ge=1, le=4096)]] = Field(default_factory=list, max_length=16)
 
 
+class EvaluateRequest(StrictModel):
+    """POST /v1/run/evaluate: an operator has a version evaluated beside those that the trainer asks for.
+
+    Everything else is as the recipe's section `eval` says. The same request again returns the same evaluation.
+    """
+
+    version: VersionText | None = None
+    """An announced version that the store still has; None: the latest one."""
+    num_prompts: Integer | None = Field(default=None, ge=1, le=10_000)
+    """The first so many held-out prompts; None: `eval.num_prompts`."""
+
+
 class EvalNumbers(StrictModel):
     """The numbers of an evaluation; None if nothing is known. Unknown scores are left out and counted.
 

@@ -61,6 +61,53 @@ class PromptUploadReply(StrictModel):
     num_heldout: int
 
 
+PromptOrder = Literal["upload", "best", "worst", "most"]
+"""`best` and `worst` go by the mean reward of the stored rollouts, `most` by their number."""
+
+
+class PromptInfo(StrictModel):
+    """One prompt, and the rollouts of it that are stored now."""
+
+    prompt_id: str
+    task: str
+    split: Split
+    text: str
+    text_cut: bool
+    """Whether `text` is only the beginning."""
+    data: dict[str, Any]
+    """What the scorer gets beside the text, such as the gold answer."""
+    num_rollouts: int
+    num_scored: int
+    reward_mean: float | None
+    """Over the scored ones; so are these:"""
+    reward_min: float | None
+    reward_max: float | None
+
+
+class PromptPage(StrictModel):
+    """GET /v1/prompts. Send `next` as `after` for the page behind this one; it is None at the end."""
+
+    prompts: list[PromptInfo]
+    next: int | None
+    num_matching: int
+    """Prompts on all pages."""
+
+
+class PromptVersion(StrictModel):
+    """The stored rollouts of a prompt by one policy version."""
+
+    version: VersionText
+    num_rollouts: int
+    num_scored: int
+    reward_mean: float | None
+
+
+class PromptDetail(PromptInfo):
+    """GET /v1/prompts/{prompt_id}: the whole text, and the stored rollouts by version, oldest first."""
+
+    by_version: list[PromptVersion]
+
+
 MAX_LEASE_IDS = 4096
 """Most leases in one return or renewal."""
 MAX_REFUSED_VERSIONS = 64

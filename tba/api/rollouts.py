@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field
 
 from tba.fields import RunState, StrictModel, VersionText
 
@@ -44,6 +46,32 @@ class SamplingInfo(StrictModel):
     stop: list[str]
 
 
+class RewardPart(StrictModel):
+    """The score of one scorer of the task, before weights."""
+
+    name: str
+    score: float
+    weight: float | None
+    """Its weight in the recipe of the buffer service; None: the recipe has no such scorer (now)."""
+
+
+class TrainedStep(StrictModel):
+    """An optimizer step that consumed a rollout."""
+
+    version: VersionText
+    """The version that the step made: (lineage, step)."""
+    at_s: float
+    """When it was acked, Unix seconds."""
+    advantage: float | None
+    """A_j of the rollout in that step; None: the objective has none."""
+    weight: float | None
+    """Mean weight of its tokens in that step; None: no pass was made for it, since it added nothing to the gradient."""
+    skipped: str | None
+    """Why the step left the weights as they were."""
+    abandoned: bool
+    """A resume continued from an earlier step, so the active lineage does not have this one."""
+
+
 class RolloutInfo(StrictModel):
     """One stored rollout without its arrays. Times are Unix seconds."""
 
@@ -68,6 +96,10 @@ class RolloutInfo(StrictModel):
     reward_status: RewardStatus
     reward_reason: str | None
     reward_version: str | None
+    reward_parts: list[RewardPart] | None = None
+    """None: the reward is the score of the only scorer, or the parts are not known (an older release, or no score)."""
+    num_batches: int = 0
+    """Batches that drew it, and that are neither void nor abandoned."""
     sampling: SamplingInfo
     searcher_id: str
     started_at_s: float
@@ -75,10 +107,16 @@ class RolloutInfo(StrictModel):
 
 
 class RolloutPage(StrictModel):
-    """GET /v1/rollouts. Send `next` as `cursor` for the page after this one; it is None at the end."""
+    """GET /v1/rollouts. Send `next` as `cursor` for the page after this one; it is None at the end.
+
+    With a filter that the index does not hold (`searcher_id`, `finish_reason`, `contains`) a request reads at most
+    20,000 rollouts: then a page may hold fewer than `limit`, even none, and `next` continues behind the last one read.
+    """
 
     rollouts: list[RolloutInfo]
     next: str | None
+    num_read: int = 0
+    """Stored rollouts that were read for this page."""
 
 
 class RefLogprobInfo(StrictModel):
@@ -95,3 +133,11 @@ class RolloutDetail(RolloutInfo):
     response_tokens: list[int]
     sampler_logprobs: list[float]
     ref_logprob: RefLogprobInfo | None
+    prompt_data: dict[str, Any] | None = None
+    """What the scorer gets beside the text, such as the gold answer; None: the run no longer has the prompt."""
+    token_texts: list[str] | None = None
+    """The text that each response token adds; None: this service has no tokenizer of the model."""
+    trained: list[TrainedStep] = Field(default_factory=list)
+    """The kept steps that consumed it, oldest first."""
+    trained_since: VersionText | None = None
+    """The oldest step whose advantages are kept; the ledger has older ones, without. None: no step is kept."""

@@ -277,6 +277,9 @@ class RunInfo(StrictModel):
     state_reason: str | None
     note: str | None = None
     """A note for people, such as that no trainer is there. It does not change the state."""
+    read_only: bool = False
+    """This is a view of the files of a run that is over (`buffer.read_only`, whose text is the note): nothing of it is
+    alive, and every write is refused."""
     loss: str | None = None
     """The acknowledged changes that Redis has lost; writes are refused until they are back, or an operator accepts the
     loss."""
@@ -285,6 +288,10 @@ class RunInfo(StrictModel):
     last_change: RunChange | None = None
     """The change that brought the run into this state; None: it is as it began."""
     step: int
+    num_steps: int | None = None
+    """Optimizer steps that the recipe asks for; None: a service of an older release."""
+    max_policy_age_steps: int | None = None
+    """`buffer.max_policy_age_steps`: older rollouts are evicted; None: there is no bound."""
     lineage: int
     parents: dict[int, VersionText]
     latest_version: VersionText | None

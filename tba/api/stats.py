@@ -87,6 +87,8 @@ class Stats(StrictModel):
     """Reason -> rollouts of batches that the trainer could not use."""
     batches_skipped: dict[str, int] = Field(default_factory=dict)
     """Reason -> batches that a step consumed without training on them."""
+    trained_steps: dict[str, int] = Field(default_factory=dict)
+    """Steps of which is known what became of each rollout: kept now, and dropped (`buffer.max_trained_steps`)."""
     samples_per_insert: float | None
     """Trained per generated rollout."""
     heartbeats_refused: dict[str, int] = Field(default_factory=dict)

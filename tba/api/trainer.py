@@ -6,7 +6,7 @@ import secrets
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, model_validator
 
 from tba.fields import MAX_LINEAGE, MAX_SEED, MAX_STEP, Integer, Name, Number, StrictModel, VersionText
 
@@ -72,12 +72,34 @@ class BatchRequest(StrictModel):
     wait_s: Number = Field(default=0.0, ge=0, le=60)
 
 
+class TrainedRollouts(StrictModel):
+    """What a step made of each rollout that it consumed; all three lists are equally long.
+
+    `advantages`: A_j; null: the objective has none. `weights`: the mean weight of a rollout's tokens; null: no pass was
+    made for it. Refused rollouts are not in it.
+    """
+
+    rollout_ids: list[Annotated[str, Field(pattern="^[0-9a-f]{32}$")]] = Field(max_length=65_536)
+    advantages: list[Number | None]
+    weights: list[Number | None]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> TrainedRollouts:
+        if not len(self.rollout_ids) == len(self.advantages) == len(self.weights):
+            raise ValueError(
+                f"{len(self.rollout_ids)} rollout_ids, {len(self.advantages)} advantages and {len(self.weights)} "
+                "weights; there must be one of each per rollout"
+            )
+        return self
+
+
 class AckRequest(StrictModel):
     """POST /v1/batches/{batch_id}/ack: step (lineage, step) consumed the batch; `metrics` go to the ledger.
 
     `settings_revision`: of the live settings that the step was made with; their changes took effect with it at the
     latest. `skipped`: why this step left the weights as they were; none of the rollouts counts as trained.
-    `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others.
+    `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others. `trained`: what
+    became of each rollout, for people; the newest steps are kept (GET /v1/rollouts/{rollout_id}).
     """
 
     lineage: Integer = Field(ge=0, le=MAX_LINEAGE)
@@ -88,6 +110,7 @@ class AckRequest(StrictModel):
     settings_revision: Integer = Field(default=0, ge=0, le=MAX_STEP)
     skipped: Reason | None = None
     refused: dict[Reason, Annotated[Integer, Field(ge=1)]] = Field(default_factory=dict, max_length=MAX_REASONS)
+    trained: TrainedRollouts | None = None
 
 
 class LedgerEntry(StrictModel):

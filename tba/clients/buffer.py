@@ -16,12 +16,12 @@ from tba.api import (
     EvalInfo,
     EvalRequest,
     EvalResults,
+    EvaluateRequest,
     LeaseRenewal,
     LeaseRenewalReply,
     LeaseReply,
     LeaseRequest,
     LeaseReturn,
-    LedgerReply,
     LineageReply,
     LineageRequest,
     LoadRequest,
@@ -32,9 +32,6 @@ from tba.api import (
     PushReply,
     RescoreInfo,
     RescoreRequest,
-    RolloutDetail,
-    RolloutOrder,
-    RolloutPage,
     RunChanges,
     RunCommand,
     RunEvent,
@@ -47,13 +44,12 @@ from tba.api import (
     SnapshotInfo,
     SnapshotList,
     SnapshotRequest,
-    Stats,
     VersionReply,
     VersionRequest,
 )
-from tba.api.rollouts import RewardStatus
 from tba.api.run import SETTINGS_HEADER
-from tba.clients.service_client import Reply, ServiceClient, parse_reply
+from tba.clients.run_reader import RunReader
+from tba.clients.service_client import Reply, parse_reply
 from tba.clients.sse import read_events, run_event
 from tba.fields import StrictModel
 from tba.wire import (
@@ -82,7 +78,7 @@ class Sample:
     log_position: int
 
 
-class BufferClient(ServiceClient):
+class BufferClient(RunReader):
     """One method per endpoint; docs/api.md describes them. Every method raises ServiceError subclasses."""
 
     settings_revision = 0
@@ -132,6 +128,14 @@ class BufferClient(ServiceClient):
     def request_eval(self, request: EvalRequest) -> EvalInfo:
         """Ask for an evaluation of a published version; the same request again returns the same evaluation."""
         return self._post("/v1/evals", request, EvalInfo)
+
+    def evaluate(self, request: EvaluateRequest) -> EvalInfo:
+        """Have a version evaluated now, as an operator.
+
+        Raises:
+            ConflictError: no such version, or no held-out prompts.
+        """
+        return self._post("/v1/run/evaluate", request, EvalInfo)
 
     def get_eval(self, eval_id: str) -> EvalInfo:
         """Return one evaluation."""
@@ -273,39 +277,6 @@ class BufferClient(ServiceClient):
         reply = self._call("PATCH", "/v1/run/searchers", json=request.model_dump_json().encode())
         return parse_reply(reply, ScalingInfo)
 
-    def stats(self) -> Stats:
-        """Return the counts of the buffer."""
-        return parse_reply(self._call("GET", "/v1/stats"), Stats)
-
-    def list_rollouts(
-        self,
-        *,
-        order: RolloutOrder = "newest",
-        prompt_id: str | None = None,
-        version: str | None = None,
-        status: RewardStatus | None = None,
-        limit: int = 20,
-        cursor: str | None = None,
-        text_chars: int = 1000,
-    ) -> RolloutPage:
-        """Return a page of stored rollouts; the `next` of a page is the `cursor` of the one after it."""
-        query = {
-            "order": order,
-            "prompt_id": prompt_id,
-            "version": version,
-            "status": status,
-            "limit": limit,
-            "cursor": cursor,
-            "text_chars": text_chars,
-        }
-        # a query without a value would be read as an empty text
-        known = {name: value for name, value in query.items() if value is not None}
-        return parse_reply(self._call("GET", "/v1/rollouts", params=known), RolloutPage)
-
-    def get_rollout(self, rollout_id: str) -> RolloutDetail:
-        """Return everything that is stored of one rollout."""
-        return parse_reply(self._call("GET", f"/v1/rollouts/{rollout_id}"), RolloutDetail)
-
     def start_rescore(self, request: RescoreRequest) -> RescoreInfo:
         """Score the stored rollouts again; the same request returns the job that already runs for it.
 
@@ -325,11 +296,6 @@ class BufferClient(ServiceClient):
     def cancel_rescore(self) -> RescoreInfo:
         """End the re-scoring job; what is scored again already stays so."""
         return parse_reply(self._call("POST", "/v1/rescore/cancel"), RescoreInfo)
-
-    def ledger(self, *, after: int = 0, limit: int = 1000) -> LedgerReply:
-        """Return the acked batches in order, from position `after`."""
-        reply = self._call("GET", "/v1/ledger", params={"after": after, "limit": limit})
-        return parse_reply(reply, LedgerReply)
 
     def save_snapshot(self, name: str) -> SnapshotInfo:
         """Begin to save what is stored.

@@ -26,6 +26,7 @@ from tba.errors import (
     ConflictError,
     FencedError,
     NotFoundError,
+    NotInstalledError,
     RunFailedError,
     RunOverError,
     ServiceError,
@@ -42,6 +43,7 @@ M = TypeVar("M", bound=StrictModel)
 _SPECIAL: tuple[type[ServiceError], ...] = (
     BrokenRewardError,
     FencedError,
+    NotInstalledError,
     RunFailedError,
     RunOverError,
     VoidBatchError,

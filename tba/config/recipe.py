@@ -362,7 +362,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"recipe {path} does not exist; recipes that ship with tba are in recipes/") from None
+        raise ConfigError(f"recipe {path} does not exist; `tba run quickstart` runs one that ships with tba") from None
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
     try:

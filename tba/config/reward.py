@@ -440,6 +440,11 @@ class RewardSection(StrictModel):
         entry = self.tasks.get(task)
         return entry is not None and any(isinstance(spec, PythonSpec) for spec in entry.scorers)
 
+    def is_composite(self, task: str) -> bool:
+        """Return whether the reward of this task is made of several scores."""
+        entry = self.tasks.get(task)
+        return entry is not None and len(entry.scorers) > 1
+
     @property
     def request_deadline_s(self) -> float:
         """`request_timeout_s`, or its default: no scorer's own deadline is cut short by it.

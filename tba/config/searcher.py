@@ -71,7 +71,7 @@ class ScalingSection(StrictModel):
     backend: Literal["none", "local", "kubernetes"] = "none"
     """`none`: searchers are started and stopped by other means, and a request to scale is refused with a word on how.
     `local`: by `tba run`, which sets this itself. `kubernetes`: the buffer service sets the replicas of one Deployment
-    (`pip install -e './services/buffer[kubernetes]'`)."""
+    (`pip install 'tba[kubernetes]'`)."""
     deployment: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
     """Name of the Deployment of the searchers."""
     namespace: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)

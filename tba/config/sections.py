@@ -163,10 +163,17 @@ class BufferSection(StrictModel):
     max_log_events_since_checkpoint: int = Field(default=200_000, ge=100)
     """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of the
     stored rollouts) a new checkpoint is written."""
+    max_trained_steps: int = Field(default=2000, ge=0)
+    """Of how many of the newest steps is kept what became of each rollout (advantage and weight, `tba rollouts show`);
+    0: of none. A step takes 24 bytes per rollout, in Redis and in the buffer."""
     score_every_s: float = Field(default=1.0, gt=0)
     """How often the background scorer looks for rollouts whose reward is unknown."""
     score_max_rollouts: int = Field(default=256, ge=1, le=1024)
     """Most rollouts in one request of the background scorer."""
+    read_only: str | None = Field(default=None, min_length=1, max_length=1000)
+    """Why this buffer only shows what Redis holds; none: it serves the run. With it nothing is scored, evicted, probed
+    or scaled, the run is not taken from its buffer, every write is answered with 409 and this text, and GET /v1/run has
+    it as its note. `tba view` and the commands that read a run that is over set it, over a copy of its files."""
 
     @model_validator(mode="after")
     def _check_near_duplicates(self) -> BufferSection:

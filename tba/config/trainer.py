@@ -24,7 +24,7 @@ Action = Literal["none", "lower_learning_rate", "raise_most_on_policy_prob", "sk
 
 
 REMEDIES = {
-    "non_finite": "look at the rewards of the last rollouts (`tba rollouts`); with bfloat16 try "
+    "non_finite": "look at the rewards of the last rollouts (`tba rollouts list`); with bfloat16 try "
     'trainer.compute_dtype = "float32"; if it comes again, lower the learning rate (`tba set learning_rate=...`)',
     "grad_spike": "lower the learning rate (`tba set learning_rate=...`) or trainer.max_grad_norm, or let "
     'trainer.guards.grad_spike.action = "skip" leave such batches out',
@@ -139,7 +139,7 @@ class LoraSection(StrictModel):
 
 
 class WandbSection(StrictModel):
-    """Weights & Biases (`pip install -e './services/trainer[wandb]'`)."""
+    """Weights & Biases (`pip install 'tba[wandb]'`)."""
 
     project: str = Field(default="tba", min_length=1)
     """Project of the runs."""
@@ -152,12 +152,22 @@ class WandbSection(StrictModel):
 
 
 class TrackioSection(StrictModel):
-    """trackio (`pip install -e './services/trainer[trackio]'`)."""
+    """trackio (`pip install 'tba[trackio]'`)."""
 
     project: str = Field(default="tba", min_length=1)
     """Project of the runs; `trackio show --project tba` shows it."""
     space_id: str | None = None
     """Hugging Face Space to log to; none: this machine."""
+
+
+class MlflowSection(StrictModel):
+    """MLflow (`pip install 'tba[mlflow]'`)."""
+
+    tracking_uri: str | None = None
+    """Address of the tracking server, as `http://mlflow:5000`, or another tracking URI of MLflow; none: what the
+    environment variable MLFLOW_TRACKING_URI says. Passwords and tokens belong into MLflow's own variables."""
+    experiment: str = Field(default="tba", min_length=1)
+    """Experiment of the runs; it is made where it does not exist."""
 
 
 class TrackingSection(StrictModel):
@@ -166,16 +176,23 @@ class TrackingSection(StrictModel):
     metrics_path: str = Field(default="metrics.jsonl", min_length=1)
     """JSON lines, appended; `tba run` takes a relative path to be in the run folder."""
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard (`pip install -e './services/trainer[tensorboard]'`); none: off. `tba run` takes a
+    """Folder for TensorBoard (`pip install 'tba[tensorboard]'`); none: off. `tba run` takes a
     relative path to be in the run folder."""
     wandb: WandbSection | None = None
     """Weights & Biases; none: off."""
     trackio: TrackioSection | None = None
     """trackio; none: off."""
+    mlflow: MlflowSection | None = None
+    """MLflow; none: off."""
+    histogram_interval: int = Field(default=10, ge=0)
+    """Steps between two histograms of policy age and reward in these trackers (not in metrics.jsonl); 0: none."""
+    sample_interval: int = Field(default=50, ge=0)
+    """Steps between two tables of sample rollouts in them, with texts of prompts and completions; 0: none."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers of your own: MODULE:NAME, or entry points of the group `tba.trackers` (docs/extending.md)."""
     max_pending: int = Field(default=1000, ge=1)
-    """Lines that may wait for a slow tracker; more are dropped and counted, training never waits."""
+    """Lines, histograms and tables that may wait for a slow tracker; more are dropped and counted, training never
+    waits."""
     close_s: float = Field(default=10.0, gt=0)
     """At its end the trainer waits this long for trackers to write what they have."""
 

@@ -20,6 +20,7 @@ import tba
 from tba.config import Recipe
 from tba.errors import BadRequestError, LimitError, UnavailableError
 from tba.server.auth import Authenticator, AuthThrottle, TokenGate
+from tba.server.docs_page import install_docs_page
 from tba.server.openapi import install_openapi, problems
 from tba.server.problems import error_response, install_problem_handlers, problem_response
 
@@ -162,7 +163,7 @@ def create_app(
         title=title,
         version=tba.__version__,
         lifespan=lifespan,
-        docs_url="/docs",
+        docs_url=None,  # FastAPI's page needs a CDN; ours is docs_page.py
         redoc_url=None,
         redirect_slashes=False,  # a redirect would lead to the Host that the client sent
     )
@@ -173,6 +174,7 @@ def create_app(
     app.state.stopping = asyncio.Event()
     install_problem_handlers(app)
     install_openapi(app)
+    install_docs_page(app)
     build = Gauge("tba_build_info", "Version of tba; always 1", ["version", "service"], registry=registry)
     build.labels(version=tba.__version__, service=title).set(1)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.routing import iter_route_contexts
+from fastapi import FastAPI, routing
 
 from tba.api import Problem
 
@@ -46,8 +46,14 @@ def install_openapi(app: FastAPI) -> None:
     app.openapi = openapi
 
 
+def _routes(app: FastAPI) -> Iterable[Any]:
+    # FastAPI before 0.138, which vLLM 0.32 requires, keeps the routes of all routers in one list
+    contexts = getattr(routing, "iter_route_contexts", None)
+    return contexts(app.routes) if contexts else [route for route in app.routes if isinstance(route, routing.APIRoute)]
+
+
 def _complete(app: FastAPI, document: dict[str, Any]) -> None:
-    for route in iter_route_contexts(app.routes):
+    for route in _routes(app):
         for method in route.methods or ():
             operation = document["paths"].get(route.path_format, {}).get(method.lower())
             if operation is None:

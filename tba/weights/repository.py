@@ -220,6 +220,23 @@ class WeightVersions:
         self._download(manifest.tensors, folder)
         return manifest, [folder / stored.name for stored in manifest.tensors]
 
+    def read_file(self, version: PolicyVersion, name: str) -> bytes | None:
+        """Return one of the files of a version (config, tokenizer), verified; None: the version has no such file.
+
+        Raises:
+            ObjectNotFoundError: the version does not exist.
+            DigestError: the bytes are not what the manifest says.
+        """
+        stored = next((file for file in self.manifest(version).files if file.name == name), None)
+        if stored is None:
+            return None
+        if (size_bytes := self._store.size_bytes(stored.key)) not in (None, stored.size_bytes):  # it may be huge
+            raise self._damage_error(stored, f"{size_bytes} bytes")
+        data = self._store.get(stored.key)
+        if (found := sha256_hex(data)) != stored.sha256:
+            raise self._damage_error(stored, f"{len(data)} bytes with sha256 {found}")
+        return data
+
     def delete(self, version: PolicyVersion) -> None:
         """Delete a version, manifest first, so that it never exists by half. Files shared by content stay."""
         # a reader that has the manifest already misses an object soon, which it takes for a version that is gone

@@ -1,4 +1,4 @@
-"""The rollout (one sampled completion with everything that training on it needs), a push of them, and a batch.
+"""The rollout (one sampled completion with everything that training on it needs), and a push of them.
 
 msgspec checks the structure of a rollout (fields, types, lengths, ranges) while it decodes; `_check_rules` checks the
 rules between fields, and `are_numbers_valid` the arrays of many rollouts at once. The plain document is read only to
@@ -8,10 +8,10 @@ explain a refusal.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
@@ -30,6 +30,7 @@ SCHEMA = 1
 ID_BYTES = 16
 MAX_TOKENS = 131_072
 MAX_TEXT_CHARS = 1_000_000
+MAX_REWARD_PARTS = 256
 MAX_LOGPROB = np.float32(1e-4)
 """A log-prob is at most 0; float32 softmax may round a little above."""
 
@@ -39,6 +40,9 @@ Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 Edge = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 FinishReason = Literal["stop", "stop_string", "length", "abort"]
 RewardStatus = Literal["scored", "pending", "failed"]
+RewardParts = Annotated[dict[str, float], Meta(min_length=1, max_length=MAX_REWARD_PARTS)]
+_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""The names that a recipe can give to scorers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,8 @@ class Rollout:
     `prompt_tokens` is int32 [P], `response_tokens` int32 [R] with R >= 1 and the end-of-sequence token included when
     the policy sampled it, `sampler_logprobs` float32 [R]: log-probs of the behaviour policy, at the sampling
     temperature. `reward` is a number exactly when `reward_status` is `scored`: a failed score is unknown, never 0.
-    Times are Unix seconds.
+    `reward_parts` are the known scores that make up the reward, by scorer name, before weights; None: not known, or the
+    reward itself (`storable_parts`). Times are Unix seconds.
     """
 
     rollout_id: bytes
@@ -99,22 +104,28 @@ class Rollout:
     searcher_id: str
     started_at_s: float
     finished_at_s: float
+    reward_parts: dict[str, float] | None = None
 
     @property
     def version(self) -> PolicyVersion:
         """The oldest version that made a token of this rollout: the one that policy age is measured from."""
         return min(span.version for span in self.version_spans)
 
-    def with_reward(self, reward: float, reward_version: str) -> Rollout:
+    def with_reward(self, reward: float, reward_version: str, reward_parts: dict[str, float] | None = None) -> Rollout:
         """Return a copy that is scored."""
         return replace(
-            self, reward=float(reward), reward_status="scored", reward_reason=None, reward_version=reward_version
+            self,
+            reward=float(reward),
+            reward_status="scored",
+            reward_reason=None,
+            reward_version=reward_version,
+            reward_parts=reward_parts,
         )
 
     def with_failure(self, reason: str) -> Rollout:
         """Return a copy whose score failed, which means unknown and never 0; `reward_version` stays that of the last
         known reward."""
-        return replace(self, reward=None, reward_status="failed", reward_reason=reason)
+        return replace(self, reward=None, reward_status="failed", reward_reason=reason, reward_parts=None)
 
 
 class SamplingDocument(Document):
@@ -127,8 +138,11 @@ class SamplingDocument(Document):
     stop: list[str]
 
 
-class RolloutDocument(Document):
-    """One rollout; tokens and log-probs are raw little-endian bytes (int32, float32)."""
+class RolloutDocument(Document, omit_defaults=True):
+    """One rollout; tokens and log-probs are raw little-endian bytes (int32, float32).
+
+    A field that a later release has added is left out where it says nothing: then older releases read the rollout.
+    """
 
     schema: Literal[1]
     rollout_id: bytes
@@ -151,6 +165,7 @@ class RolloutDocument(Document):
     searcher_id: Name
     started_at_s: float
     finished_at_s: float
+    reward_parts: RewardParts | None = None
 
     @property
     def version(self) -> PolicyVersion:
@@ -237,6 +252,7 @@ def _check_rules(document: RolloutDocument) -> None:
             if status == "scored"
             else (reward is None and (status == "pending" or document.reward_reason))
         )
+        and (document.reward_parts is None or (status == "scored" and not bad_part(document.reward_parts)))
     ):
         return
     raise _broken_rule(document)
@@ -287,10 +303,39 @@ def _broken_rule(document: RolloutDocument) -> MalformedError:
         return MalformedError(f"{what}: a failed reward needs a reward_reason, got {document.reward_reason!r}")
     if status == "scored" and not document.reward_version:
         return MalformedError(f"{what}: a scored reward needs a reward_version, got {document.reward_version!r}")
+    if document.reward_parts is not None:
+        if status != "scored":
+            return MalformedError(
+                f"{what}: it has reward_parts but reward_status is {status!r}; only 'scored' takes them"
+            )
+        if problem := bad_part(document.reward_parts):
+            return MalformedError(f"{what}: field 'reward_parts' {problem}")
     return MalformedError(
         f"{what}: version_spans must cover the {num_tokens} response tokens in order and without gaps, "
         f"got {shorten(document.version_spans)}"
     )
+
+
+def bad_part(parts: Mapping[str, float]) -> str | None:
+    """Return what is wrong with the name or the score of a part; None if nothing is."""
+    for name, score in parts.items():
+        if not _PART_NAME.fullmatch(name):
+            return f"has the part {shorten(name)}, a name that no recipe can give to a scorer"
+        if not is_bounded(score):
+            return f"has {score} for the part {name!r}, {_unbounded(score)}"
+    return None
+
+
+def storable_parts(parts: Mapping[str, float] | None, reward: float, *, is_composite: bool) -> dict[str, float] | None:
+    """Return the parts of a reward as a rollout stores them; None: there are none, or they cannot be stored.
+
+    Args:
+        is_composite: whether the task has several scorers. Of a single one the score is left out where it is the
+            reward: it says nothing, and most runs have one. Of several it says that a gate has decided.
+    """
+    if not parts or len(parts) > MAX_REWARD_PARTS or bad_part(parts):
+        return None
+    return None if not is_composite and list(parts.values()) == [reward] else dict(parts)
 
 
 def _unbounded(value: float) -> str:
@@ -299,7 +344,7 @@ def _unbounded(value: float) -> str:
 
 def encode_rollout(rollout: Rollout) -> bytes:
     """Encode one rollout as msgpack, without validation; `decode_rollout` validates."""
-    ref, sampling = rollout.ref_logprob, rollout.sampling
+    ref, sampling, parts = rollout.ref_logprob, rollout.sampling, rollout.reward_parts
     return pack(
         {
             "schema": SCHEMA,
@@ -329,6 +374,8 @@ def encode_rollout(rollout: Rollout) -> bytes:
             "searcher_id": rollout.searcher_id,
             "started_at_s": float(rollout.started_at_s),
             "finished_at_s": float(rollout.finished_at_s),
+            # no field without parts: older releases refuse a field that they do not know
+            **({} if parts is None else {"reward_parts": {name: float(score) for name, score in parts.items()}}),
         }
     )
 
@@ -371,6 +418,7 @@ def rollout_of(document: RolloutDocument) -> Rollout:
         searcher_id=document.searcher_id,
         started_at_s=document.started_at_s,
         finished_at_s=document.finished_at_s,
+        reward_parts=document.reward_parts,
     )
 
 
@@ -427,143 +475,3 @@ def check_push(payloads: Sequence[bytes]) -> list[RolloutDocument | WireError]:
                 except WireError as error:
                     items[at] = error
     return items
-
-
-BATCH_SCHEMA = 1
-MAX_BATCH_BYTES = 1 << 30
-
-Source = Literal["recent", "replay"]
-Position = Annotated[int, Meta(ge=0, le=MAX_SEED)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """K rollouts of one prompt that one slot drew together.
-
-    `source` is where the slot drew from; `fallback` is true when MOP wanted recent data and there was not enough.
-    """
-
-    prompt_id: str
-    source: str
-    fallback: bool
-    rollouts: tuple[Rollout, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedRollout:
-    """A rollout of a batch that cannot be trained on: `reason` is for counters, `detail` for people."""
-
-    prompt_id: str
-    reason: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The groups of one optimizer step. `seed` and `log_position` reproduce the draw."""
-
-    batch_id: str
-    deadline_s: float
-    """Unix seconds; afterwards the batch is void and an ack is refused."""
-    seed: int
-    log_position: int
-    groups: tuple[Group, ...]
-    refused: tuple[RefusedRollout, ...] = ()
-    """Invalid rollouts; they are in no group, which may be smaller for it, or missing."""
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """All rollouts, group after group."""
-        return [rollout for group in self.groups for rollout in group.rollouts]
-
-    @property
-    def group_numbers(self) -> list[int]:
-        """The place in `groups` of each of `rollouts`: two slots of one prompt are two groups."""
-        return [number for number, group in enumerate(self.groups) for _ in group.rollouts]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnGroup:
-    """A group as the buffer holds it: payload bytes, which it does not decode again."""
-
-    prompt_id: str
-    source: str
-    fallback: bool
-    payloads: Sequence[bytes]
-
-
-def encode_batch(
-    *, batch_id: str, deadline_s: float, seed: int, log_position: int, groups: Sequence[DrawnGroup]
-) -> bytes:
-    """Encode one batch as msgpack."""
-    return pack(
-        {
-            "schema": BATCH_SCHEMA,
-            "batch_id": batch_id,
-            "deadline_s": float(deadline_s),
-            "seed": seed,
-            "log_position": log_position,
-            "groups": [
-                {
-                    "prompt_id": group.prompt_id,
-                    "source": group.source,
-                    "fallback": group.fallback,
-                    "rollouts": list(group.payloads),
-                }
-                for group in groups
-            ],
-        }
-    )
-
-
-class _GroupDocument(Document):
-    prompt_id: Name
-    source: Source
-    fallback: bool
-    rollouts: Annotated[list[bytes], Meta(min_length=1)]
-
-
-class _BatchDocument(Document):
-    schema: Literal[1]
-    batch_id: Name
-    deadline_s: float
-    seed: Position
-    log_position: Position
-    groups: Annotated[list[_GroupDocument], Meta(min_length=1)]
-
-
-_BATCH_DECODER = msgspec.msgpack.Decoder(_BatchDocument)
-
-
-def decode_batch(data: bytes) -> Batch:
-    """Decode and validate one batch and every rollout in it; an invalid rollout costs no other one.
-
-    Raises:
-        MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.
-    """
-    document = unpack(data, _BATCH_DECODER, what="batch", schema=BATCH_SCHEMA, max_bytes=MAX_BATCH_BYTES)
-    # msgpack can carry NaN and infinity, and a deadline of NaN would never pass
-    if not is_bounded(document.deadline_s):
-        raise MalformedError(f"batch: field 'deadline_s' is {document.deadline_s}, which is not a valid time")
-    items = iter(check_push([payload for group in document.groups for payload in group.rollouts]))
-    groups: list[Group] = []
-    refused: list[RefusedRollout] = []
-    for group in document.groups:
-        rollouts = []
-        for item in islice(items, len(group.rollouts)):
-            if isinstance(item, WireError):
-                refused.append(RefusedRollout(prompt_id=group.prompt_id, reason=item.slug, detail=str(item)))
-            else:
-                rollouts.append(rollout_of(item))
-        # the trainer counts what is missing; a group without rollouts would break its means
-        if rollouts:
-            kept = tuple(rollouts)
-            groups.append(Group(prompt_id=group.prompt_id, source=group.source, fallback=group.fallback, rollouts=kept))
-    return Batch(
-        batch_id=document.batch_id,
-        deadline_s=document.deadline_s,
-        seed=document.seed,
-        log_position=document.log_position,
-        groups=tuple(groups),
-        refused=tuple(refused),
-    )

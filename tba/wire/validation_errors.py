@@ -16,7 +16,7 @@ from tba.errors import LimitError, MalformedError, SchemaVersionError, WireError
 _ABSENT = re.compile(r"Object (missing required|contains unknown) field `(.*?)`(?: - at `(.*)`)?", re.S)
 _EXPECTED = re.compile(r"(?:Expected (.+?)(?:, got `?\w+`?)?|Invalid enum value .*?)(?: - at `(.*)`)?", re.S)
 _KEY = re.compile(r"Expected `str`, got `\w+` - at `key` in `(.*)`", re.S)
-_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
 def validation_error(

@@ -208,6 +208,22 @@ def test_a_damaged_object_is_named_and_nothing_is_left_in_the_folder(
     assert (folder / "model.safetensors").read_bytes() == b"old"
 
 
+def test_one_file_of_a_version_is_read_and_verified(store: ObjectStore, model: Model) -> None:
+    versions = WeightVersions(store, "demo")
+    with pytest.raises(ObjectNotFoundError, match="weight version 1-4 of run demo does not exist"):
+        versions.read_file(V1, "tokenizer.json")
+    manifest = model.publish(versions, V1)
+    assert versions.read_file(V1, "tokenizer.json") == model.files["tokenizer.json"].read_bytes()
+    assert versions.read_file(V1, "merges.txt") is None
+    stored = next(file for file in manifest.files if file.name == "tokenizer.json")
+    data = bytearray(store.get(stored.key))
+    data[-1] ^= 1
+    for damaged in (bytes(data), bytes(data) + b" "):
+        store.put(stored.key, damaged)
+        with pytest.raises(DigestError, match=stored.key):
+            versions.read_file(V1, "tokenizer.json")
+
+
 def test_a_manifest_or_an_object_of_another_size_is_refused_before_it_is_read(
     store: ObjectStore, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

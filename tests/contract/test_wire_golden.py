@@ -20,6 +20,7 @@ from tba.wire import (
 )
 from tests.support.wire_values import (
     GOLDEN,
+    composite_rollout,
     encodings,
     heartbeat,
     manifest,
@@ -47,6 +48,10 @@ def test_this_build_writes_the_golden_bytes(name: str) -> None:
 
 def test_the_golden_rollout_reads_as_the_values() -> None:
     assert_same(decode_rollout((GOLDEN / "rollout_v1.msgpack").read_bytes()), scored_rollout())
+
+
+def test_the_golden_rollout_with_parts_reads_as_the_values() -> None:
+    assert_same(decode_rollout((GOLDEN / "rollout_parts_v1.msgpack").read_bytes()), composite_rollout())
 
 
 def test_a_rollout_of_1000_tokens_is_about_8_kb() -> None:

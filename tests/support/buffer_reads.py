@@ -24,6 +24,10 @@ READS = (
     "/v1/rollouts?order=best",
     "/v1/rollouts?order=worst",
     "/v1/rollouts?status=failed",
+    "/v1/curves",
+    "/v1/prompts",
+    "/v1/prompts?order=best&contains=1",
+    "/v1/prompts/train-0",
 )
 
 

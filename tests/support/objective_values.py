@@ -151,7 +151,7 @@ class Problem:
         total, sums = torch.zeros((), dtype=torch.float64), {}
         for rows in cuts or [range(self.num_rollouts)]:
             tokens = self.micro_batch(rows)
-            loss, metrics = objective_loss(tokens, advantage[list(rows)], objective, totals=self.totals(objective))
+            loss, metrics, _ = objective_loss(tokens, advantage[list(rows)], objective, totals=self.totals(objective))
             total = total + loss
             sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
         return total, sums

@@ -24,6 +24,8 @@ class RewardServer:
         self.tasks = ["addition", "other"]
         self.version = "addition-2"
         self.score: Callable[[Item], Answer] = lambda item: 10.0
+        self.parts: dict[str, float] | None = None
+        """The parts of every reward."""
         self.refusal: Callable[[list[Item]], tuple[int, dict[str, Any]] | None] = lambda items: None
         self.gate = threading.Event()
         self.gate.set()
@@ -93,4 +95,5 @@ class RewardServer:
         answer = self.score(item)
         if isinstance(answer, str):
             return {"item_id": item["item_id"], "error": {"reason": answer, "detail": f"detail of {answer}"}}
-        return {"item_id": item["item_id"], "reward": answer, "reward_version": self.version}
+        known = {} if self.parts is None else {"parts": self.parts}
+        return {"item_id": item["item_id"], "reward": answer, "reward_version": self.version, **known}

@@ -6,6 +6,7 @@ readable: a change of a golden file needs a new schema number and a reader for t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,11 @@ def scored_rollout(num_response_tokens: int = 1000) -> Rollout:
         started_at_s=1_700_000_000.25,
         finished_at_s=1_700_000_001.5,
     )
+
+
+def composite_rollout() -> Rollout:
+    """A small rollout with the parts of its reward."""
+    return replace(scored_rollout(3), reward_parts={"format": 1.0, "last_number": 0.5})
 
 
 def pending_rollout() -> Rollout:
@@ -155,6 +161,7 @@ def encodings() -> dict[str, bytes]:
     """Golden file name -> bytes."""
     return {
         "rollout_v1.msgpack": encode_rollout(scored_rollout()),
+        "rollout_parts_v1.msgpack": encode_rollout(composite_rollout()),
         "push_v1.msgpack": encode_push(payloads()),
         "batch_v1.msgpack": batch_bytes(),
         "heartbeat_v1.msgpack": encode_heartbeat(heartbeat()),

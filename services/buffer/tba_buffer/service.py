@@ -5,6 +5,9 @@ upkeep   every UPKEEP_S: check again that Redis is durable (it may have been res
          what was acknowledged and that no newer process owns the run; catch the index up, evict what has become too
          old, compact the log when that is due, sample the counters for the rates. While Redis is not durable, pushes
          are refused and the service is not ready.
+
+A read-only buffer (`buffer.read_only`) reads everything once and does none of the rest: it does not own the run, and
+has no upkeep and no workers.
 """
 
 from __future__ import annotations
@@ -23,15 +26,22 @@ from tba.config import Recipe
 from tba.config.redis import redis_access
 from tba.errors import UnavailableError
 from tba.logs import get_logger
+from tba.store import open_store
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log_follower import Compactor, IndexView
+from tba_buffer.monitoring.curves import CurvesReader
 from tba_buffer.monitoring.metrics import Metrics
 from tba_buffer.monitoring.stats import StatsReader
+from tba_buffer.monitoring.weight_versions import WeightVersionReader
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.prompts.evaluations import Evaluations
 from tba_buffer.prompts.leases import Leases
+from tba_buffer.rollouts.parquet import RolloutExports
+from tba_buffer.rollouts.prompt_queries import PromptReader
 from tba_buffer.rollouts.push import PushAdmission, RolloutWriter
 from tba_buffer.rollouts.queries import RolloutReader
+from tba_buffer.rollouts.token_texts import TokenTexts
+from tba_buffer.rollouts.trained_steps import TrainedSteps
 from tba_buffer.run.components import Components, absent_trainer
 from tba_buffer.run.control import RunControl
 from tba_buffer.run.data_loss import LossRecovery
@@ -115,6 +125,9 @@ class RolloutParts:
     admission: PushAdmission
     writer: RolloutWriter
     reader: RolloutReader
+    prompt_reader: PromptReader
+    exports: RolloutExports
+    trained_steps: TrainedSteps
     evictor: Evictor
     snapshots: SnapshotJobs
 
@@ -122,10 +135,23 @@ class RolloutParts:
     def of(cls, context: Context, view: IndexView, run: RunParts, catalog: Catalog) -> RolloutParts:
         """Wire them."""
         evictor = Evictor(context, view, run.lineages, run.state)
+        trained_steps = TrainedSteps(context, run.lineages)
+        reader = RolloutReader(
+            context,
+            catalog=catalog,
+            view=view,
+            lineages=run.lineages,
+            run_state=run.state,
+            trained_steps=trained_steps,
+            token_texts=TokenTexts(context),
+        )
         return cls(
             admission=PushAdmission(context.recipe),
             writer=RolloutWriter(context, catalog, run.lineages, evictor),
-            reader=RolloutReader(context, catalog=catalog, view=view, lineages=run.lineages, run_state=run.state),
+            reader=reader,
+            prompt_reader=PromptReader(catalog, view),
+            exports=RolloutExports(reader, catalog),
+            trained_steps=trained_steps,
             evictor=evictor,
             snapshots=SnapshotJobs(
                 context,
@@ -210,8 +236,12 @@ class Buffer:
         evictor = self.rollouts.evictor
         self.scoring = ScoringParts.of(context, self.view, run, catalog, evictor)
         self.sampling = SamplingParts.of(context, run, catalog, evictor, self.scoring.scorer)
-        run.components.services += [self._component, self.scoring.probe.info]
+        self._view_of = recipe.buffer.read_only
+        # a view has no reward service
+        run.components.services += [self._component, *([] if self._view_of else [self.scoring.probe.info])]
         self.stats = StatsReader(context, catalog=catalog, view=self.view, lineages=run.lineages)
+        self.weight_versions = WeightVersionReader(lambda: open_store(recipe.store), context.run)
+        self.curves = CurvesReader(context, run.lineages)
         self.metrics = Metrics(
             registry,
             stats=self.stats,
@@ -236,18 +266,21 @@ class Buffer:
             ConfigError: the run is stored in another format, or the live settings do not go with the recipe.
             UnavailableError: Redis went away meanwhile, or does not have a whole log.
         """
-        if self._upkeep is not None:
+        if self._not_ready is None:
             return
         # own the run first: an older process that is still alive cannot change what is read now
-        await buffer_epoch.take(self.context)
+        await (buffer_epoch.take if self._view_of is None else buffer_epoch.look)(self.context)
         await self.prompts.catalog.load()
         await self.run.lineages.load()
         await self.run.settings.load()
         index = await self.view.catch_up()
-        await self.rollouts.evictor.enforce()
+        if self._view_of is None:
+            await self.rollouts.evictor.enforce()
         log.info("index_built", num_rollouts=index.num_live, log_position=index.position)
         await self.context.durability.check()  # a service that says it is ready must not refuse a moment later
         self._not_ready, self._began_s = None, time.monotonic()
+        if self._view_of is not None:
+            return
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
         # last: these tasks change the run, and need everything above
         await self.rollouts.snapshots.start()
@@ -283,6 +316,8 @@ class Buffer:
     @property
     def _problem(self) -> str | None:
         """Why requests cannot be served, although the buffer has started and Redis answers."""
+        if self._view_of is not None:  # it writes nothing, and what is damaged or lost is there to be looked at
+            return None
         problem = self.rollouts.writer.refuse_reason or self.view.problem or self.context.damaged_items.problem
         return problem or self._upkeep_problem
 
@@ -295,7 +330,7 @@ class Buffer:
         fields = await self.run.state.read_fields()
         components, waits = await self.run.components.read()
         evals, best = await self.prompts.evaluations.all_and_best()
-        note = absent_trainer(
+        note = self._view_of or absent_trainer(
             fields.state,
             fields.step,
             components,
@@ -307,10 +342,13 @@ class Buffer:
             state=fields.state,
             state_reason=fields.reason,
             note=note,
+            read_only=self._view_of is not None,
             loss=self.recovery.loss,
             num_lost_changes=fields.num_lost_changes,
             last_change=fields.change,
             step=fields.step,
+            num_steps=self.context.recipe.trainer.num_steps,
+            max_policy_age_steps=self.context.recipe.buffer.max_policy_age_steps,
             lineage=fields.lineage,
             parents={lineage: str(parent) for lineage, parent in self.run.lineages.tree.parents.items()},
             latest_version=fields.latest_version,
@@ -336,7 +374,9 @@ class Buffer:
     def _component(self) -> ComponentInfo:
         """Return this service itself as a component."""
         problem = self._not_ready or self._problem
-        state = "starting" if self._not_ready else "refusing" if problem else "serving"
+        state = (
+            "starting" if self._not_ready else "refusing" if problem else "read-only" if self._view_of else "serving"
+        )
         # a problem is more urgent to see than a save
         if self.rollouts.snapshots.is_saving and problem is None:
             state = "saving"
@@ -357,6 +397,7 @@ class Buffer:
         await self.prompts.catalog.reload()
         await self.run.lineages.load()
         await self.run.settings.load()
+        self.rollouts.trained_steps.forget()
         self.scoring.worker.forget_positions()
 
     async def _tend(self) -> None:

@@ -25,6 +25,7 @@ from tba.api import (
     LineageRequest,
     RunCommand,
     SettingsRequest,
+    TrainedRollouts,
     VersionRequest,
 )
 from tba.config import parse_live
@@ -79,7 +80,10 @@ class World:
         client.return_leases(LeaseReturn(searcher_id="s1", lease_ids=returned))
         self.beat()
         batch = self.draw(1)
-        ack = AckRequest(lineage=self.lineage.lineage, step=1, token=self.lineage.token, policy_ages=[0, 0])
+        ids = [rollout.rollout_id.hex() for rollout in batch.rollouts]
+        trained = TrainedRollouts(rollout_ids=ids, advantages=[0.5, -0.5], weights=[1.0, None])
+        token = self.lineage.token
+        ack = AckRequest(lineage=self.lineage.lineage, step=1, token=token, policy_ages=[0, 0], trained=trained)
         client.ack(batch.batch_id, ack)
         self.draw(2)
         client.command("pause", RunCommand())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tba.api import EvalResult, EvalResults, Lease, LeaseRequest, RunCommand, VersionRequest
+from tba.api import EvalResult, EvalResults, EvaluateRequest, Lease, LeaseRequest, RunCommand, VersionRequest
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, FencedError, NotFoundError
 from tba.versions import PolicyVersion
@@ -57,6 +57,23 @@ def test_only_the_active_trainer_evaluates_and_only_versions_that_were_announced
     assert client.run().evals == []
     assert request_eval(client, new, "1-4").state == "pending"
     assert request_eval(client, new, "0-0").state == "pending"
+
+
+def test_an_operator_has_a_version_evaluated_as_the_recipe_says(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(eval={"num_prompts": 2, "num_samples": 4, "pass_at": [2]}).client()
+    client.upload_prompts(make_prompts(1, 3))
+    with pytest.raises(ConflictError, match="no version was announced so far"):
+        client.evaluate(EvaluateRequest())
+    lineage = start_lineage(client)
+    client.announce_version(VersionRequest(version="1-4", token=lineage.token))
+    latest = client.evaluate(EvaluateRequest())
+    assert (latest.version, latest.num_prompts, latest.state) == ("1-4", 2, "pending")
+    assert client.evaluate(EvaluateRequest()).eval_id == latest.eval_id
+    older = client.evaluate(EvaluateRequest(version="0-0", num_prompts=3))
+    assert (older.version, older.num_prompts) == ("0-0", 3)
+    assert {(item.kind, item.num_rollouts) for item in lease(client, 1).leases} == {("sample", 4)}
+    with pytest.raises(ConflictError, match="1-9 was never announced"):
+        client.evaluate(EvaluateRequest(version="1-9"))
 
 
 def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer: ServeBuffer) -> None:

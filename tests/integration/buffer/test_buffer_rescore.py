@@ -70,6 +70,35 @@ def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_i
     assert counters(redis)["scored_total"] == 40  # no rollout was scored for the first time
 
 
+def test_scoring_again_replaces_the_parts_of_a_reward(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
+    scorers = [{"kind": "format", "pattern": "x", "gate": 1.0}, {"kind": "exact", "weight": 2.0}]
+    reward.parts = {"format": 1.0, "exact": 5.0}
+    changed = sections(reward)
+    changed["reward"]["tasks"] = {"addition": {"scorers": scorers}}
+    client = serve_buffer(**changed).client()
+    client.upload_prompts(make_prompts(4))
+    push(client, make_many(2, reward_parts={"format": 0.0, "gone": 0.5}))
+
+    def shown() -> list[dict[str, Any]]:
+        (parts,) = {str(info.reward_parts): info.reward_parts for info in client.list_rollouts().rollouts}.values()
+        return [part.model_dump() for part in parts or []]
+
+    assert shown() == [
+        {"name": "format", "score": 0.0, "weight": 0.0},
+        {"name": "gone", "score": 0.5, "weight": None},
+    ]
+    client.start_rescore(ALL)
+    finished(client)
+    assert shown() == [
+        {"name": "format", "score": 1.0, "weight": 0.0},
+        {"name": "exact", "score": 5.0, "weight": 2.0},
+    ]
+    reward.score, reward.version = (lambda item: "timeout"), "addition-3"
+    client.start_rescore(ALL)
+    finished(client)
+    assert shown() == []
+
+
 def test_scoring_again_with_the_same_version_changes_nothing(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:

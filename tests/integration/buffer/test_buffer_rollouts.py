@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
 from redis import Redis
 
-from tba.api import AckRequest, BatchRequest
+from tba.api import AckRequest, BatchRequest, Prompt, RolloutInfo
+from tba.clients import BufferClient
 from tba.errors import BusyError, NotFoundError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.wire import RefLogprob, Rollout, Sampling, VersionSpan, encode_rollout
@@ -85,6 +88,127 @@ def test_filters(buffer: BufferThread) -> None:
     assert prompts(status="scored", prompt_id="train-2", version="0-0", order="worst") == ["train-2"]
 
 
+@pytest.fixture
+def varied(serve_buffer: ServeBuffer) -> BufferThread:
+    """60 rollouts: prompts train-0 to train-3 and other-0, versions 0-0, 1-1, 1-2, searchers a and b, some texts."""
+    served = serve_buffer()
+    client = served.client()
+    other = [Prompt(prompt_id="other-0", task="other", text="Wie groß?")]
+    client.upload_prompts([*make_prompts(4), *other])
+    start_lineage(client)
+    versions = [START, PolicyVersion(1, 1), PolicyVersion(1, 2)]
+    rollouts = [
+        make_rollout(
+            "other-0" if n % 5 == 4 else f"train-{n % 5}",
+            task="other" if n % 5 == 4 else "addition",
+            version=versions[n % 3],
+            reward=None if n % 10 == 9 else float(n % 7),
+            searcher_id="a" if n % 4 else "b",
+            finish_reason="length" if n % 6 == 0 else "stop",
+            response_text=f"Answer {n}",
+        )
+        for n in range(60)
+    ]
+    client.push([encode_rollout(rollout) for rollout in rollouts])
+    return served
+
+
+def walk(client: BufferClient, *, limit: int, **query: Any) -> list[RolloutInfo]:
+    """Every rollout of all pages."""
+    found, cursor = [], None
+    while True:
+        page = client.list_rollouts(limit=limit, cursor=cursor, **query)
+        assert len(page.rollouts) <= limit
+        found += page.rollouts
+        cursor = page.next
+        if cursor is None:
+            return found
+
+
+def number(info: RolloutInfo) -> int:
+    return int(info.response_text.removeprefix("Answer "))
+
+
+FILTERS: list[tuple[dict[str, Any], Callable[[int], bool]]] = [
+    ({"task": "other"}, lambda n: n % 5 == 4),
+    ({"task": "nothing"}, lambda n: False),
+    ({"from_version": "0-7"}, lambda n: n % 3 > 0),
+    ({"from_version": "1-1", "to_version": "1-1"}, lambda n: n % 3 == 1),
+    ({"to_version": "1-1"}, lambda n: n % 3 < 2),
+    ({"min_reward": 3, "max_reward": 4.5}, lambda n: n % 10 != 9 and n % 7 in (3, 4)),
+    ({"max_reward": 1}, lambda n: n % 10 != 9 and n % 7 < 2),
+    ({"searcher_id": "b"}, lambda n: n % 4 == 0),
+    ({"searcher_id": "nobody"}, lambda n: False),
+    ({"finish_reason": "length"}, lambda n: n % 6 == 0),
+    ({"contains": "ANSWER 1"}, lambda n: str(n).startswith("1")),
+    ({"contains": "GROSS"}, lambda n: n % 5 == 4),
+    ({"contains": "3+3="}, lambda n: n % 5 == 3),
+    ({"searcher_id": "b", "task": "addition", "min_reward": 1}, lambda n: not n % 4 and n % 5 != 4 and n % 7 > 0),
+]
+
+
+@pytest.mark.parametrize("order", ["newest", "best"])
+def test_every_filter_selects_what_it_says_over_all_pages(varied: BufferThread, order: str) -> None:
+    client = varied.client()
+    for query, matches in FILTERS:
+        found = walk(client, limit=3, order=order, **query)
+        expected = [n for n in range(60) if matches(n) and (order == "newest" or n % 10 != 9)]
+        expected.sort(key=lambda n: (-(n % 7), -n) if order == "best" else -n)
+        assert [number(info) for info in found] == expected, query
+    assert walk(client, limit=3, min_reward=0, status="pending") == []
+
+
+def test_a_page_reads_a_bounded_number_of_rollouts_and_the_next_one_continues_behind_them(
+    varied: BufferThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_buffer.rollouts.queries.MAX_READ", 7)
+    client = varied.client()
+    page = client.list_rollouts(order="oldest", contains="answer 9", limit=5)
+    assert (page.rollouts, page.num_read) == ([], 7)
+    page = client.list_rollouts(order="oldest", contains="answer 9", limit=5, cursor=page.next)
+    assert ([number(info) for info in page.rollouts], page.num_read) == ([9], 7)
+    assert [number(info) for info in walk(client, order="oldest", contains="answer 9", limit=5)] == [9]
+    page = client.list_rollouts(order="oldest", searcher_id="a", limit=2)
+    assert ([number(info) for info in page.rollouts], page.num_read) == ([1, 2], 3), "what is not shown is not read"
+    assert client.list_rollouts(limit=4).num_read == 4
+
+
+def test_large_payloads_are_read_a_few_at_a_time(varied: BufferThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_buffer.rollouts.queries.CHUNK_BYTES", 1000)
+    assert len(walk(varied.client(), limit=20)) == 60
+    assert len(walk(varied.client(), limit=20, searcher_id="b")) == 15
+
+
+def test_a_damaged_rollout_matches_no_filter_of_its_payload_and_is_shown_without_one(
+    varied: BufferThread, redis: RedisProcess
+) -> None:
+    client = varied.client()
+    bad = client.list_rollouts(limit=1).rollouts[0].rollout_id
+    with Redis.from_url(redis.url) as raw:
+        raw.hset("tba:test:payloads", bytes.fromhex(bad), b"\x00junk")  # pyright: ignore[reportArgumentType]
+    assert bad not in {info.rollout_id for info in walk(client, limit=50, contains="answer")}
+    assert client.list_rollouts(limit=1).rollouts[0].reward_status == "failed"
+    detail = client.get_rollout(bad)
+    assert (detail.rollout_id, detail.searcher_id) == (bad, "unreadable")
+
+
+def test_parts_and_batches_of_a_rollout_are_shown(serve_buffer: ServeBuffer) -> None:
+    scorers = [{"kind": "format", "pattern": "x", "gate": 1.0}, {"kind": "exact", "name": "right", "weight": 0.5}]
+    client = serve_buffer(reward={"tasks": {"addition": {"scorers": scorers}}}).client()
+    client.upload_prompts(make_prompts(4))
+    lineage = start_lineage(client)
+    parts = {"format": 1.0, "right": 2.0, "older": 3.0}
+    client.push(make_payloads([f"train-{i}" for i in range(4)], reward_parts=parts))
+    assert {info.num_batches for info in client.list_rollouts().rollouts} == {0}
+    client.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token, wait_s=2))
+    for info in client.list_rollouts().rollouts:
+        shown = [(part.name, part.score, part.weight) for part in info.reward_parts or []]
+        assert shown == [("format", 1.0, 0.0), ("right", 2.0, 0.5), ("older", 3.0, None)]
+        assert info.num_batches == 1
+        detail = client.get_rollout(info.rollout_id)
+        assert (detail.reward_parts, detail.num_batches) == (info.reward_parts, 1)
+
+
 def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     client.upload_prompts(make_prompts(1))
@@ -137,6 +261,12 @@ def test_what_is_not_stored_is_not_found(buffer: BufferThread) -> None:
 def test_queries_that_cannot_be_meant_name_the_parameter_and_the_value(buffer: BufferThread) -> None:
     for query, status, said in [
         ("?cursor=junk", 400, "cursor 'junk' cannot be used: it is not a cursor"),
+        ("?from_version=1-3&to_version=0-9", 400, "from_version 1-3 is after to_version 0-9; exchange them"),
+        ("?min_reward=2&max_reward=1", 400, "min_reward 2.0 is above max_reward 1.0; exchange them"),
+        ("?min_reward=nan", 422, "min_reward"),
+        ("?contains=", 422, "contains"),
+        ("?contains=" + "x" * 201, 422, "contains"),
+        ("?finish_reason=bored", 422, "finish_reason"),
         ("?order=best&status=pending", 400, "rollouts of status 'pending' have none"),
         ("?order=median", 422, "query.order: Input should be 'best', 'worst', 'newest' or 'oldest' (value 'median')"),
         ("?limit=101", 422, "query.limit"),

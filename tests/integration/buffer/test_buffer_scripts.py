@@ -32,6 +32,7 @@ from tba.api import (
     RunCommand,
     ScaleRequest,
     SettingsRequest,
+    TrainedRollouts,
     VersionRequest,
 )
 from tba.config import parse_live
@@ -135,7 +136,9 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
 
     request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
     batch = decode_batch((await draws.draw(request)).body)
-    await ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0] * 16))
+    ids = [rollout.rollout_id.hex() for rollout in batch.rollouts]
+    trained = TrainedRollouts(rollout_ids=ids, advantages=[0.5] * 16, weights=[1.0] * 16)
+    await ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0] * 16, trained=trained))
     change = SettingsRequest(settings=parse_live({"beta": 0.1, "most_on_policy_prob": 1, "sampling_temperature": 0.5}))
     assert (await buffer.run.settings.change(change, "operator")).revision == 1
     batch = decode_batch((await draws.draw(request.model_copy(update={"step": 2}))).body)

@@ -100,7 +100,8 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     old.announce_version(VersionRequest(version="1-0", token=lineage.token))
     made_by = PolicyVersion(1, 0)
     pending = encode_rollout(make_rollout("train-2", reward=None, version=made_by))
-    old.push([*make_payloads(["train-2"], version=made_by), pending])
+    parts = {"format": 1.0, "exact": 0.5}
+    old.push([*make_payloads(["train-2"], version=made_by, reward_parts=parts), pending])
     before = stored(redis)
     info = saved(old, "end")
     assert (info.state, info.num_rollouts, info.log_position) == ("complete", 13, 15)

@@ -35,11 +35,11 @@ from tba.clients import BufferClient, RewardClient
 from tba.config import parse_recipe
 from tba.errors import UnavailableError
 from tba.versions import START, PolicyVersion
-from tba.wire import Sampling, VersionSpan, encode_rollout
+from tba.wire import Sampling, VersionSpan, decode_rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.leases import lease, request_eval
-from tests.support.reward_server import RewardServer
+from tests.support.reward_server import Answer, RewardServer
 from tests.support.searcher_loop import LoopWorld, start_loop_world
 from tests.support.searcher_world import World, publish_version, sigterm, start_world
 from tests.support.tiny_model import make_tiny_model, make_tiny_tokenizer
@@ -143,6 +143,27 @@ async def test_a_python_function_gets_the_tokens_of_a_response(
 ) -> None:
     spec = {"kind": kind, **({"function": "tests.support.trl_rewards:num_tokens"} if kind == "python" else {})}
     delivery = scoring_delivery(tmp_path, reward, tasks={"addition": {"scorers": [spec]}})
+    await delivery._score([one_visit(delivery)])
+    assert reward.asked[0].get("response_tokens") == ([5, 6, 7] if is_sent else None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "parts"),
+    [(10.0, "scored", {"format": 1.0, "exact": 5.0}), ("timeout", "failed", None), ("unreachable", "pending", None)],
+)
+async def test_a_rollout_carries_the_parts_of_its_reward(
+    tmp_path: Path, reward: RewardServer, answer: Answer, status: str, parts: dict[str, float] | None
+) -> None:
+    reward.score, reward.parts = lambda item: answer, {"format": 1.0, "exact": 5.0}
+    delivery = scoring_delivery(tmp_path, reward)
+    await delivery._score([one_visit(delivery)])
+    (payload,) = delivery._scored.get_nowait().payloads
+    rollout = decode_rollout(payload)
+    assert (rollout.reward_status, rollout.reward_parts) == (status, parts)
+
+
+def one_visit(delivery: Delivery) -> Visit:
+    """A complete visit, in the hands of the delivery."""
     (prompt,) = make_prompts(1)
     item = Lease(
         lease_id="l",
@@ -167,8 +188,7 @@ async def test_a_python_function_gets_the_tokens_of_a_response(
         )
     )
     delivery.put(visit)
-    await delivery._score([visit])
-    assert reward.asked[0].get("response_tokens") == ([5, 6, 7] if is_sent else None)
+    return visit
 
 
 # ---- A searcher that is stopped returns every lease that it can, also those that are granted meanwhile --------------

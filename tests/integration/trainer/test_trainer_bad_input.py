@@ -109,6 +109,15 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     assert stats.rollouts_refused_by_trainer == {reason: 6 * number for reason, number in expected.items()}
     assert stats.rollouts_trained == 6 * (32 - sum(expected.values()))
     assert sum(stats.policy_age_histogram.values()) == stats.rollouts_trained
+    assert stats.trained_steps == {"kept": 6, "dropped": 0}
+    details = [client.get_rollout(info.rollout_id) for info in client.list_rollouts(limit=100).rollouts]
+    trained = [detail.trained for detail in details if detail.trained]
+    # every good rollout is in every batch, and the others in none
+    assert [[step.version for step in steps] for steps in trained] == [[f"1-{n}" for n in range(1, 7)]] * (
+        32 - sum(expected.values())
+    )
+    assert all(step.advantage is not None and step.weight == 1.0 for steps in trained for step in steps)
+    assert any(step.advantage for steps in trained for step in steps)
     shown = [line for line in status_lines(client.run(), stats, client.settings()) if "refused by the trainer" in line]
     assert shown == [
         "  rollouts refused by the trainer: future-version 6, group-of-one 6, no-reward 6, too-long 6, "

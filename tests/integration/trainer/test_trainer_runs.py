@@ -251,7 +251,7 @@ def test_what_cannot_be_tracked_is_refused_before_a_lineage_is_taken(
         world.train(make_recipe(model, tracking={"metrics_path": str(world.folder)}))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "trackio", None)
-        with pytest.raises(ConfigError, match=r"pip install -e './services/trainer\[trackio\]'"):
+        with pytest.raises(ConfigError, match=r"pip install 'tba\[trackio\]'"):
             world.train(make_recipe(model, tracking={**tracked(world), "trackio": {"project": "p"}}))
     assert world.buffer.lineage == 0
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
 from tba_buffer.index.rollout_index import Index, IndexSettings
-from tba_buffer.rollouts.queries import MAX_CURSOR_CHARS, ORDERS, Cursor, Selection, parse_cursor, select_rows
+from tba_buffer.rollouts.selection import MAX_CURSOR_CHARS, ORDERS, Cursor, Selection, parse_cursor, select_rows
 
 from tba.api import RolloutOrder
 from tba.errors import BadRequestError
@@ -56,12 +56,18 @@ def new_index() -> Index:
 
 def expected(live: dict[int, Item], selection: Selection) -> list[int]:
     """Positions in the order of the selection, by sorting everything."""
-    version = selection.version
+    version, first, last = selection.version, selection.from_version, selection.to_version
+    low, high = selection.min_reward, selection.max_reward
     found = [
         position
-        for position, (prompt, _, step, status) in live.items()
+        for position, (prompt, reward, step, status) in live.items()
         if selection.prompt in (None, prompt)
+        and (selection.prompts is None or prompt in selection.prompts)
         and (version is None or version == PolicyVersion(1 if step else 0, step))
+        and (first is None or first <= PolicyVersion(1 if step else 0, step))
+        and (last is None or last >= PolicyVersion(1 if step else 0, step))
+        and (low is None or (status == "scored" and reward >= low))
+        and (high is None or (status == "scored" and reward <= high))
         and selection.status in (None, status)
         and (status == "scored" or selection.order not in ("best", "worst"))
     ]
@@ -84,6 +90,11 @@ selections = st.builds(
     order=st.sampled_from(ORDERS),
     prompt=st.sampled_from([None, 0, 1, 2]),
     version=st.sampled_from([None, PolicyVersion(0, 0), PolicyVersion(1, 2)]),
+    prompts=st.sampled_from([None, np.array([0, 2]), np.array([], dtype=np.int64)]),
+    from_version=st.sampled_from([None, PolicyVersion(0, 5), PolicyVersion(1, 2)]),
+    to_version=st.sampled_from([None, PolicyVersion(0, 0), PolicyVersion(0, 9), PolicyVersion(1, 1)]),
+    min_reward=st.sampled_from([None, 0.5]),
+    max_reward=st.sampled_from([None, 0.5, -3.0]),
     status=st.sampled_from([None, *STATUSES]),
 ).filter(lambda s: not s.by_reward or s.status in (None, "scored"))
 
@@ -139,6 +150,18 @@ def test_a_cursor_beyond_any_log_is_no_error(order: RolloutOrder, position: int)
     add(index, [(0, 0.0, 0, "scored")] * 3)
     found = len(select_rows(index, Selection(order=order, after=Cursor(order, 0.0, position)), 10))
     assert found == (3 if (position == 0) == (order == "oldest") else 0)
+
+
+def test_a_rollout_is_found_by_its_id_while_it_lives() -> None:
+    index = new_index()
+    assert len(index.row_of(struct.pack(">QQ", 0, 1))) == 0
+    add(index, [(0, 0.0, 0, "scored")] * 5)
+    (row,) = index.row_of(struct.pack(">QQ", 0, 3))
+    assert positions(index, np.array([row])) == [3]
+    index.apply(Evicted(index.position + 1, np.array([1, 3], dtype=np.uint64), "max_rollouts"))
+    assert len(index.row_of(struct.pack(">QQ", 0, 3))) == 0
+    assert len(index.row_of(struct.pack(">QQ", 3, 0))) == 0
+    assert len(index.row_of(struct.pack(">QQ", 0, 4))) == 1
 
 
 # ---- Cursors --------------------------------------------------------------------------------------------------------

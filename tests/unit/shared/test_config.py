@@ -258,7 +258,9 @@ def test_a_set_below_a_value_is_refused(recipe_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_or_broken_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no\.toml does not exist; recipes that ship with tba are in recipes/"):
+    with pytest.raises(
+        ConfigError, match=r"no\.toml does not exist; `tba run quickstart` runs one that ships with tba"
+    ):
         load_recipe(tmp_path / "no.toml", environ={})
     with pytest.raises(ConfigError, match="cannot be read"):
         load_recipe(tmp_path, environ={})

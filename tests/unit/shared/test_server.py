@@ -10,17 +10,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import httpx2
 import pytest
-from fastapi import Depends, FastAPI, Query
+from fastapi import Depends, FastAPI, Query, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.api import BatchRequest
 from tba.health import readiness_problem
-from tba.server import Authenticator
+from tba.server import Authenticator, openapi
 from tba.server.problems import install_problem_handlers
 
 # ---- The health check of the images, against a real server on loopback ----------------------------------------------
@@ -215,3 +216,24 @@ def test_what_is_no_known_token_is_refused(header: bytes) -> None:
 )
 def test_roles(role: str | None, status: int) -> None:
     assert status_of(None if role is None else f"bearer {TOKENS[role]}".encode())[0] == status
+
+
+# ---- The OpenAPI document -------------------------------------------------------------------------------------------
+
+
+def document() -> dict[str, Any]:
+    app = FastAPI()
+
+    @app.get("/v1/things/{name}")
+    def thing(name: str) -> str:
+        return name
+
+    openapi.install_openapi(app)
+    return app.openapi()
+
+
+def test_the_document_is_the_same_with_the_fastapi_that_vllm_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = document()
+    assert list(expected["paths"]["/v1/things/{name}"]["get"]["responses"]) == ["200", "404", "422", "500", "503"]
+    monkeypatch.setattr(openapi, "routing", SimpleNamespace(APIRoute=routing.APIRoute))
+    assert document() == expected

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -33,8 +34,10 @@ from tba.wire import (
     encode_push,
     encode_rollout,
     new_rollout_id,
+    storable_parts,
 )
 from tba.wire.codec import pack
+from tba.wire.rollout import MAX_REWARD_PARTS
 from tba.wire.weight_manifest import MAX_MANIFEST_BYTES
 from tests.support.wire_values import batch_bytes, heartbeat, manifest, payloads, pending_rollout, scored_rollout
 
@@ -195,6 +198,63 @@ def test_a_rollout_whose_fields_disagree_is_refused_by_name(fields: dict[str, An
 def test_a_rollout_beyond_a_limit_is_a_limit_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(LimitError, match=message):
         decode_rollout(changed(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"reward_parts": {}}, MalformedError, "'reward_parts' must be object of length >= 1"),
+        ({"reward_parts": {"a": "1"}}, MalformedError, "'reward_parts' must be float"),
+        ({"reward_parts": {1: 1.0}}, MalformedError, "every key of reward_parts must be str"),
+        ({"reward_parts": {"a": math.nan}}, MalformedError, "has nan for the part 'a', not a finite number"),
+        ({"reward_parts": {"a\n": 1.0}}, MalformedError, "has the part 'a.n', a name that no recipe can give"),
+        ({"reward_parts": {"x" * 64: 1.0}}, MalformedError, "a name that no recipe can give"),
+        (
+            {"reward_parts": {str(n): 0.0 for n in range(MAX_REWARD_PARTS + 1)}},
+            LimitError,
+            "'reward_parts' must be object of length <= 256, got 257",
+        ),
+        (
+            {"reward_parts": {"a": 1.0}, "reward": None, "reward_status": "pending"},
+            MalformedError,
+            "it has reward_parts but reward_status is 'pending'",
+        ),
+    ],
+)
+def test_parts_of_a_reward_have_bounds_and_need_a_reward(
+    fields: dict[str, Any], error: type[WireError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        decode_rollout(changed(**fields))
+
+
+def test_parts_are_left_out_of_the_bytes_where_there_are_none() -> None:
+    plain = scored_rollout(4)
+    scored = plain.with_reward(0.5, "v", {"a": 0.25, "b": 1})
+    assert decode_rollout(encode_rollout(scored)).reward_parts == {"a": 0.25, "b": 1.0}
+    assert "reward_parts" not in msgpack.unpackb(encode_rollout(plain))
+    assert encode_rollout(scored.with_reward(1.0, "addition-1")) == encode_rollout(plain)
+    assert "reward_parts" not in msgpack.unpackb(encode_rollout(scored.with_failure("timeout: 5 s")))
+    (document,) = check_push([encode_rollout(plain)])  # a snapshot writes documents again
+    assert msgspec.msgpack.encode(document) == encode_rollout(plain)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_composite", "stored"),
+    [
+        (None, True, None),
+        ({}, True, None),
+        ({"exact": 1.0}, False, None),  # it is the reward
+        ({"exact": 0.5}, False, {"exact": 0.5}),  # its weight is 2
+        ({"format": 1.0}, True, {"format": 1.0}),  # a gate has decided
+        ({"a": 0.5, "b": 0.5}, False, {"a": 0.5, "b": 0.5}),  # the recipe of the reward service is another one
+        ({"a b": 0.5, "c": 0.5}, True, None),
+    ],
+)
+def test_the_only_score_is_no_part_where_it_is_the_reward(
+    parts: dict[str, float] | None, is_composite: bool, stored: dict[str, float] | None
+) -> None:
+    assert storable_parts(parts, 1.0, is_composite=is_composite) == stored
 
 
 def test_a_push_has_limits_on_bytes_and_on_items() -> None:

@@ -154,6 +154,9 @@ def assert_same(found: Result, expected: Result) -> None:
         assert one.rollout is other.rollout
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert one.abs_gap == pytest.approx(other.abs_gap, abs=1e-4)
+        for name in ("advantage", "weight"):
+            value = getattr(other, name)
+            assert getattr(one, name) == (None if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)), name
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, OWN])

@@ -310,8 +310,9 @@ def test_a_micro_batch_without_rollouts_adds_nothing_and_has_a_gradient(name: st
         num_prompt_tokens=nothing,
     )
     totals = Totals(num_rollouts=4, num_tokens=9, num_groups=2)
-    loss, metrics = objective_loss(tokens, torch.zeros(0), named(name), totals=totals)
+    loss, metrics, weights = objective_loss(tokens, torch.zeros(0), named(name), totals=totals)
     loss.backward()
     assert theta.grad is not None
     assert not theta.grad.any()
     assert set(metrics.values()) == {0.0}
+    assert weights == []

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from prometheus_client import CollectorRegistry
 
 from tba.config import Recipe
-from tba.errors import NotFoundError
+from tba.errors import ConflictError, NotFoundError
 from tba.server import Authenticator, create_app
 from tba.tokens import TokensFile
-from tba_buffer.api import rollouts, run
+from tba_buffer.api import rollouts, run, views
 from tba_buffer.monitoring.request_times import RequestTimes
+from tba_buffer.page.files import page_router
 from tba_buffer.service import Buffer
 
 RENAMED_ENDPOINTS = {("POST", "/v1/marks"): "/v1/versions"}
@@ -51,6 +52,8 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
     # awaited before the port listens: nobody meets a service that still reads Redis
     app.state.start = buffer.start
     app.add_middleware(RequestTimes, metrics=buffer.metrics.times)
+    why = recipe.buffer.read_only
+    guards = [] if why is None else [Depends(_write_refusal(why))]
     # a request tries the routes in this order: the most frequent endpoints come first
     for router in (
         rollouts.push_router,
@@ -65,11 +68,23 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         run.searchers_router,
         run.snapshots_router,
         run.events_router,
+        views.summary_router,
     ):
-        app.include_router(router(buffer, auth))
+        app.include_router(router(buffer, auth), dependencies=guards)
+    app.include_router(page_router())
     for (method, path), new_path in RENAMED_ENDPOINTS.items():
         _add_renamed(app, method, path, new_path)
     return app
+
+
+def _write_refusal(why: str) -> Callable[[Request], None]:
+    """Return a dependency that refuses every request but reads."""
+
+    def refuse(request: Request) -> None:
+        if request.method not in ("GET", "HEAD"):
+            raise ConflictError(f"this is a read-only view ({why}), so it takes no {request.method} {request.url.path}")
+
+    return refuse
 
 
 def _add_renamed(app: FastAPI, method: str, path: str, new_path: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from tba.api import (
     AckRequest,
@@ -26,6 +27,9 @@ from tba.api import (
     LineageReply,
     LineageRequest,
     Name,
+    PromptDetail,
+    PromptOrder,
+    PromptPage,
     PromptUpload,
     PromptUploadReply,
     PushReply,
@@ -40,21 +44,26 @@ from tba.api import (
 )
 from tba.api.rollouts import RewardStatus
 from tba.api.run import SETTINGS_HEADER
-from tba.fields import VersionText
+from tba.fields import MAX_NUMBER, Split, VersionText
 from tba.server import MSGPACK_BODY, Authenticator, MsgpackResponse, problems, raw_body
 from tba.wire import decode_push
-from tba_buffer.rollouts.queries import MAX_CURSOR_CHARS, PageRequest
+from tba.wire.rollout import FinishReason
+from tba_buffer.rollouts.prompt_queries import PromptsRequest
+from tba_buffer.rollouts.queries import PageRequest
+from tba_buffer.rollouts.selection import MAX_CURSOR_CHARS, RolloutFilter
 from tba_buffer.sampling.ledger import MAX_ENTRIES_PER_PAGE
 from tba_buffer.service import Buffer
 
 MAX_PER_PAGE = 100
 MAX_TEXT_CHARS_PER_ROLLOUT = 10_000
+PARQUET_TYPE = "application/vnd.apache.parquet"
+PARQUET = {PARQUET_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
 def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints for prompts and leases."""
     api = APIRouter(prefix="/v1")
-    searcher = [Depends(auth.require("searcher"))]
+    searcher, viewer = [Depends(auth.require("searcher"))], [Depends(auth.require("viewer"))]
 
     @api.post(
         "/prompts",
@@ -65,6 +74,35 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def upload_prompts(body: PromptUpload) -> PromptUploadReply:
         """Add prompts; the same id with other content refuses the whole upload."""
         return await buffer.prompts.catalog.upload(body.prompts)
+
+    @api.get("/prompts", operation_id="list_prompts", dependencies=viewer)
+    async def list_prompts(
+        split: Split | None = None,
+        task: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
+        contains: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
+        order: PromptOrder = "upload",
+        limit: Annotated[int, Query(ge=1, le=MAX_PER_PAGE)] = 20,
+        after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        text_chars: Annotated[int, Query(ge=0, le=MAX_TEXT_CHARS_PER_ROLLOUT)] = 1000,
+    ) -> PromptPage:
+        """Return prompts that match, with the rewards of their stored rollouts; `contains` is looked for in id and
+        text, whatever the case, and `after` is the number of prompts of this order that were seen already."""
+        request = PromptsRequest(
+            split=split,
+            task=task,
+            contains=contains,
+            order=order,
+            limit=limit,
+            after=after,
+            text_chars=text_chars,
+        )
+        return await buffer.rollouts.prompt_reader.page(request)
+
+    # a path, since the id of a prompt may hold slashes
+    @api.get("/prompts/{prompt_id:path}", operation_id="get_prompt", dependencies=viewer, responses=problems(404))
+    async def get_prompt(prompt_id: Annotated[str, Path(min_length=1, max_length=256)]) -> PromptDetail:
+        """Return one prompt with its whole text, and its stored rollouts by policy version."""
+        return await buffer.rollouts.prompt_reader.get(prompt_id)
 
     @api.post("/leases", operation_id="lease", dependencies=searcher)
     async def lease(body: LeaseRequest, request: Request) -> LeaseReply:
@@ -223,34 +261,67 @@ def evaluations_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     return api
 
 
+def rollout_filter(
+    prompt_id: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
+    task: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
+    version: VersionText | None = None,
+    from_version: VersionText | None = None,
+    to_version: VersionText | None = None,
+    status: RewardStatus | None = None,
+    min_reward: Annotated[float | None, Query(ge=-MAX_NUMBER, le=MAX_NUMBER)] = None,
+    max_reward: Annotated[float | None, Query(ge=-MAX_NUMBER, le=MAX_NUMBER)] = None,
+    searcher_id: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
+    finish_reason: FinishReason | None = None,
+    contains: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
+) -> RolloutFilter:
+    """Return the filters of a query; the reader of rollouts knows nothing of HTTP."""
+    return RolloutFilter(
+        prompt_id=prompt_id,
+        task=task,
+        version=version,
+        from_version=from_version,
+        to_version=to_version,
+        status=status,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        searcher_id=searcher_id,
+        finish_reason=finish_reason,
+        contains=contains,
+    )
+
+
 def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints that read rollouts."""
-    api = APIRouter(prefix="/v1/rollouts", dependencies=[Depends(auth.require("viewer"))])
+    api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("viewer"))])
 
-    @api.get("", operation_id="list_rollouts", responses=problems(400, 404))
+    @api.get("/rollouts", operation_id="list_rollouts", responses=problems(400, 404))
     async def list_rollouts(
+        wanted: Annotated[RolloutFilter, Depends(rollout_filter)],
         order: RolloutOrder = "newest",
-        prompt_id: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
-        version: VersionText | None = None,
-        status: RewardStatus | None = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PER_PAGE)] = 20,
         cursor: Annotated[str | None, Query(max_length=MAX_CURSOR_CHARS)] = None,
         text_chars: Annotated[int, Query(ge=0, le=MAX_TEXT_CHARS_PER_ROLLOUT)] = 1000,
     ) -> RolloutPage:
-        """Return stored rollouts: the best, worst, newest or oldest, of a prompt, a version, a reward status."""
+        """Return stored rollouts: the best, worst, newest or oldest of those that match."""
         # one value: the reader knows nothing of HTTP
-        request = PageRequest(
-            order=order,
-            prompt_id=prompt_id,
-            version=version,
-            status=status,
-            limit=limit,
-            cursor=cursor,
-            text_chars=text_chars,
-        )
+        request = PageRequest(wanted=wanted, order=order, limit=limit, cursor=cursor, text_chars=text_chars)
         return await buffer.rollouts.reader.page(request)
 
-    @api.get("/{rollout_id}", operation_id="get_rollout")
+    @api.get(
+        "/rollouts.parquet",
+        operation_id="export_rollouts",
+        response_class=Response,
+        responses={200: {"description": "the file", "content": PARQUET}, **problems(400, 404, 429, 501)},
+    )
+    async def export_rollouts(
+        wanted: Annotated[RolloutFilter, Depends(rollout_filter)], tokens: bool = True
+    ) -> Response:
+        """Stream all stored rollouts that match as one Parquet file, oldest first; `tokens=false` leaves out the
+        columns of tokens and log-probs. Needs the extra `parquet` of the service."""
+        content = await buffer.rollouts.exports.parquet(wanted, tokens=tokens)
+        return StreamingResponse(content, media_type=PARQUET_TYPE)
+
+    @api.get("/rollouts/{rollout_id}", operation_id="get_rollout")
     async def get_rollout(rollout_id: Annotated[str, Path(pattern="^[0-9a-f]{32}$")]) -> RolloutDetail:
         """Return everything that is stored of one rollout."""
         return await buffer.rollouts.reader.get(rollout_id)

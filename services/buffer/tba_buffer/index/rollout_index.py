@@ -508,6 +508,17 @@ class Index:
         """Return the row of each log position [n], -1 where no live rollout has it."""
         return self.columns.rows_at(positions)
 
+    def row_of(self, rollout_id: bytes) -> Rows:
+        """Return the live row of a rollout [1], [0] if there is none. O(rollouts), without a copy of their ids."""
+        table, found = self.columns, []
+        for first, ids in table.pieces("rollout_id", table.first, table.end):
+            halves = ids.view("<u8").reshape(-1, 2)
+            one, other = np.frombuffer(rollout_id, dtype="<u8")
+            hits = np.flatnonzero(halves[:, 0] == one)
+            found.append(hits[halves[hits, 1] == other] + first)
+        rows = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        return rows[self._is_live(rows)][-1:]
+
     def column(self, name: str, rows: Rows) -> NDArray:
         """Return a field of CHECKPOINT_DTYPE for rows [n]. [n]
 

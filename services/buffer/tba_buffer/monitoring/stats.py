@@ -24,6 +24,7 @@ from tba_buffer.index.log import SCORED
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.rollouts.trained_steps import DROPPED
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
@@ -155,6 +156,8 @@ class Counters:
     """Policy age in steps when consumed -> rollouts."""
     num_open_leases: int
     num_acked: int
+    num_trained_steps: int
+    """Records of what became of each rollout of a step."""
     checkpoint_position: int
     trainer: PolicyVersion
     """Lineage that owns the run, and its last acked step."""
@@ -229,9 +232,10 @@ class StatsReader:
                 pipe.hgetall(keys.ages)
                 pipe.hlen(keys.leases)
                 pipe.hlen(keys.ledger_steps)
+                pipe.llen(keys.trained)
                 pipe.hget(keys.log_checkpoint, "position")
                 pipe.hgetall(keys.run)
-                counters, ages, num_leases, num_acked, base, raw = await pipe.execute()
+                counters, ages, num_leases, num_acked, num_trained_steps, base, raw = await pipe.execute()
         run = RunHash(self._context, raw)
         damaged = await self._context.damaged_items.info(self._context.redis, keys)
         return Counters(
@@ -240,6 +244,7 @@ class StatsReader:
             ages=dict(sorted(self._ages(ages).items())),
             num_open_leases=num_leases,
             num_acked=num_acked,
+            num_trained_steps=num_trained_steps,
             checkpoint_position=self._context.read_number("position of the log checkpoint", base),
             trainer=PolicyVersion(run.lineage, run.step),
             index=index,
@@ -297,6 +302,7 @@ class StatsReader:
             rollouts_trained=trained,
             rollouts_refused_by_trainer=counters.group("trainer_refused"),
             batches_skipped=counters.group("skipped"),
+            trained_steps={"kept": counters.num_trained_steps, "dropped": totals.get(DROPPED, 0)},
             samples_per_insert=trained / generated if generated else None,
             heartbeats_refused=counters.group("heartbeats_refused"),
             components_forgotten=counters.group("components_forgotten"),

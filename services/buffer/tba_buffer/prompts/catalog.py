@@ -62,6 +62,10 @@ class Catalog:
         """Return the prompt numbers of the train prompts. [P]"""
         return self._train_numbers[: len(self.train)]
 
+    def numbers_of(self, task: str) -> Ints:
+        """Return the numbers of the prompts of a task, ascending. O(prompts)"""
+        return np.array([number for number, prompt in self._by_id.values() if prompt.task == task], dtype=np.int64)
+
     async def load(self) -> None:
         """Read the prompts that Redis has and this process does not know.
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from tba.api import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults
+from tba.api import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults, EvaluateRequest
 from tba.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from tba.fields import Integer, Number
 from tba_buffer.prompts.catalog import Catalog
@@ -27,7 +27,7 @@ from tba_buffer.prompts.evaluation_summary import (
     summarise_first,
 )
 from tba_buffer.run.lineage import fenced
-from tba_buffer.storage.context import Context
+from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
 
 
@@ -84,6 +84,32 @@ class Evaluations:
             )
         self._context.leasable.notify()
         return await self.get(eval_id)
+
+    async def request_for_operator(self, request: EvaluateRequest) -> EvalInfo:
+        """Open an evaluation with the recipe's settings, in the name of the lineage that is active.
+
+        Raises:
+            ConflictError: there are no held-out prompts, no version yet, or no such version.
+            UnavailableError: Redis did not answer.
+        """
+        run, section = await RunHash.read(self._context), self._context.recipe.eval
+        version = request.version or run.latest_version
+        if version is None or run.token is None:
+            raise ConflictError(
+                "no version was announced so far, so there is nothing to evaluate; wait for the trainer"
+            )
+        # fenced only if a trainer starts at this very moment: then the same request again is right
+        return await self.request(
+            EvalRequest(
+                version=version,
+                token=run.token,
+                num_prompts=request.num_prompts or section.num_prompts,
+                num_samples=section.num_samples,
+                pass_at=section.pass_at,
+                success_reward=section.success_reward,
+                timeout_s=section.timeout_s,
+            )
+        )
 
     async def get(self, eval_id: str) -> EvalInfo:
         """Return one evaluation.

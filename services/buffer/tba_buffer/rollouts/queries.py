@@ -1,67 +1,72 @@
-"""Queries of stored rollouts: GET /v1/rollouts and GET /v1/rollouts/{rollout_id}.
+"""Queries of stored rollouts: GET /v1/rollouts, GET /v1/rollouts/{rollout_id}, and the rollouts of an export.
 
-filters and order  ->  rows of the index (O(live rollouts), vectorised, no sort of everything)
-                   ->  the payloads of one page from Redis  ->  JSON
+filters and order  ->  rows of the index, as log positions: row numbers do not outlive an await  (selection.py)
+                   ->  their payloads from Redis, chunk by chunk  ->  those that pass the other filters  ->  JSON
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import math
-import struct
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tba.api import RefLogprobInfo, RolloutDetail, RolloutInfo, RolloutOrder, RolloutPage, SamplingInfo, SpanInfo
-from tba.api.rollouts import RewardStatus
-from tba.errors import BadRequestError, NotFoundError
+from tba.api import (
+    RefLogprobInfo,
+    RewardPart,
+    RolloutDetail,
+    RolloutInfo,
+    RolloutOrder,
+    RolloutPage,
+    SamplingInfo,
+    SpanInfo,
+)
+from tba.concurrency import in_thread
+from tba.errors import NotFoundError
 from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout
-from tba_buffer.index.log import SCORED, STATUS_CODES
 from tba_buffer.index.log_follower import IndexView
-from tba_buffer.index.rollout_index import Index, Rows
+from tba_buffer.index.rollout_index import Rows
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import placeholders
+from tba_buffer.rollouts.selection import Cursor, PayloadFilter, RolloutFilter, Selection, select_rows
+from tba_buffer.rollouts.token_texts import TokenTexts
+from tba_buffer.rollouts.trained_steps import TrainedSteps
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage.context import Context
+from tba_buffer.storage.damage import DAMAGE_ERRORS
 from tba_buffer.storage.redis_client import redis_errors
 
-ORDERS: tuple[RolloutOrder, ...] = ("best", "worst", "newest", "oldest")
-_FORMAT = struct.Struct("<BdQ")
-MAX_CURSOR_CHARS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The rollouts to select, and their order. None: any. `best` and `worst` select scored ones only."""
-
-    order: RolloutOrder = "newest"
-    prompt: int | None = None
-    version: PolicyVersion | None = None
-    status: RewardStatus | None = None
-    after: Cursor | None = None
-
-    @property
-    def by_reward(self) -> bool:
-        """Whether rewards order the rollouts; equal rewards: newest first."""
-        return self.order in ("best", "worst")
+MAX_READ = 20_000
+"""Most rollouts that one page reads to find those that pass a filter of their payloads."""
+CHUNK_ROLLOUTS = 500
+CHUNK_BYTES = 32 * 1024 * 1024
+"""Most payload bytes in memory at once (a larger payload is a chunk of its own)."""
+Positions = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRequest:
     """The query of GET /v1/rollouts as it came in."""
 
+    wanted: RolloutFilter
     order: RolloutOrder
-    prompt_id: str | None
-    version: str | None
-    status: RewardStatus | None
     limit: int
     cursor: str | None
     text_chars: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """A stored rollout: its log position, the batches that drew it, and its payload."""
+
+    rollout_id: bytes
+    position: int
+    num_batches: int
+    payload: bytes
 
 
 class RolloutReader:
@@ -73,44 +78,179 @@ class RolloutReader:
         view: the index.
         lineages: measure the policy age.
         run_state: says where the trainer stands.
+        trained_steps: say which steps consumed a rollout.
+        token_texts: give the texts of tokens.
     """
 
     def __init__(
-        self, context: Context, *, catalog: Catalog, view: IndexView, lineages: Lineages, run_state: RunStateReader
+        self,
+        context: Context,
+        *,
+        catalog: Catalog,
+        view: IndexView,
+        lineages: Lineages,
+        run_state: RunStateReader,
+        trained_steps: TrainedSteps,
+        token_texts: TokenTexts,
     ) -> None:
         self._context = context
         self._catalog = catalog
         self._view = view
         self._lineages = lineages
         self._run_state = run_state
+        self._trained_steps = trained_steps
+        self._token_texts = token_texts
+        self._weights = {
+            (task, spec.part): spec.factor
+            for task, reward in context.recipe.reward.tasks.items()
+            for spec in reward.scorers
+        }
 
     async def page(self, request: PageRequest) -> RolloutPage:
         """Return one page; rollouts that are evicted while it is read are left out.
 
         Raises:
-            BadRequestError: the cursor cannot be used, or an order by reward of rollouts that have none.
+            BadRequestError: the cursor cannot be used, bounds exclude each other, or an order by reward of rollouts
+                that have none.
             NotFoundError: no prompt has this id.
             UnavailableError: Redis did not answer.
         """
-        selection = self._selection(request)
+        selection = Selection.of(request.wanted, self._catalog, order=request.order, cursor=request.cursor)
+        payload_filter = PayloadFilter(request.wanted, self._catalog)
         index = await self._view.catch_up()
-        # one more than a page: is there a next one?
-        rows = select_rows(index, selection, request.limit + 1)
-        rows, more = rows[: request.limit], len(rows) > request.limit
-        if not len(rows):
-            return RolloutPage(rollouts=[], next=None)
-        after = _cursor_at(index, rows[-1:], selection) if more else None  # before the index moves on
-        fallbacks = placeholders(index, rows, run=self._context.run, catalog=self._catalog)
+        most = MAX_READ if payload_filter.is_needed else request.limit
+        # one more than is read: is there a next page?
+        rows = select_rows(index, selection, most + 1)
+        positions, rewards = index.column("position", rows), index.column("reward", rows)
+        found: list[StoredRollout] = []
+        num_read = 0
+        async for num, matching in self._matching(positions[:most], payload_filter, num_first=request.limit):
+            num_read = num
+            found += matching
+            if len(found) >= request.limit:
+                break
+        if len(found) >= request.limit:
+            # what lies behind the last one that is shown is read again for the next page
+            found = found[: request.limit]
+            num_read = int(np.flatnonzero(positions == found[-1].position)[0]) + 1
+        after = None
+        if num_read < len(rows):
+            reward = float(rewards[num_read - 1]) if selection.by_reward else 0.0
+            after = str(Cursor(request.order, reward, int(positions[num_read - 1])))
+        infos = await self.infos(await self.rollouts(found), text_chars=request.text_chars)
+        return RolloutPage(rollouts=infos, next=after, num_read=num_read)
+
+    async def groups(self, wanted: RolloutFilter, num: int) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
+        """Return an iterator over all rollouts that match, oldest first, in groups of at least `num`, or of at least
+        CHUNK_BYTES; the last one may be smaller.
+
+        Rollouts that are evicted meanwhile are left out.
+
+        Raises:
+            BadRequestError, NotFoundError: as `page`.
+            UnavailableError: Redis did not answer; also while it iterates.
+        """
+        selection = Selection.of(wanted, self._catalog, order="oldest", cursor=None)
+        index = await self._view.catch_up()
+        rows = select_rows(index, selection, max(1, index.num_live))
+        return self._grouped(index.column("position", rows), PayloadFilter(wanted, self._catalog), num)
+
+    async def _grouped(
+        self, positions: Positions, payload_filter: PayloadFilter, num: int
+    ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
+        group: list[StoredRollout] = []
+        async for _, matching in self._matching(positions, payload_filter, num_first=CHUNK_ROLLOUTS):
+            group += matching
+            if len(group) >= num or sum(len(item.payload) for item in group) >= CHUNK_BYTES:
+                yield await self.rollouts(group)
+                group = []
+        if group:
+            yield await self.rollouts(group)
+
+    async def _matching(
+        self, positions: Positions, payload_filter: PayloadFilter, *, num_first: int
+    ) -> AsyncIterator[tuple[int, list[StoredRollout]]]:
+        """Read the rollouts at log positions in chunks: of `num_first`, then of twice as many, ...
+
+        Yields:
+            How many positions are read so far, and the matching rollouts of this chunk.
+        """
+        num_read, num = 0, num_first
+        while num_read < len(positions):
+            num_taken, stored = await self._read(positions[num_read : num_read + num])
+            num_read, num = num_read + num_taken, min(2 * num, CHUNK_ROLLOUTS)
+            if payload_filter.is_needed:
+                # in a thread: texts may be long, and other requests must not wait for them
+                stored = await in_thread(
+                    lambda stored=stored: [item for item in stored if self._passes(item, payload_filter)]
+                )
+            yield num_read, stored
+
+    async def _read(self, positions: Positions) -> tuple[int, list[StoredRollout]]:
+        """Read as many of the rollouts at these positions as fit into CHUNK_BYTES, at least one.
+
+        Returns:
+            How many that are, and what is stored of them; those that are evicted are left out.
+        """
+        index = self._view.index
+        rows = index.rows_at(positions)
+        num_bytes = np.zeros(len(rows), dtype=np.int64)
+        num_bytes[rows >= 0] = index.column("num_bytes", rows[rows >= 0])
+        num = max(1, int(np.searchsorted(np.cumsum(num_bytes), CHUNK_BYTES, side="right")))
+        is_live = rows[:num] >= 0
+        live = rows[:num][is_live]
+        if not len(live):
+            return num, []
+        ids, uses = index.rollout_ids(live), index.columns.get("uses", live).tolist()
         with redis_errors("read rollouts"):
-            payloads = await self._context.redis.hmget(self._context.keys.payloads, index.rollout_ids(rows))
+            payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
+        columns = zip(ids, positions[:num][is_live].tolist(), uses, payloads, strict=True)
+        # evicted since the index was read
+        return num, [StoredRollout(*values) for values in columns if values[-1] is not None]
+
+    def _passes(self, item: StoredRollout, payload_filter: PayloadFilter) -> bool:
+        try:
+            return payload_filter.matches(item.payload)
+        except DAMAGE_ERRORS:
+            # nobody knows whether it would match; that it is damaged is noted
+            self._decode(item)
+            return False
+
+    def _decode(self, item: StoredRollout) -> Rollout | None:
+        name = item.rollout_id.hex()
+        return self._context.read_or_note("rollout", name, lambda: decode_rollout(item.payload))
+
+    async def rollouts(self, stored: Sequence[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
+        """Decode stored rollouts; the index's placeholders stand for damaged ones, so that people see them."""
+        decoded = await in_thread(lambda: [self._decode(item) for item in stored])
+        damaged = [item.position for item, rollout in zip(stored, decoded, strict=True) if rollout is None]
+        rows = self._view.index.rows_at(np.array(damaged, dtype=np.uint64))
+        known = {rollout.rollout_id: rollout for rollout in self._placeholders(rows[rows >= 0])}
+        found = [(item, rollout or known.get(item.rollout_id)) for item, rollout in zip(stored, decoded, strict=True)]
+        return [(item, rollout) for item, rollout in found if rollout is not None]
+
+    def _placeholders(self, rows: Rows) -> list[Rollout]:
+        return placeholders(self._view.index, rows, run=self._context.run, catalog=self._catalog)
+
+    async def infos(
+        self, rollouts: Sequence[tuple[StoredRollout, Rollout]], *, text_chars: int | None
+    ) -> list[RolloutInfo]:
+        """Return rollouts as they are shown.
+
+        Args:
+            text_chars: longer texts are cut; None: they are whole.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
         trainer = await self._trainer()
-        infos = [
-            RolloutInfo(**self._fields(self._decode(payload, fallback), trainer, request.text_chars))
-            for payload, fallback in zip(payloads, fallbacks, strict=True)
-            # evicted since the index was read
-            if payload is not None
-        ]
-        return RolloutPage(rollouts=infos, next=None if after is None else str(after))
+        # in a thread: an export asks for a thousand at once
+        return await in_thread(
+            lambda: [
+                RolloutInfo(**self._fields(rollout, trainer, text_chars, num_batches=item.num_batches))
+                for item, rollout in rollouts
+            ]
+        )
 
     async def get(self, rollout_id: str) -> RolloutDetail:
         """Return everything that is stored of one rollout.
@@ -124,60 +264,39 @@ class RolloutReader:
         if payload is None:
             raise NotFoundError(f"rollout {rollout_id} is not stored: it was evicted, or never pushed to this run")
         rollout = self._context.read_or_note("rollout", rollout_id, lambda: decode_rollout(payload))
+        index = await self._view.catch_up()
+        row = index.row_of(bytes.fromhex(rollout_id))
+        num_batches = int(index.columns.get("uses", row).sum())  # now: the row may have another number later
         # shown as the index knows it, as in a page: so people see that it is damaged
         if rollout is None:
-            rollout = await self._placeholder(rollout_id)
+            if not len(row):
+                raise NotFoundError(f"rollout {rollout_id} cannot be read, and the log does not name it")
+            rollout = self._placeholders(row)[0]
         ref = rollout.ref_logprob
+        trained, trained_since = await self._trained_steps.of(bytes.fromhex(rollout_id))
+        prompt, tokens = self._catalog.find(rollout.prompt_id), rollout.response_tokens.tolist()
         return RolloutDetail(
-            **self._fields(rollout, await self._trainer(), None),
+            **self._fields(rollout, await self._trainer(), None, num_batches=num_batches),
             prompt_tokens=rollout.prompt_tokens.tolist(),
-            response_tokens=rollout.response_tokens.tolist(),
+            response_tokens=tokens,
             sampler_logprobs=rollout.sampler_logprobs.tolist(),
             ref_logprob=None if ref is None else RefLogprobInfo(value=ref.value, version=str(ref.version)),
+            prompt_data=None if prompt is None else prompt[1].data,
+            token_texts=await self._token_texts.of(tokens),
+            trained=trained,
+            trained_since=trained_since,
         )
-
-    def _selection(self, request: PageRequest) -> Selection:
-        prompt = None
-        if request.prompt_id is not None:
-            found = self._catalog.find(request.prompt_id)
-            if found is None:
-                raise NotFoundError(f"prompt_id {request.prompt_id!r} was never uploaded")
-            prompt = found[0]
-        if request.status in ("pending", "failed") and request.order in ("best", "worst"):
-            raise BadRequestError(
-                f"order {request.order!r} goes by reward, and rollouts of status {request.status!r} have none; "
-                "use order newest or oldest"
-            )
-        return Selection(
-            order=request.order,
-            prompt=prompt,
-            version=None if request.version is None else PolicyVersion.parse(request.version),
-            status=request.status,
-            after=None if request.cursor is None else parse_cursor(request.cursor, request.order),
-        )
-
-    def _decode(self, payload: bytes, fallback: Rollout) -> Rollout:
-        """Return the stored rollout, or its placeholder where it cannot be read."""
-        read = self._context.read_or_note("rollout", fallback.rollout_id.hex(), lambda: decode_rollout(payload))
-        return fallback if read is None else read
-
-    async def _placeholder(self, rollout_id: str) -> Rollout:
-        """Return what the index knows of a rollout. O(live rollouts)"""
-        index = await self._view.catch_up()
-        rows = index.live_rows()
-        rows = rows[[known.hex() == rollout_id for known in index.rollout_ids(rows)]]
-        if not len(rows):
-            raise NotFoundError(f"rollout {rollout_id} cannot be read, and the log does not name it")
-        return placeholders(index, rows, run=self._context.run, catalog=self._catalog)[0]
 
     async def _trainer(self) -> PolicyVersion:
         fields = await self._run_state.read_fields()
         return PolicyVersion(fields.lineage, fields.step)
 
-    def _fields(self, rollout: Rollout, trainer: PolicyVersion, text_chars: int | None) -> dict[str, Any]:
+    def _fields(
+        self, rollout: Rollout, trainer: PolicyVersion, text_chars: int | None, *, num_batches: int
+    ) -> dict[str, Any]:
         found = self._catalog.find(rollout.prompt_id)
         text_cut = text_chars is not None and len(rollout.response_text) > text_chars
-        sampling = rollout.sampling
+        sampling, parts = rollout.sampling, rollout.reward_parts
         return {
             "rollout_id": rollout.rollout_id.hex(),
             "task": rollout.task,
@@ -198,6 +317,12 @@ class RolloutReader:
             "reward_status": rollout.reward_status,
             "reward_reason": rollout.reward_reason,
             "reward_version": rollout.reward_version,
+            "reward_parts": parts
+            and [
+                RewardPart(name=name, score=score, weight=self._weights.get((rollout.task, name)))
+                for name, score in parts.items()
+            ],
+            "num_batches": num_batches,
             "sampling": SamplingInfo(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -209,98 +334,3 @@ class RolloutReader:
             "started_at_s": rollout.started_at_s,
             "finished_at_s": rollout.finished_at_s,
         }
-
-
-def select_rows(index: Index, selection: Selection, num: int) -> Rows:
-    """Return the first `num` rows of a selection, in its order. O(live rollouts); O(num) for the newest, unfiltered."""
-    unfiltered = selection.version is None and selection.status is None and selection.after is None
-    if selection.prompt is not None:
-        rows = index.prompt_rows(selection.prompt, scored_only=False)
-    # without a filter the index has both ends of the log at hand
-    elif unfiltered and selection.order == "newest":
-        rows = index.live_rows(newest=num)
-    elif unfiltered and selection.order == "oldest":
-        rows = index.oldest_rows(num)
-    else:
-        rows = index.live_rows()
-    rows = _matching(index, rows, selection)
-    after = selection.after
-    if not selection.by_reward:
-        if after is not None:  # rows ascend with positions
-            positions, last = index.column("position", rows), np.uint64(after.position)
-            if selection.order == "oldest":
-                rows = rows[np.searchsorted(positions, last, side="right") :]
-            else:
-                rows = rows[: np.searchsorted(positions, last)]
-        return rows[:num] if selection.order == "oldest" else rows[::-1][:num]
-    sign = -1.0 if selection.order == "best" else 1.0
-    keys = sign * index.column("reward", rows)  # ascending keys give the order
-    if after is not None:
-        kept = keys > sign * after.reward
-        ties = np.flatnonzero(keys == sign * after.reward)
-        kept[ties] = index.column("position", rows[ties]) < after.position
-        rows, keys = rows[kept], keys[kept]
-    if num < len(keys):
-        last = np.partition(keys, num - 1)[num - 1]
-        before, ties = np.flatnonzero(keys < last), np.flatnonzero(keys == last)
-        chosen = np.concatenate([before, ties[len(ties) - (num - len(before)) :]])  # the newest of the ties
-        rows, keys = rows[chosen], keys[chosen]
-    # of equal rewards the newest is first, as cursors count on
-    return rows[np.lexsort((-rows, keys))]
-
-
-def _matching(index: Index, rows: Rows, selection: Selection) -> Rows:
-    """Return the rows of the version and the status, still ascending."""
-    if selection.status is not None or selection.by_reward:
-        code = SCORED if selection.by_reward else STATUS_CODES[selection.status or "scored"]
-        rows = rows[index.column("status", rows) == code]
-    if selection.version is not None:
-        rows = rows[index.column("step", rows) == selection.version.step]
-        rows = rows[index.column("lineage", rows) == selection.version.lineage]
-    return rows
-
-
-def _cursor_at(index: Index, row: Rows, selection: Selection) -> Cursor:
-    reward = float(index.column("reward", row)[0]) if selection.by_reward else 0.0
-    return Cursor(selection.order, reward, int(index.column("position", row)[0]))
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """The end of a page, for clients an opaque text: reward and log position of its last item.
-
-    The reward is 0 where rewards do not order the items. A cursor holds no count: so pushes and evictions between two
-    pages neither repeat an item nor skip one. Only an item that is scored again meanwhile may move.
-    """
-
-    order: RolloutOrder
-    reward: float
-    position: int
-
-    def __str__(self) -> str:
-        packed = _FORMAT.pack(ORDERS.index(self.order), self.reward, self.position)
-        return base64.urlsafe_b64encode(packed).decode().rstrip("=")
-
-
-def parse_cursor(text: str, order: RolloutOrder) -> Cursor:
-    """Read a cursor of this order.
-
-    Raises:
-        BadRequestError: it was not made by this service, or for another order.
-    """
-    try:
-        packed = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-        number, reward, position = _FORMAT.unpack(packed)
-    except (binascii.Error, ValueError, struct.error):
-        raise _refused(text, "it is not a cursor") from None
-    if number >= len(ORDERS) or not math.isfinite(reward):
-        raise _refused(text, "it is not a cursor")
-    if ORDERS[number] != order:
-        raise _refused(text, f"it is one of order {ORDERS[number]!r}, the request has order {order!r}")
-    return Cursor(order, reward, position)
-
-
-def _refused(text: str, why: str) -> BadRequestError:
-    return BadRequestError(
-        f"cursor {text[:MAX_CURSOR_CHARS]!r} cannot be used: {why}; send the `next` of the page before, or none"
-    )

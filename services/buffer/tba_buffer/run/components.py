@@ -81,6 +81,7 @@ class Components:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._is_view = context.recipe.buffer.read_only is not None
         self._held: list[HeldWait] = []
         self._known: dict[str, _Known] | None = None
         """By component id; None: not read yet."""
@@ -196,7 +197,8 @@ class Components:
     async def read(self) -> tuple[list[ComponentInfo], list[WaitInfo]]:
         """Return the components by id, then the services; and the waits of those alive and of this service's polls.
 
-        Components that have been silent for FORGET_AFTER_S are forgotten.
+        Components that have been silent for FORGET_AFTER_S are forgotten, but not by a read-only buffer: it shows those
+        that were there at the end, as silent.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -211,7 +213,7 @@ class Components:
             name = component_id.decode(errors="replace")
             info = self._context.read_or_note("component", name, lambda name=name, text=text: self._info(name, text))
             # a damaged one goes too: its next heartbeat writes it again
-            if info is None or info.heartbeat_age_s > FORGET_AFTER_S:
+            if info is None or (info.heartbeat_age_s > FORGET_AFTER_S and not self._is_view):
                 forgotten.append(component_id)
                 continue
             remembered[name] = _Known(info.kind, now - info.heartbeat_age_s, info.state in ENDED)
@@ -234,7 +236,8 @@ class Components:
         """Return a component as its last heartbeat showed it."""
         fields: dict[str, Any] = json.loads(text)
         age_s = max(0.0, self._context.clock() - fields["at_s"])
-        alive, wait = age_s <= self._context.recipe.buffer.heartbeat_timeout_s, None
+        # nothing of a run that is over is alive, also when its files are younger than the timeout
+        alive, wait = not self._is_view and age_s <= self._context.recipe.buffer.heartbeat_timeout_s, None
         # the heartbeat is some time old: the wait has lasted on since
         if alive and fields["wait"] is not None:
             name, for_s, left_s = fields["wait"]

@@ -86,7 +86,9 @@ class LossRecovery:
         return None if problem is None else await self._accept_as_agreed(problem)
 
     async def _accept_as_agreed(self, problem: str) -> str | None:
-        if self._context.recipe.buffer.appendfsync == "always":
+        section = self._context.recipe.buffer
+        # a view shows a loss, and does not accept it
+        if section.appendfsync == "always" or section.read_only is not None:
             return problem
         try:
             await self._accept("recipe", f"{ACCEPTED_BY_RECIPE}; {problem}")

@@ -26,6 +26,7 @@ from tba.errors import BadRequestError, ConflictError, VoidBatchError
 from tba.versions import PolicyVersion
 from tba.wire import DrawnGroup, encode_batch
 from tba_buffer.eviction.evictor import Evictor
+from tba_buffer.rollouts.trained_steps import encode_trained
 from tba_buffer.run.lineage import Lineages, fenced
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
@@ -153,7 +154,8 @@ class BatchLedger:
             FencedError: a newer lineage owns the run.
             VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
             ConflictError: the step has acked another batch, or a step was left out.
-            BadRequestError: the numbers of policy ages and of refused rollouts are not those of the batch.
+            BadRequestError: the numbers of policy ages and of refused rollouts are not those of the batch, or what is
+                said of its rollouts is said of others.
             UnavailableError: Redis did not answer.
         """
         keys, now = self._context.keys, self._context.clock()
@@ -185,6 +187,7 @@ class BatchLedger:
                 keys.settings,
                 keys.settings_changes,
                 keys.settings_effects,
+                keys.trained,
             ],
             [
                 request.token,
@@ -196,6 +199,9 @@ class BatchLedger:
                 json.dumps(line),
                 num_trained,
                 request.settings_revision,
+                # without a record the script writes nothing
+                b"" if record is None else encode_trained(request, acked_at_s=now),
+                self._context.recipe.buffer.max_trained_steps,
                 len(ages),
                 *(part for pair in sorted(ages.items()) for part in pair),
                 *(part for pair in sorted(counters.items()) for part in pair),
@@ -243,6 +249,15 @@ def _check_counts(record: BatchRecord, request: AckRequest) -> None:
     if num_refused == num_rollouts and not request.skipped:
         raise BadRequestError(
             f"all {num_rollouts} rollouts of batch {record.batch_id} were refused, so its step must be a skipped one"
+        )
+    if request.trained is None:
+        return
+    ids = request.trained.rollout_ids
+    strangers = set(ids) - {rollout_id.hex() for rollout_id in record.rollout_ids}
+    if strangers or len(ids) + num_refused > num_rollouts:
+        raise BadRequestError(
+            f"`trained` of the ack of batch {record.batch_id} has {len(ids)} rollouts, {len(strangers)} of which are "
+            f"not in the batch; the batch has {num_rollouts}, of which {num_refused} were refused"
         )
 
 

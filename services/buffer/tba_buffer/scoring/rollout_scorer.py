@@ -9,7 +9,7 @@ never a number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from tba.api.scores import AWAY_REASONS, TRANSIENT_REASONS
 from tba.clients import RewardClient
 from tba.concurrency import in_thread
 from tba.errors import BadRequestError
-from tba.wire import Rollout, decode_rollout, encode_rollout
+from tba.wire import Rollout, decode_rollout, encode_rollout, storable_parts
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.log_follower import IndexView
@@ -43,6 +43,8 @@ class Score:
 
     reward: float | None = None
     version: str = ""
+    parts: Mapping[str, float] | None = None
+    """The scores that make up the reward."""
     reason: str = ""
     is_transient: bool = False
     """Whether the reason may have been chance: ask again at once."""
@@ -134,10 +136,11 @@ class RolloutScorer:
         kept = {at for at, score in zip(taken, scores, strict=True) if not self._must_wait(at, score)}
         self.retry_queue.remove([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
         self.update_waits()
+        is_composite = self._context.recipe.reward.is_composite
         # in a thread: encoding a request of large payloads would hold up every other request
         return failed + await in_thread(
             lambda: [
-                _scored(position, rollout, len(payload), score)
+                _scored(position, rollout, len(payload), score, is_composite=is_composite(rollout.task))
                 for (position, payload), rollout, score in zip(found, before, scores, strict=True)
                 if position in kept
             ]
@@ -305,7 +308,8 @@ def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Sco
     scores = []
     for result in results:
         if result.error is None:
-            scores.append(Score(reward=result.reward, version=result.reward_version or "unknown"))
+            version = result.reward_version or "unknown"
+            scores.append(Score(reward=result.reward, version=version, parts=result.parts))
         else:
             reason = f"{result.error.reason}: {result.error.detail}"
             is_away = result.error.reason in AWAY_REASONS
@@ -314,11 +318,14 @@ def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Sco
     return scores
 
 
-def _scored(position: int, before: Rollout, num_bytes_before: int, score: Score) -> ScoredRollout:
+def _scored(
+    position: int, before: Rollout, num_bytes_before: int, score: Score, *, is_composite: bool
+) -> ScoredRollout:
     if score.reward is None:
         after = before.with_failure(score.reason)
     else:
-        after = before.with_reward(score.reward, score.version)
+        parts = storable_parts(score.parts, score.reward, is_composite=is_composite)
+        after = before.with_reward(score.reward, score.version, parts)
     return ScoredRollout(position, before, num_bytes_before, after, encode_rollout(after))
 
 

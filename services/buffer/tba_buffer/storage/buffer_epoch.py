@@ -48,6 +48,19 @@ async def take(context: Context) -> None:
     await context.losses.begin()
 
 
+async def look(context: Context) -> None:
+    """Take the epoch that Redis has as the own one, and write nothing: a read-only buffer does not own the run.
+
+    Raises:
+        ConfigError: the run is stored in another format.
+        UnavailableError: Redis did not answer.
+    """
+    await check_format(context.redis, context.keys)
+    # not 0, with which losses are not looked for: a damaged epoch, or none, is to show as one
+    context.epoch.number = max(1, await _epoch(context))
+    await context.losses.begin()
+
+
 async def check_format(redis: BytesRedis, keys: Keys) -> None:
     """Refuse a storage format that this release does not know.
 

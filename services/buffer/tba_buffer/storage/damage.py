@@ -46,6 +46,7 @@ Kind = Literal[
     "result",
     "component",
     "ledger",
+    "trained",
     "change",
     "batch",
     "job",

@@ -71,6 +71,9 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | batch:<id>      | string | msgpack: what was drawn, until some time after its deadline       | draw                  |
 | ledger          | list   | JSON lines in order: acked batches and resumes                    | ack, start_lineage    |
 | ledger_steps    | hash   | "lineage-step" -> batch id                                        | ack                   |
+| trained         | list   | msgpack, oldest first: a step, with A_j and weight of each rollout| ack                   |
+|                 |        | that it consumed (rollouts/trained_steps.py); of the newest       |                       |
+|                 |        | `buffer.max_trained_steps`                                        |                       |
 | settings        | hash   | revision of the live settings; value:<name> -> JSON, of those     | settings, lease, draw,|
 |                 |        | that were changed; seen:<name> -> revision up to which            | ack, start_lineage    |
 |                 |        | `took_effect` (preludes/audit.lua) has looked in this lineage     |                       |
@@ -95,7 +98,8 @@ draw_position (of the last draw);
 evicted_number (of the last eviction); generated, loaded (from a snapshot), scored_total, pushed:<outcome>,
 refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
-skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); heartbeats_refused:<reason>;
+skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); trained_steps:dropped (records that were
+trimmed from `trained`); heartbeats_refused:<reason>;
 components_forgotten:<reason>; foreign:<what> (writes to what belongs to another component);
 scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks (publications);
 scored_at_mark (scored_total at the last publication). The rollouts that are stored now (live, by status, bytes) are not
@@ -167,6 +171,7 @@ class Keys:
         self.scaling_reached = self._prefix + "scaling_reached"
         self.scaling_requests = self._prefix + "scaling_requests"
         self.ledger_steps = self._prefix + "ledger_steps"
+        self.trained = self._prefix + "trained"
 
     def batch(self, batch_id: str) -> str:
         """Return the key of the record of one drawn batch."""

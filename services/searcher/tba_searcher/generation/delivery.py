@@ -29,7 +29,7 @@ from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundEr
 from tba.fields import is_bounded
 from tba.logs import get_logger
 from tba.versions import START
-from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id
+from tba.wire import RefLogprob, Rollout, encode_rollout, new_rollout_id, storable_parts
 from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.evaluation_results import ResultBuilder, failed_result
@@ -275,6 +275,7 @@ class Delivery:
         ref_logprob: RefLogprob | None,
     ) -> Rollout:
         completion, lease = visit.completions[index], visit.lease
+        parts: dict[str, float] | None = None
         if isinstance(score, str):
             status, reason, reward, reward_version = "pending", score, None, None
         elif score.error is not None and score.error.reason in AWAY_REASONS:
@@ -288,6 +289,8 @@ class Delivery:
             status, reason, reward, reward_version = "failed", detail, None, score.reward_version
         else:
             status, reason, reward, reward_version = "scored", None, score.reward, score.reward_version or "unknown"
+            is_composite = self._recipe.reward.is_composite(lease.prompt.task)
+            parts = storable_parts(score.parts, reward, is_composite=is_composite)
         return Rollout(
             rollout_id=rollout_id,
             run=self._recipe.run.name,
@@ -306,6 +309,7 @@ class Delivery:
             reward_status=status,
             reward_reason=reason,
             reward_version=reward_version,
+            reward_parts=parts,
             searcher_id=self._status.searcher_id,
             started_at_s=completion.started_at_s,
             finished_at_s=completion.finished_at_s,

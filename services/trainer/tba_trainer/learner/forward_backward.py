@@ -106,6 +106,10 @@ class ForwardResult:
     """None where the objective needs no reference."""
     abs_gap: float
     """Sum over tokens of |trainer log-prob - sampler log-prob|; 0 without a pass."""
+    advantage: float | None = None
+    """A_j; None: the objective has none."""
+    weight: float | None = None
+    """The mean of w_jt over the tokens; None: no pass was made, or the objective has no such weight."""
 
 
 class ForwardBackward:
@@ -153,6 +157,10 @@ class ForwardBackward:
             num_groups=len({group for group, is_cut in zip(groups, truncated, strict=True) if not is_cut}),
         )
         self._sequences = self._given_sums(rewards, groups, num_tokens)
+        self._advantage = torch.zeros(len(rollouts), dtype=torch.float64)
+        self._weight = torch.zeros(len(rollouts), dtype=torch.float64)
+        self._reward_advantage: Tensor | None = None
+        """A_j where rewards alone decide it."""
         self._passed = self._rows_with_gradient()
         self._plan = plan_micro_batches(
             [len(rollouts[i].prompt_tokens) + len(rollouts[i].response_tokens) for i in self._passed],
@@ -198,8 +206,8 @@ class ForwardBackward:
         # A_j, or the gradient beside it, depends on theta: it is known only after the pass
         if objective.reads_theta or objective.needs_all_tokens or objective.log_ratio_penalty:
             return everything
-        advantage = advantages(self._sequences, objective, beta=self._beta)
-        return ((advantage != 0) & self._kept).nonzero()[:, 0].tolist()
+        self._reward_advantage = advantages(self._sequences, objective, beta=self._beta)
+        return ((self._reward_advantage != 0) & self._kept).nonzero()[:, 0].tolist()
 
     def backward(self) -> dict[str, float | None]:
         """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""
@@ -212,8 +220,10 @@ class ForwardBackward:
         # in all ranks, and so must the names: every rank has a micro-batch in every round.
         names = sorted(totals)
         sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)  # [M]
-        added = self._ranks.all_reduce(torch.cat([sums, self._logprob, self._abs_gap]))  # [M + 2 N]
-        sums, self._logprob, self._abs_gap = added.split([len(names), len(self._rollouts), len(self._rollouts)])
+        per_rollout = (self._logprob, self._abs_gap, self._advantage, self._weight)
+        added = self._ranks.all_reduce(torch.cat([sums, *per_rollout]))  # [M + 4 N]
+        sums, *completed = added.split([len(names), *map(len, per_rollout)])
+        self._logprob, self._abs_gap, self._advantage, self._weight = completed
         found: dict[str, float | None] = dict(zip(names, sums.tolist(), strict=True))
         if not self._passed:
             found["entropy"] = None  # of a filler
@@ -222,14 +232,22 @@ class ForwardBackward:
         return found
 
     def results(self) -> list[ForwardResult]:
-        """Return the log-probs that `backward` computed, in the order of the batch."""
-        refs: Sequence[float | None] = self._given.ref_logprobs or [None] * len(self._rollouts)
-        passed, found = set(self._passed), self._logprob.tolist()
-        logprobs = [value if i in passed else None for i, value in enumerate(found)]
-        rows = zip(self._rollouts, self._ages, logprobs, refs, self._abs_gap.tolist(), strict=True)
+        """Return what `backward` found of each rollout, in the order of the batch."""
+        passed, refs, has_parts = set(self._passed), self._given.ref_logprobs, self._objective.function is None
+        # complete also for rollouts without a pass
+        advantage = self._advantage if self._reward_advantage is None else self._reward_advantage
+        columns = [each.tolist() for each in (self._logprob, self._abs_gap, advantage, self._weight)]
         return [
-            ForwardResult(rollout=rollout, policy_age=age, logprob=logprob, ref_logprob=ref, abs_gap=abs_gap)
-            for rollout, age, logprob, ref, abs_gap in rows
+            ForwardResult(
+                rollout=self._rollouts[i],
+                policy_age=self._ages[i],
+                logprob=logprob if i in passed else None,
+                ref_logprob=None if not refs else refs[i],
+                abs_gap=abs_gap,
+                advantage=a if has_parts else None,
+                weight=weight if has_parts and i in passed else None,
+            )
+            for i, (logprob, abs_gap, a, weight) in enumerate(zip(*columns, strict=True))
         ]
 
     @torch.no_grad()
@@ -279,10 +297,12 @@ class ForwardBackward:
         if self._objective.function is not None:
             index = torch.tensor(rows, dtype=torch.long)
             return custom_loss(tokens, index, self._sequences, self._objective, beta=self._beta, totals=self._totals)
-        advantage = advantages(self._sequences, self._objective, beta=self._beta)[rows]
+        self._advantage[rows] = advantages(self._sequences, self._objective, beta=self._beta)[rows]
         padded = tokens.logprobs.new_zeros(tokens.num_rows)  # [B]; the filler keeps advantage 0
-        padded[: len(rows)] = advantage.to(padded)
-        return objective_loss(tokens, padded, self._objective, totals=self._totals)
+        padded[: len(rows)] = self._advantage[rows].to(padded)
+        loss, metrics, weights = objective_loss(tokens, padded, self._objective, totals=self._totals)
+        self._weight[rows] = torch.tensor(weights[: len(rows)], dtype=torch.float64)
+        return loss, metrics
 
     def log_z(self) -> list[float]:
         """Return this batch's estimate of beta log Z of every rollout's prompt, after `backward`. [N]"""

@@ -22,7 +22,7 @@ from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch
-from tba_trainer.learner.forward_backward import ForwardBackward, Given, Ranks, batch_metrics
+from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given, Ranks, batch_metrics
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.log_z import RunningLogZ
 from tba_trainer.learner.old_policy import OldPolicy
@@ -72,6 +72,8 @@ class Learner:
         )
         rate = self.objective.log_z_rate
         self._log_z = None if rate is None else RunningLogZ(rate)
+        self.results: list[ForwardResult] = []
+        """Of the last `gradients`, in the order of its batch."""
         self._old_policy = self._make_old_policy()
         if self._old_policy is not None:  # in every process, while all of them build
             self._old_policy.remember(START)
@@ -95,7 +97,8 @@ class Learner:
             usual_grad_norm: the running median that a relative clip is relative to; None: not known yet.
 
         Returns:
-            Metrics of the step. With a NaN or infinite loss or gradient norm it must be skipped, not applied.
+            Metrics of the step. With a NaN or infinite loss or gradient norm it must be skipped, not applied. `results`
+            then says what was found of each rollout.
         """
         rollouts = batch.rollouts
         rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
@@ -126,8 +129,9 @@ class Learner:
         clip = self.optimizer.clip(usual_grad_norm)
         if self._log_z is not None:
             self._log_z.propose(rollouts, forward_backward.log_z())
+        self.results = forward_backward.results()
         measured = batch_metrics(
-            forward_backward.results(),
+            self.results,
             success_reward=self._recipe.eval.success_reward,
             policy_temperature=self._recipe.model.policy_temperature,
             tasks_with_minimum=self._tasks_with_minimum,

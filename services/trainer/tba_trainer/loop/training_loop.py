@@ -27,9 +27,9 @@ How training ends:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from tba.api import AckRequest, RunCommand
+from tba.api import AckRequest, RunCommand, TrainedRollouts
 from tba.config.trainer import REMEDIES
 from tba.errors import (
     ConflictError,
@@ -44,6 +44,7 @@ from tba.errors import (
 from tba.fields import bounded_or_none
 from tba.logs import get_logger
 from tba.wire import Batch
+from tba_trainer.learner.forward_backward import ForwardResult
 from tba_trainer.learner.guards import (
     Rollback,
     StepAction,
@@ -61,6 +62,10 @@ MAX_ON_POLICY_GAP = 0.05
 """Nats per token between trainer and sampler log-probs at policy age 0. More is logged: the two use unequal models."""
 MAX_VOID_BATCHES = 5
 """Batches in a row that may be void at their ack. More means that a step is slower than `batch_deadline_s`."""
+MAX_TRAINED = 65_536
+"""The rollouts of larger batches are not reported one by one."""
+BYTES_PER_TRAINED = 128
+"""More than a rollout takes in the JSON of an ack."""
 Metrics = dict[str, float | None]
 log = get_logger("loop")
 
@@ -77,6 +82,7 @@ class TrainingLoop:
         self._checkpoint_failed = False
         """Whether the last attempt to write the checkpoint that is due failed."""
         self._num_void_in_row = 0
+        self._has_left_out_advantages = False
         self._due: float | None = None
         """When the last step of the rehearsed GPU ended (`trainer.pace_step_s`)."""
         self._early_end: str | None = None
@@ -170,7 +176,8 @@ class TrainingLoop:
         }
         # The ack comes before the update: a refused one costs one gradient, and the weights stay those of the ledger.
         # A crash between the two is undone by the resume, which abandons the ledger's entries after the checkpoint.
-        if not self._ack(batch, step, metrics, ages, skipped=action.skip):
+        results = context.learner.results if batch.groups else []
+        if not self._ack(batch, step, metrics, ages, results, skipped=action.skip):
             context.learner.discard()
             context.prefetcher.discard(step)
             return None
@@ -186,6 +193,7 @@ class TrainingLoop:
         progress.settings_revision = context.schedules.revision
         context.status.set_step(progress.version, metrics)
         context.trackers.step(progress.version, metrics, skipped=action.skip)
+        context.trackers.details(progress.version, results)
         self._log_step(metrics, batch, action)
         return action
 
@@ -208,7 +216,16 @@ class TrainingLoop:
         self._due -= left_s  # what is late stays late: steps that catch up would be faster than the GPU
         return -left_s
 
-    def _ack(self, batch: Batch, step: int, metrics: Metrics, policy_ages: list[int], *, skipped: str | None) -> bool:
+    def _ack(
+        self,
+        batch: Batch,
+        step: int,
+        metrics: Metrics,
+        policy_ages: list[int],
+        results: Sequence[ForwardResult],
+        *,
+        skipped: str | None,
+    ) -> bool:
         """Tell the buffer that the step consumes the batch; False when the batch is void and nothing may be applied.
 
         Raises:
@@ -225,7 +242,11 @@ class TrainingLoop:
             settings_revision=context.schedules.revision,
             skipped=skipped,
             refused=count_reasons(batch.refused),
+            trained=trained_rollouts(results, max_bytes=context.recipe.buffer.max_body_bytes // 2),
         )
+        if results and request.trained is None and not self._has_left_out_advantages:
+            self._has_left_out_advantages = True  # said once: batches of a run have about the same size
+            log.warning("advantages_not_kept", step=step, num_rollouts=len(results), key="buffer.max_body_bytes")
         try:
             context.buffer.ack(batch.batch_id, request)
         except (FencedError, RunOverError):  # conflicts too, but they end the trainer in another way
@@ -368,3 +389,25 @@ class TrainingLoop:
                 limit=MAX_ON_POLICY_GAP,
                 hint="at policy age 0 trainer and sampler log-probs must agree: same weights, same temperature?",
             )
+
+
+def trained_rollouts(results: Sequence[ForwardResult], *, max_bytes: int) -> TrainedRollouts | None:
+    """Return what a step made of its rollouts, for the ack; None without any, or where they take too much room.
+
+    Args:
+        results: of the rollouts that were not refused.
+        max_bytes: of JSON. The step must not fail because of what is only for people.
+    """
+    if not results or len(results) > min(MAX_TRAINED, max_bytes // BYTES_PER_TRAINED):
+        return None
+    return TrainedRollouts(
+        rollout_ids=[result.rollout.rollout_id.hex() for result in results],
+        advantages=[_rounded(result.advantage) for result in results],
+        weights=[_rounded(result.weight) for result in results],
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a number with 6 significant digits; None where it is not known, or not finite."""
+    known = bounded_or_none(value)
+    return None if known is None else float(f"{known:.6g}")

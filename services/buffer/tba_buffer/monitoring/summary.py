@@ -1,0 +1,170 @@
+"""Where a run stands, in sentences: what it does, how it learns, what waits for what since when, and what to try.
+
+A pure function of what GET /v1/run, /v1/stats and /v1/curves answer, so that the page and the commands say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, Stats, WaitInfo
+from tba.api.summary import RunSummary
+from tba.config.trainer import REMEDIES
+from tba_buffer.run.components import ENDED
+
+CURVE_NAMES = ("reward_mean", "ess", "tied_group_share", "wait_s", "step_s")
+"""The metrics that the sentences read."""
+NUM_POINTS = 60
+NUM_RECENT = 10
+"""Points at the end of a curve that are its present; as many before them are its past."""
+MIN_WAIT_S = 5.0
+"""Shorter waits are how parts work together, and call for nothing."""
+FLAT = 0.01
+"""A reward whose two means differ by less, relative to its range, neither rises nor falls."""
+NUM_NAMED = 3
+STARVED_SHARE = 0.5
+LOW_ESS = 0.3
+TIED_SHARE = 0.8
+REMEDY_OF_WAIT = {
+    "no-version": "the trainer has not published yet; look at its state below",
+    "no-prompts": "upload prompts (`tba prompts upload`)",
+    "trainer-ahead": "nothing: searchers are faster than the trainer needs, so fewer of them would do (`tba scale`)",
+    "unscored": "look at the reward service: rewards of stored rollouts are unknown",
+    "reward-workers": "give the reward service more workers (`reward.num_workers`) or replicas",
+    "reward-unreachable": "start the reward service, or correct its URL (`tba doctor`)",
+    "reward": "start the reward service, or correct its URL (`tba doctor`)",
+    "scorer-away": "look at the scorer's endpoint or model (`tba doctor`)",
+    "buffer-unreachable": "look at the network between searchers and buffer (`tba doctor`)",
+    "rollouts": "look at the searchers; more of them fill the buffer sooner (`tba scale`)",
+    "samples-per-insert": "add searchers (`tba scale`), or raise `sampling.samples_per_insert`",
+    "used-up": "add searchers (`tba scale`), or raise `sampling.max_uses`",
+    "batch": "look at the buffer: it does not answer the trainer's request for a batch",
+    "unpublished-versions": "look at the object store, or publish less often (`trainer.sync_interval`)",
+    "object-store": "look at the object store (`tba doctor`)",
+    "final-evaluation": "nothing: searchers evaluate the last version",
+    "run-paused": "resume it when you like (`tba resume`)",
+}
+"""Name of a wait -> what to try; docs/operations.md explains every wait."""
+
+
+def summarise(info: RunInfo, stats: Stats, curves: Curves) -> RunSummary:
+    """Return the sentences.
+
+    Args:
+        curves: of CURVE_NAMES, with NUM_POINTS points or fewer.
+    """
+    wait = _longest_wait(info)
+    return RunSummary(
+        doing=_doing(info, stats),
+        learning=_learning(info, curves),
+        waiting=None if wait is None else _waiting(wait),
+        advice=_advice(info, stats, curves, wait),
+    )
+
+
+def _doing(info: RunInfo, stats: Stats) -> str:
+    searchers = [item for item in info.components if item.kind == "searcher" and item.alive]
+    tokens_per_s = sum(item.gauges.get("tokens_per_s", 0.0) for item in searchers)
+    at = f"step {info.step:,}" + ("" if info.num_steps is None else f" of {info.num_steps:,}")
+    stored = f"{stats.num_rollouts:,} rollouts are stored"
+    if info.state in ("done", "failed"):
+        why = f" ({info.state_reason})" if info.state_reason else ""
+        return f"The run {'is done' if info.state == 'done' else 'has failed'}{why} at {at}; {stored}."
+    if info.state != "running":
+        why = f" ({info.state_reason})" if info.state_reason else ""
+        return f"The run is {info.state}{why} at {at}; {stored}."
+    who = "1 searcher makes" if len(searchers) == 1 else f"{len(searchers)} searchers make"
+    trainer = next((item for item in info.components if item.kind == "trainer" and item.alive), None)
+    doing = "no trainer is there" if trainer is None else f"the trainer is {trainer.state}"
+    return (
+        f"At {at}, {doing}; {f'{who} {tokens_per_s:,.0f} tokens/s' if searchers else 'no searcher is alive'}; {stored}."
+    )
+
+
+def _learning(info: RunInfo, curves: Curves) -> str | None:
+    if not curves.num_steps:
+        return None
+    said = [_reward_trend(curves.values.get("reward_mean", []))]
+    done = [item for item in info.evals if item.state == "done" and item.accuracy is not None]
+    if done:
+        said.append(_evaluation(done))
+    return " ".join(part for part in said if part) or None
+
+
+def _reward_trend(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "No step knows a reward so far."
+    now = _mean(known[-NUM_RECENT:])
+    if len(known) < 2 * NUM_RECENT:
+        return f"The mean reward of a batch is {now:.3g}."
+    before, spread = _mean(known[-2 * NUM_RECENT : -NUM_RECENT]), max(known) - min(known)
+    if abs(now - before) <= FLAT * spread:
+        return f"The mean reward of a batch is flat at {now:.3g}."
+    return f"The mean reward of a batch {'rises' if now > before else 'falls'}: {before:.3g} before, {now:.3g} now."
+
+
+def _evaluation(done: Sequence[EvalInfo]) -> str:
+    first, last = done[0], done[-1]
+    if first is last:
+        return f"Held-out accuracy is {last.accuracy:.3f} (version {last.version})."
+    return (
+        f"Held-out accuracy went from {first.accuracy:.3f} (version {first.version}) to {last.accuracy:.3f} "
+        f"(version {last.version})."
+    )
+
+
+def _longest_wait(info: RunInfo) -> WaitInfo | None:
+    if info.state in ("done", "failed"):
+        return None
+    long = [wait for wait in info.waits if wait.for_s >= MIN_WAIT_S]
+    # the trainer's first: while it waits nothing is learned
+    return max(long, key=lambda wait: (wait.kind == "trainer", wait.for_s), default=None)
+
+
+def _waiting(wait: WaitInfo) -> str:
+    left_s = max(0.0, wait.deadline_in_s)
+    return f"{wait.owner} waits for {wait.name!r} since {wait.for_s:.0f} s (at most {left_s:.0f} s more)."
+
+
+def _advice(info: RunInfo, stats: Stats, curves: Curves, wait: WaitInfo | None) -> str | None:
+    """Return the most urgent thing to try."""
+    if info.state in ("done", "failed"):
+        return None
+    if stats.num_failed and stats.num_failed >= max(stats.num_scored, 1):
+        return "Try: look at the failed rollouts (below: status failed) and why their scores failed."
+    for item in info.components:
+        for name, text in REMEDIES.items():
+            if item.gauges.get(f"alarm_on_{name}"):
+                return f"Alarm {name}: {text}."
+    if wait is not None and (remedy := REMEDY_OF_WAIT.get(wait.name)) is not None:
+        return f"Try: {remedy}."
+    silent = [item.component_id for item in info.components if _is_silent(item)]
+    if silent:
+        names = ", ".join(silent[:NUM_NAMED]) + (", ..." if len(silent) > NUM_NAMED else "")
+        return f"Try: look at the logs of {names}: silent without having ended; others do their work meanwhile."
+    if (tied := _recent(curves, "tied_group_share")) is not None and tied > TIED_SHARE:
+        return (
+            f"In {100 * tied:.0f} % of the groups all rewards are equal, so little can be learned: the prompts are too "
+            'easy or too hard; try `data.selection = "posterior"`, or look at the scorer with the rollouts below.'
+        )
+    waited, took = _recent(curves, "wait_s"), _recent(curves, "step_s")
+    if waited is not None and took is not None and waited > STARVED_SHARE * (waited + took):
+        share = 100 * waited / (waited + took)
+        return f"The trainer waits {share:.0f} % of its time for rollouts: add searchers (`tba scale`)."
+    if (ess := _recent(curves, "ess")) is not None and ess < LOW_ESS:
+        return f"The effective sample size is {ess:.2f}: {REMEDIES['ess_collapse']}."
+    return None
+
+
+def _is_silent(item: ComponentInfo) -> bool:
+    return item.kind in ("searcher", "trainer") and not item.alive and item.state not in ENDED
+
+
+def _recent(curves: Curves, name: str) -> float | None:
+    known = [value for value in curves.values.get(name, [])[-NUM_RECENT:] if value is not None]
+    return _mean(known) if known else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,109 @@
+// The frame of the page: sign-in, header, tabs, and which view the address asks for.
+
+import { decoded, hasToken, setToken, takeToken } from "./api.js";
+import { fill, fillIfChanged, h } from "./dom.js";
+import { number } from "./format.js";
+import { refresh, subscribe } from "./state.js";
+import { commandButtons } from "./commands.js";
+import { overview } from "./views/overview.js";
+import { rollouts } from "./views/rollouts.js";
+import { rollout } from "./views/rollout.js";
+import { prompts } from "./views/prompts.js";
+import { prompt } from "./views/prompt.js";
+import { fleet } from "./views/fleet.js";
+import { settings } from "./views/settings.js";
+import { ledger } from "./views/ledger.js";
+
+/** Path -> [name of the tab or null, view]. A view fills the element that it gets, and returns what ends it. */
+const VIEWS = [
+  ["", "Overview", overview],
+  ["rollouts", "Rollouts", rollouts],
+  ["rollout", null, rollout],
+  ["prompts", "Prompts", prompts],
+  ["prompt", null, prompt],
+  ["fleet", "Searchers and versions", fleet],
+  ["settings", "Settings", settings],
+  ["ledger", "Ledger", ledger],
+];
+const PARENT = { rollout: "rollouts", prompt: "prompts" };
+const main = document.getElementById("main");
+let leave = null, signingIn = null;
+
+function route() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const parts = path.split("/").map(decoded);
+  const found = VIEWS.find(([name]) => name === parts[0]) ?? VIEWS[0];
+  return { name: found[0], view: found[2], argument: parts.slice(1).join("/"), query: new URLSearchParams(query) };
+}
+
+function show() {
+  const { name, view, argument, query } = route();
+  leave?.();
+  const place = h("div", {});
+  fill(main, place);
+  leave = view(place, { argument, query }) ?? null;
+  const current = PARENT[name] ?? name;
+  fill(document.getElementById("tabs"), h("ul", {}, VIEWS.filter(([, tab]) => tab).map(([path, tab]) => h("li", {},
+    h("a", { href: `#/${path}`, "aria-current": path === current ? "page" : null }, tab)))));
+}
+
+function header({ run, summary, problem }) {
+  const text = document.getElementById("problem");
+  text.hidden = problem === null || problem.status === 401;
+  text.textContent = text.hidden ? "" : `${problem.message}. The page shows the last answer and asks again.`;
+  if (problem?.status === 401) signIn();
+  if (run === null) return;
+  document.title = `${run.run}: ${run.state}, step ${run.step} - tba`;
+  document.getElementById("run-name").textContent = run.run;
+  const badge = document.getElementById("run-state");
+  const said = run.read_only ? `${run.state} (files)` : run.state;
+  if (badge.textContent !== said) badge.textContent = said; // a live region: the same text again would be read again
+  badge.dataset.state = run.state;
+  document.getElementById("run-facts").textContent =
+    `step ${number(run.step)}, lineage ${run.lineage}, weights ${run.latest_version ?? "none yet"}`;
+  fillIfChanged(document.getElementById("doing"), [summary, run.note, run.loss], () =>
+    `${[run.loss, run.note, summary?.doing, summary?.learning, summary?.waiting].filter(Boolean).map(sentence).join(" ")} `);
+  fillIfChanged(document.getElementById("advice"), summary?.advice ?? "", () => summary?.advice ?? "");
+  fillIfChanged(document.getElementById("commands"), [run.state, run.read_only, run.latest_version === null], () => commandButtons(run));
+}
+
+/** A text as a sentence. */
+function sentence(text) {
+  return `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
+}
+
+/** Ask for a token; it is kept in memory, so a reload asks again. */
+function signIn() {
+  if (signingIn) return;
+  const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, size: "40" });
+  signingIn = h("dialog", { class: "signin", "aria-labelledby": "signin-title" },
+    h("h2", { id: "signin-title" }, hasToken() ? "That token is unknown here" : "This run asks for a token"),
+    h("p", {}, "A viewer's token shows everything; an operator's can also act. `tba view` opens this page with a token. It stays in this page's memory."),
+    h("form", { onsubmit: (event) => { event.preventDefault(); setToken(field.value); close(); refresh(); show(); } },
+      h("label", { for: "token" }, "Token "), field, " ", h("button", {}, "Sign in")));
+  const close = () => { const dialog = signingIn; signingIn = null; dialog.close(); dialog.remove(); };
+  signingIn.addEventListener("cancel", (event) => event.preventDefault());
+  // a browser lets a second Escape close it all the same
+  signingIn.addEventListener("close", () => { if (signingIn) { close(); signIn(); } });
+  document.body.append(signingIn);
+  signingIn.showModal();
+}
+
+/** A link to another page, in a tab of its own: with this page its token would be gone. */
+function away(href, text) {
+  return h("a", { href, target: "_blank", rel: "noopener" }, text);
+}
+
+takeToken();
+subscribe(header);
+addEventListener("hashchange", () => { takeToken(); show(); main.focus({ preventScroll: true }); scrollTo(0, 0); });
+// a link to where the page is already asks again: the newest rollouts are other ones by now
+addEventListener("click", (event) => {
+  const link = event.target.closest?.("a[href^='#/']");
+  if (link && link.hash === location.hash) show();
+});
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
+show();
+refresh();
+fill(document.getElementById("foot"), h("p", {},
+  away("docs", "REST"), " · ", away("metrics", "metrics"), " · ", "charts: uPlot (", away("page/vendor/uPlot.LICENSE", "MIT"), ")"));

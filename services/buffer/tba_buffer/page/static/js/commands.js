@@ -1,0 +1,98 @@
+// The buttons that change the run. The service checks the role; what it refuses is shown with its sentence.
+
+import { send } from "./api.js";
+import { h } from "./dom.js";
+import { refresh, state } from "./state.js";
+
+/** Ask for what a command needs, run it, and show what came of it. Fields: [name, label, input attributes]. */
+export function ask(title, sentence, fields, run) {
+  const inputs = fields.map(([name, , attributes]) => [name, h("input", { id: `ask-${name}`, ...attributes })]);
+  const message = h("p", { role: "alert" });
+  const close = () => { dialog.close(); dialog.remove(); };
+  const submit = async (event) => {
+    event.preventDefault();
+    message.textContent = "";
+    doIt.disabled = true;
+    try {
+      await run(Object.fromEntries(inputs.map(([name, input]) => [name, input.value])));
+    } catch (error) {
+      message.textContent = error.status === 403 ? `${error.message}. Sign in with an operator's token: reload the page, which then asks for one.` : error.message;
+      return;
+    } finally {
+      doIt.disabled = false;
+    }
+    close();
+    refresh();
+  };
+  const doIt = h("button", { class: "primary" }, title);
+  const dialog = h("dialog", { "aria-labelledby": "ask-title" }, h("h2", { id: "ask-title" }, title), h("p", {}, sentence),
+    h("form", { onsubmit: submit },
+      inputs.map(([name, input], at) => h("p", {}, h("label", { for: `ask-${name}` }, `${fields[at][1]} `), input)),
+      message, h("p", {}, doIt, " ",
+        h("button", { type: "button", onclick: close }, "Cancel"))));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+const REASON = ["reason", "Why (kept in the audit)", { maxlength: 500, size: 40 }];
+const reasonOf = (values) => values.reason || null;
+
+const COMMANDS = {
+  pause: ["Pause", "Searchers get no new work and the trainer draws no new batch; what is under way is finished."],
+  resume: ["Resume", "Searchers and trainer continue where they paused."],
+  stop: ["Stop", "The run ends after the step in progress. `tba run --resume` continues it later."],
+};
+const POSSIBLE = { running: ["pause", "stop"], paused: ["resume", "stop"] };
+
+function commandButton(name) {
+  const [label, sentence] = COMMANDS[name];
+  return h("button", { onclick: () => ask(label, sentence, [REASON], (values) =>
+    send("POST", `/v1/run/${name}`, { reason: reasonOf(values) })) }, label);
+}
+
+/** The buttons that the state of the run allows. */
+export function commandButtons(run) {
+  if (run.read_only) return [];
+  const possible = POSSIBLE[run.state] ?? [];
+  return [
+    possible.map(commandButton),
+    possible.length ? h("button", { onclick: askScale }, "Scale") : null,
+    run.latest_version && run.state === "running" ? h("button", { onclick: () => askEvaluation(state.run) }, "Evaluate") : null,
+    h("button", { onclick: askSnapshot }, "Snapshot"),
+  ];
+}
+
+function askScale() {
+  ask("Scale", "How many searchers there should be; empty: as many as the recipe or the chart says.",
+    [["num", "Searchers", { type: "number", min: 0, step: 1 }], REASON],
+    (values) => send("PATCH", "/v1/run/searchers",
+      { num_searchers: values.num === "" ? null : Number(values.num), reason: reasonOf(values) }));
+}
+
+function askEvaluation(run) {
+  ask("Evaluate", `Searchers evaluate a version on held-out prompts before they go on; empty: the latest, ${run.latest_version}.`,
+    [["version", "Version", { pattern: "\\d+-\\d+", placeholder: run.latest_version, title: "lineage-step, such as 1-250" }],
+      ["prompts", "Held-out prompts (empty: as the recipe says)", { type: "number", min: 1, max: 10000, step: 1 }]],
+    (values) => send("POST", "/v1/run/evaluate",
+      { version: values.version || null, num_prompts: values.prompts === "" ? null : Number(values.prompts) }));
+}
+
+function askSnapshot() {
+  ask("Snapshot", "Save everything that is stored under a name; other runs can begin with it.",
+    [["name", "Name", { required: true, pattern: "[A-Za-z0-9][A-Za-z0-9._\\-]{0,62}", title: "letters, digits, dot, dash, underscore" }]],
+    (values) => send("POST", "/v1/snapshots", { name: values.name }));
+}
+
+/** Ask for a new value of a live setting; `changed` is called once it is stored. */
+export function askSetting(name, now, recipe, changed) {
+  ask(`Change ${name}`, `Now ${now}; the recipe says ${recipe}. A number, or empty for the recipe's value.`,
+    [["value", "New value", { inputmode: "decimal" }], REASON],
+    async (values) => {
+      const text = values.value.trim(), value = text === "" ? null : Number(text);
+      // JSON has no NaN: it would be sent as null, which is the recipe's value
+      if (value !== null && !Number.isFinite(value)) throw new Error(`${text} is no number; write it as 0.0001 or 1e-4`);
+      await send("PATCH", "/v1/run/settings", { settings: { [name]: value }, reason: reasonOf(values) });
+      changed();
+    });
+}

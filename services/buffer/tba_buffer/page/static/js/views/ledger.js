@@ -1,0 +1,56 @@
+// The ledger: which step consumed which batch, and where resumes continued.
+
+import { get } from "../api.js";
+import { fill, h, panel, table } from "../dom.js";
+import { number, percent, time } from "../format.js";
+import { state } from "../state.js";
+
+const PAGE = 20, MAX_LINKS = 4;
+
+export function ledger(place) {
+  let alive = true;
+  fill(place, h("p", { class: "empty" }, "Asking for the ledger."));
+  const show = async (end) => {
+    try {
+      // the ledger counts lines from its beginning: the newest page begins PAGE before its end
+      const after = Math.max(0, end - PAGE);
+      const page = await get("/v1/ledger", { after, limit: Math.max(1, Math.min(PAGE, end)) });
+      if (alive) fill(place, content(page.entries, after, show));
+    } catch (error) {
+      if (alive) fill(place, h("p", { class: "problem", role: "alert" }, error.message));
+    }
+  };
+  const lines = () => {
+    const curves = state.curves, run = state.run;
+    return curves === null || run === null ? null : curves.num_steps + curves.num_abandoned + run.lineage;
+  };
+  const wait = () => {
+    const end = lines();
+    if (!alive) return;
+    if (end === null) setTimeout(wait, 200);
+    else show(end);
+  };
+  wait();
+  return () => { alive = false; };
+}
+
+function content(entries, after, show) {
+  const rows = [...entries].reverse().map((entry) => entry.kind === "resume"
+    ? [`lineage ${entry.lineage} begins`, time(entry.resumed_at_s), "", "", "", `${entry.trainer_id} continues from ${entry.parent}`]
+    : [`${entry.lineage}-${entry.step}`, time(entry.acked_at_s), number(entry.num_rollouts), slots(entry.slots), number(entry.metrics.reward_mean ?? null),
+      [entry.abandoned ? "abandoned by a resume" : null, entry.skipped ? `skipped: ${entry.skipped}` : null,
+        Object.entries(entry.refused).map(([reason, num]) => `refused: ${reason} ${num}`).join(", "), links(entry.rollout_ids)]
+        .filter((part) => part && part.length !== 0).map((part, at) => [at ? ", " : "", part])]);
+  return panel("Ledger", "Every optimizer step of the run, exactly once, with the batch that it consumed: what a resume continues from. Newest first.",
+    table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", ""], rows, "The first optimizer step is awaited."),
+    h("p", { class: "tools" }, after > 0 ? h("button", { onclick: () => show(after) }, "Older") : null));
+}
+
+function slots(counts) {
+  return counts.total ? `${percent(counts.recent / counts.total)} of ${counts.total}` : "-";
+}
+
+function links(ids) {
+  return [ids.slice(0, MAX_LINKS).map((id, at) => [at ? " " : "", h("a", { href: `#/rollout/${id}` }, id.slice(-8))]),
+    ids.length > MAX_LINKS ? ` and ${ids.length - MAX_LINKS} more` : ""];
+}

@@ -1,0 +1,144 @@
+// How the run learns, what its data is like, and where its time goes.
+
+import { align, Chart } from "../charts.js";
+import { bars, download, facts, fillIfChanged, h, panel } from "../dom.js";
+import { duration, number, percent, stepOf } from "../format.js";
+import { comparedRuns, compareControls } from "../compare.js";
+import { state, subscribe } from "../state.js";
+
+/** title, how to read it, what is awaited, [[metric, label]], fixed range. */
+const CHARTS = [
+  ["Reward", "Mean reward of each training batch; it should rise. The dots are held-out evaluations: if the curve rises without them, the reward is being gamed.",
+    "The first optimizer step is awaited.", [["reward_mean", "reward, batch"], ["accuracy", "accuracy, batch"]], null],
+  ["Lag", "Policy age of the trained rollouts, in optimizer steps. A rising mean means that searchers fall behind.",
+    "The first optimizer step is awaited.", [["policy_age_mean", "mean age"], ["policy_age_max", "oldest"]], null],
+  ["Effective sample size", "1: the data is as good as fresh; towards 0: a few rollouts rule the batch, since the policy has moved away from its data.",
+    "The first optimizer step is awaited.", [["ess", "ESS"], ["clipped_share", "clipped tokens"]], [0, 1]],
+  ["KL to the reference", "How far the policy has moved from its reference, in nats per response. A sudden rise often comes before a collapse.",
+    "No step has computed the reference's log-probs; some objectives do without.", [["kl_to_ref", "KL"]], null],
+  ["Entropy", "How undecided the policy is, in nats per token. Near 0 it answers always the same, and nothing new is found.",
+    "The first optimizer step is awaited.", [["entropy", "entropy"]], null],
+  ["Gradient norm", "Before clipping; the dashed line is the limit. A lasting rise is the first sign of divergence: lower the learning rate.",
+    "The first optimizer step is awaited.", [["grad_norm", "norm"], ["grad_norm_limit", "limit"]], null],
+  ["Loss", "The value of the objective; its level says little, a jump says that something changed.",
+    "The first optimizer step is awaited.", [["loss", "loss"]], null],
+  ["Groups without signal", "Share of the groups whose rewards are all equal: they teach nothing. Near 1 the prompts are too easy or too hard, or the scorer is broken.",
+    "The first optimizer step is awaited.", [["tied_group_share", "tied groups"]], [0, 1]],
+  ["Time of a step", "Seconds that a step took, and that it waited for data before. Much waiting: add searchers. None at all: searchers wait for the trainer.",
+    "The first optimizer step is awaited.", [["step_s", "step"], ["wait_s", "wait"]], null],
+];
+
+const NUM_BARS = 12;
+const DECILES = ["lowest", "10 %", "20 %", "30 %", "40 %", "median", "60 %", "70 %", "80 %", "90 %", "highest"];
+
+export function overview(place) {
+  const charts = CHARTS.map(([title, howToRead, empty, metrics, range]) =>
+    [new Chart({ title, howToRead, empty, range }), metrics]);
+  const numbers = h("div"), data = h("div", { class: "grid" }), compare = h("div");
+  place.append(numbers, compare, h("div", { class: "grid" }, charts.map(([chart]) => chart.element)), data);
+  compare.append(compareControls(() => draw(state), h("button", { onclick: exportCurves }, "Export the curves")));
+  const draw = ({ run, stats, curves }) => {
+    if (run === null || stats === null) return;
+    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => throughput(run, stats, curves));
+    fillIfChanged(data, [stats.policy_age_histogram, stats.stored, stats.evicted, stats.refused, stats.batches_skipped,
+      stats.rollouts_refused_by_trainer, stats.rescored], () => composition(run, stats));
+    if (curves !== null) for (const [chart, metrics] of charts) drawChart(chart, metrics, run, curves);
+  };
+  draw(state);
+  const end = subscribe(draw);
+  return () => { end(); for (const [chart] of charts) chart.destroy(); };
+}
+
+function drawChart(chart, metrics, run, curves) {
+  const own = metrics.map(([name, label]) => ({
+    label, steps: curves.steps, values: curves.values[name] ?? [], dash: name === "grad_norm_limit" ? [6, 4] : undefined,
+  }));
+  if (chart.options.title === "Reward") own.push(...evaluationSeries(run.evals));
+  const others = comparedRuns().flatMap((other) => metrics.slice(0, 1).map(([name, label]) => ({
+    label: `${label}: ${other.name}`, steps: other.steps, values: other.values[name] ?? [], dash: [2, 3],
+  })));
+  chart.draw(...align([...own, ...others].filter((one) => one.values.length)));
+}
+
+function evaluationSeries(evals) {
+  const done = evals.filter((item) => item.state === "done" && item.accuracy !== null)
+    .map((item) => [stepOf(item.version), item]).sort((a, b) => a[0] - b[0]);
+  const steps = done.map(([step]) => step);
+  return [
+    { label: "held out, sampled", steps, values: done.map(([, item]) => item.accuracy), points: true },
+    { label: "held out, greedy", steps, values: done.map(([, item]) => item.greedy_accuracy), points: true },
+  ];
+}
+
+function throughput(run, stats, curves) {
+  const searchers = run.components.filter((item) => item.kind === "searcher" && item.alive);
+  const tokens = searchers.reduce((sum, item) => sum + (item.gauges.tokens_per_s ?? 0), 0);
+  const waited = sum(curves?.values.wait_s), worked = sum(curves?.values.step_s);
+  const rates = stats.rates;
+  return panel("Throughput", "What is made, trained on and lost per second. Generated and trained should be alike, up to samples per insert.",
+    facts([
+      ["generated", `${number(stats.rollouts_generated)} rollouts${rates ? `, ${number(rates.generated_per_s)}/s` : ""}`],
+      ["trained", `${number(stats.rollouts_trained)} rollouts${rates ? `, ${number(rates.trained_per_s)}/s` : ""}`],
+      ["stored", `${number(stats.num_rollouts)} rollouts (${number(stats.num_pending)} pending, ${number(stats.num_failed)} failed)`],
+      ["tokens", `${number(Math.round(tokens))}/s by ${searchers.length} searcher${searchers.length === 1 ? "" : "s"}`],
+      ["samples per insert", number(stats.samples_per_insert)],
+      ["realised m", number(stats.realised_most_on_policy)],
+      ["trainer idle", !(waited + worked) ? "-" : percent(waited / (waited + worked))],
+      ["best version", run.best === null ? null : `${run.best.version} (${number(run.best.value)})`],
+      ["time of the trained steps", worked === null || curves === null ? null : duration((waited + worked) * curves.num_steps_per_point)],
+    ]));
+}
+
+function sum(values) {
+  const known = (values ?? []).filter((value) => value !== null);
+  return known.length ? known.reduce((total, value) => total + value, 0) : null;
+}
+
+function composition(run, stats) {
+  const ages = Object.entries(stats.policy_age_histogram).map(([age, number]) => [Number(age), number])
+    .sort((a, b) => a[0] - b[0]);
+  const limit = run.max_policy_age_steps;
+  const dropped = [["evicted", stats.evicted], ["refused at the push", stats.refused],
+    ["refused by the trainer", stats.rollouts_refused_by_trainer], ["batches skipped", stats.batches_skipped]]
+    .flatMap(([what, counts]) => Object.entries(counts).map(([reason, number]) => [`${what}: ${reason}`, number, "bad"]));
+  const stored = stats.stored;
+  return [
+    panel("Age of what was trained", limit ? `Rollouts by their policy age in steps when a step consumed them; older than ${limit} are evicted (buffer.max_policy_age_steps).`
+      : "Rollouts by their policy age in steps when a step consumed them; this run sets no bound.",
+      bars("Trained rollouts by policy age", folded(ages, limit), "The first trained batch is awaited.")),
+    panel("Buffer by version", "What is stored now, by the oldest version that made a token of it. One long bar at an old version: searchers do not load new weights.",
+      bars("Stored rollouts by version", stored ? newestFirst(stored) : [], "The first rollout is awaited.")),
+    panel("Buffer by reward", "The rewards that are stored, from the lowest to the highest in ten equal parts. All equal: nothing can be learned.",
+      stored?.reward_deciles ? facts(stored.reward_deciles.map((value, at) => [DECILES[at], number(value, 2)]))
+        : h("p", { class: "empty" }, "The first scored rollout is awaited.")),
+    panel("Buffer by length", "Stored rollouts by the number of response tokens.",
+      bars("Stored rollouts by length", stored ? Object.entries(stored.by_length) : [], "The first rollout is awaited.")),
+    panel("Dropped, by reason", "Nothing is dropped without a count. Many of one reason: look it up in docs/operations.md.",
+      bars("Dropped rollouts by reason", dropped, "Nothing has been dropped.")),
+  ];
+}
+
+/** The newest versions one by one, the others together. */
+function newestFirst({ by_version, num_of_older_versions }) {
+  const found = Object.entries(by_version).sort((a, b) => stepOf(b[0]) - stepOf(a[0]));
+  const rest = found.slice(NUM_BARS).reduce((total, [, number]) => total + number, num_of_older_versions);
+  return [...found.slice(0, NUM_BARS), ...(rest ? [["older", rest]] : [])];
+}
+
+/** Ages 0, 1, 2, and then twice as wide each: 3-4, 5-8, 9-16. What is over the bound is marked. */
+function folded(ages, limit) {
+  const found = new Map();
+  for (const [age, number] of ages) {
+    const power = age < 3 ? age : 2 + Math.ceil(Math.log2(age / 2));
+    found.set(power, (found.get(power) ?? 0) + number);
+  }
+  return [...found].map(([power, number]) => {
+    const last = power < 3 ? power : 2 ** (power - 1), first = power < 3 ? power : last / 2 + 1;
+    return [first === last ? `${first}` : `${first}-${last}`, number, limit && first > limit ? "bad" : null];
+  });
+}
+
+function exportCurves() {
+  const { run, curves } = state;
+  if (curves !== null) download(`${run.run}-curves.json`, JSON.stringify({ run: run.run, ...curves }), "application/json");
+}

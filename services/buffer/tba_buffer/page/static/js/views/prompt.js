@@ -1,0 +1,64 @@
+// One prompt: its answers under two versions, side by side.
+
+import { get } from "../api.js";
+import { facts, fill, h, panel, table } from "../dom.js";
+import { number } from "../format.js";
+import { rewardText } from "./rollouts.js";
+
+const NUM_SHOWN = 8;
+
+export function prompt(place, { argument }) {
+  let alive = true;
+  fill(place, h("p", { class: "empty" }, "Asking for the prompt."));
+  const show = async () => {
+    try {
+      const item = await get(`/v1/prompts/${encodeURIComponent(argument)}`);
+      if (alive) fill(place, ...content(item, () => alive));
+    } catch (error) {
+      if (alive) fill(place, h("p", { class: "problem", role: "alert" }, error.message));
+    }
+  };
+  show();
+  return () => { alive = false; };
+}
+
+function content(item, isAlive) {
+  const versions = item.by_version;
+  return [
+    h("h2", {}, "Prompt ", h("code", {}, item.prompt_id)),
+    panel("Text", "What the model is asked, and what the scorer knows beside it.",
+      h("pre", { class: "text", tabindex: "0" }, item.text),
+      Object.keys(item.data).length ? h("pre", { class: "data", tabindex: "0" }, JSON.stringify(item.data, null, 1)) : null,
+      facts([["task", item.task], ["split", item.split], ["stored rollouts", number(item.num_rollouts)], ["mean reward", number(item.reward_mean)],
+        ["lowest", number(item.reward_min)], ["highest", number(item.reward_max)]])),
+    panel("Side by side", "Answers to this prompt by an older and a newer version: what has the training changed?",
+      versions.length ? h("div", { class: "grid two" }, side(item, versions[0].version, isAlive, "older"), side(item, versions.at(-1).version, isAlive, "newer"))
+        : h("p", { class: "empty" }, item.split === "heldout" ? "Held-out prompts are only evaluated; their answers are not stored." : "The first rollout of this prompt is awaited.")),
+    panel("By version", "The stored rollouts of this prompt by the version that made them; the mean reward should rise down the table.",
+      table("Versions", ["version", "rollouts", "scored", "mean reward"],
+        versions.map((one) => [one.version, number(one.num_rollouts), number(one.num_scored), number(one.reward_mean)]), "Nothing is stored.")),
+    h("p", {}, h("a", { href: `#/rollouts?prompt_id=${encodeURIComponent(item.prompt_id)}` }, "All stored rollouts of this prompt")),
+  ];
+}
+
+function side(item, first, isAlive, name) {
+  const list = h("div", {}), id = `version-${name}`;
+  let wanted = first;
+  const load = async (version) => {
+    wanted = version;
+    let page;
+    try {
+      page = await get("/v1/rollouts", { prompt_id: item.prompt_id, version, limit: NUM_SHOWN, text_chars: 2000 });
+    } catch (error) {
+      if (isAlive() && wanted === version) fill(list, h("p", { class: "problem", role: "alert" }, error.message));
+      return;
+    }
+    // of two choices in a row the answer to the first may come last
+    if (isAlive() && wanted === version) fill(list, page.rollouts.map((one) => h("div", { class: "answer" }, rewardText(one), " ",
+      h("a", { href: `#/rollout/${one.rollout_id}` }, "details"), h("pre", { class: "text", tabindex: "0" }, one.response_text))));
+  };
+  const select = h("select", { id, onchange: (event) => load(event.target.value) },
+    item.by_version.map((one) => h("option", { value: one.version, selected: one.version === first }, one.version)));
+  load(first);
+  return h("div", {}, h("p", {}, h("label", { for: id }, `The ${name} version `), select), list);
+}

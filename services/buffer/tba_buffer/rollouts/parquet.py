@@ -1,0 +1,208 @@
+"""GET /v1/rollouts.parquet: all rollouts that match, as a stream of Parquet.
+
+    groups of rollouts from Redis (queries.py)  ->  columns (arrow)  ->  one row group  ->  its bytes, sent at once
+
+So the memory of an export is that of a row group, however many rollouts there are. pyarrow is the extra `parquet` of
+the service, and is imported with the first export.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import RolloutInfo
+from tba.concurrency import in_thread
+from tba.errors import BusyError, NotInstalledError
+from tba.versions import PolicyVersion
+from tba.wire import Rollout
+from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.rollouts.queries import RolloutReader
+from tba_buffer.rollouts.selection import RolloutFilter
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+GROUP_ROLLOUTS = 1000
+MAX_EXPORTS = 4
+"""Exports at once: each holds a row group, and decodes in a thread."""
+BUSY_RETRY_S = 5.0
+
+
+class RolloutExports:
+    """Writes stored rollouts as Parquet.
+
+    Args:
+        reader: reads them.
+        catalog: has the data of prompts.
+    """
+
+    def __init__(self, reader: RolloutReader, catalog: Catalog) -> None:
+        self._reader = reader
+        self._catalog = catalog
+        self._num_running = 0
+
+    async def parquet(self, wanted: RolloutFilter, *, tokens: bool) -> AsyncIterator[bytes]:
+        """Return the bytes of a file as an iterator; rollouts that are evicted meanwhile are left out.
+
+        Args:
+            wanted: the rollouts.
+            tokens: whether the file has columns of tokens and log-probs.
+
+        Raises:
+            BadRequestError, NotFoundError: as `RolloutReader.page`.
+            BusyError: too many exports run.
+            NotInstalledError: there is no pyarrow.
+            UnavailableError: Redis did not answer; also while it iterates.
+        """
+        try:
+            await in_thread(_import)
+        except ImportError:
+            raise NotInstalledError(
+                "an export to Parquet needs pyarrow, which this buffer service does not have; install its extra "
+                "`parquet` (tba-buffer[parquet]), or read GET /v1/rollouts page by page"
+            ) from None
+        if self._num_running >= MAX_EXPORTS:
+            raise BusyError(f"{MAX_EXPORTS} exports run already", retry_after_s=BUSY_RETRY_S, wait="exports")
+        return self._write(await self._reader.groups(wanted, GROUP_ROLLOUTS), tokens=tokens)
+
+    async def _write(self, groups: AsyncIterator[list[tuple[Any, Rollout]]], *, tokens: bool) -> AsyncIterator[bytes]:
+        from pyarrow import parquet
+
+        # counted here and not by the caller: an iterator that nobody begins must not count for ever
+        self._num_running += 1
+        try:
+            sink, layout = _Sink(), schema(tokens=tokens)
+            writer = parquet.ParquetWriter(sink, layout, compression="zstd")
+            async for group in groups:
+                infos = await self._reader.infos(group, text_chars=None)
+                rollouts = [rollout for _, rollout in group]
+                # in a thread: a group has megabytes, and other requests must not wait for it
+                await in_thread(
+                    lambda infos=infos, rollouts=rollouts: writer.write_table(
+                        self._table(layout, infos, rollouts), row_group_size=len(infos)
+                    )
+                )
+                yield sink.take()
+            await in_thread(writer.close)
+            yield sink.take()
+        finally:
+            self._num_running -= 1
+
+    def _table(self, layout: pa.Schema, infos: Sequence[RolloutInfo], rollouts: Sequence[Rollout]) -> pa.Table:
+        """Return rollouts as columns."""
+        import pyarrow as pa
+
+        rows = [self._row(info) for info in infos]
+        arrays: dict[str, Callable[[Rollout], NDArray[Any]]] = {
+            "prompt_tokens": lambda rollout: rollout.prompt_tokens,
+            "response_tokens": lambda rollout: rollout.response_tokens,
+            "sampler_logprobs": lambda rollout: rollout.sampler_logprobs,
+        }
+        columns = [
+            _lists([arrays[field.name](rollout) for rollout in rollouts], field.type)
+            if field.name in arrays
+            else pa.array([row[field.name] for row in rows], type=field.type)
+            for field in layout
+        ]
+        return pa.Table.from_arrays(columns, schema=layout)
+
+    def _row(self, info: RolloutInfo) -> Mapping[str, Any]:
+        version, found = PolicyVersion.parse(info.version), self._catalog.find(info.prompt_id)
+        return {
+            **info.model_dump(),
+            "lineage": version.lineage,
+            "step": version.step,
+            "prompt_data": None if found is None else json.dumps(found[1].data, ensure_ascii=False),
+        }
+
+
+def schema(*, tokens: bool) -> pa.Schema:
+    """Return the columns of an export; docs/api.md describes them.
+
+    Args:
+        tokens: whether there are columns of tokens and log-probs.
+    """
+    import pyarrow as pa
+
+    text, whole, number = pa.string(), pa.int64(), pa.float64()
+    columns: dict[str, pa.DataType] = {
+        "rollout_id": text,
+        "task": text,
+        "prompt_id": text,
+        "visit_id": text,
+        "version": text,
+        "lineage": whole,
+        "step": whole,
+        "version_spans": pa.list_(pa.struct({"version": text, "start": whole, "end": whole})),
+        "policy_age_steps": whole,
+        "prompt_text": text,
+        "prompt_data": text,
+        "num_prompt_tokens": whole,
+        "num_response_tokens": whole,
+        "response_text": text,
+        "finish_reason": text,
+        "reward": number,
+        "reward_status": text,
+        "reward_reason": text,
+        "reward_version": text,
+        "reward_parts": pa.list_(pa.struct({"name": text, "score": number, "weight": number})),
+        "num_batches": whole,
+        "sampling": pa.struct(
+            {"temperature": number, "top_p": number, "top_k": whole, "seed": whole, "stop": pa.list_(text)}
+        ),
+        "searcher_id": text,
+        "started_at_s": number,
+        "finished_at_s": number,
+    }
+    if tokens:
+        columns |= {
+            "prompt_tokens": pa.list_(pa.int32()),
+            "response_tokens": pa.list_(pa.int32()),
+            "sampler_logprobs": pa.list_(pa.float32()),
+        }
+    return pa.schema(columns)
+
+
+def _lists(parts: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
+    """Return arrays as a column of lists, without a Python number for each of their values."""
+    import pyarrow as pa
+
+    offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(parts)), type=kind)
+
+
+def _import() -> None:
+    import pyarrow.parquet  # noqa: F401  # a second or so with the first export
+
+
+class _Sink(io.RawIOBase):
+    """A file that only grows, and whose bytes are taken out while it does."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._num_written = 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Append bytes."""
+        self._parts.append(bytes(data))
+        self._num_written += len(self._parts[-1])
+        return len(self._parts[-1])
+
+    def tell(self) -> int:
+        """Return how many bytes were ever written."""
+        return self._num_written
+
+    def take(self) -> bytes:
+        """Return what was written since the last call."""
+        parts, self._parts = self._parts, []
+        return b"".join(parts)

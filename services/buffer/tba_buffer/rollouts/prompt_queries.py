@@ -1,0 +1,187 @@
+"""Queries of prompts with the rollouts of each: GET /v1/prompts and GET /v1/prompts/{prompt_id}.
+
+filters  ->  prompt numbers (O(prompts); `contains` also O(their texts), with pauses for other requests)
+order    ->  `most` by the counts that the index keeps, `best` and `worst` by the mean rewards (O(live rollouts))
+page     ->  the rollouts of its prompts alone
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tba.api import PromptDetail, PromptInfo, PromptOrder, PromptPage, PromptVersion
+from tba.errors import NotFoundError
+from tba.fields import Split
+from tba.versions import PolicyVersion
+from tba_buffer.index.log import SCORED
+from tba_buffer.index.log_follower import IndexView
+from tba_buffer.index.rollout_index import Index
+from tba_buffer.prompts.catalog import Catalog
+
+Numbers = NDArray[np.int64]
+CHARS_PER_TURN = 2_000_000
+"""Characters that `contains` looks through before other requests have their turn: a few milliseconds."""
+PROMPTS_PER_TURN = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsRequest:
+    """The query of GET /v1/prompts. None: any."""
+
+    split: Split | None = None
+    task: str | None = None
+    contains: str | None = None
+    order: PromptOrder = "upload"
+    limit: int = 20
+    after: int = 0
+    """Prompts of this order that were seen already."""
+    text_chars: int = 1000
+
+
+class PromptReader:
+    """Reads prompts and what is stored of each.
+
+    Args:
+        catalog: the prompts.
+        view: the index.
+    """
+
+    def __init__(self, catalog: Catalog, view: IndexView) -> None:
+        self._catalog, self._view = catalog, view
+
+    async def page(self, request: PromptsRequest) -> PromptPage:
+        """Return one page. Pages are places in an order, which rewards and uploads change between two requests.
+
+        Raises:
+            UnavailableError: Redis did not answer.
+        """
+        await self._view.catch_up()
+        numbers = await self._matching(request)
+        # now, since both may be read again during the pauses, when Redis was restored
+        index, numbers = self._view.index, numbers[numbers < len(self._catalog.ids)]
+        end = request.after + request.limit
+        return PromptPage(
+            prompts=[
+                PromptInfo(**self._fields(index, number, request.text_chars))
+                for number in ordered(index, numbers, request.order)[request.after : end].tolist()
+            ],
+            next=end if end < len(numbers) else None,
+            num_matching=len(numbers),
+        )
+
+    async def get(self, prompt_id: str) -> PromptDetail:
+        """Return one prompt.
+
+        Raises:
+            NotFoundError: no prompt has this id.
+            UnavailableError: Redis did not answer.
+        """
+        found = self._catalog.find(prompt_id)
+        if found is None:
+            raise NotFoundError(f"prompt_id {prompt_id!r} was never uploaded")
+        index = await self._view.catch_up()
+        return PromptDetail(**self._fields(index, found[0], None), by_version=by_version(index, found[0]))
+
+    async def _matching(self, request: PromptsRequest) -> Numbers:
+        """Return the numbers of the prompts that the filters let through, ascending."""
+        if request.split is None and request.task is None and request.contains is None:
+            return np.arange(len(self._catalog.ids))
+        wanted = None if request.contains is None else request.contains.casefold()
+        numbers, num_chars = [], 0
+        for place, prompt_id in enumerate(tuple(self._catalog.ids)):  # a copy: uploads come during the pauses
+            if num_chars > CHARS_PER_TURN or place % PROMPTS_PER_TURN == 0:
+                num_chars = 0
+                await asyncio.sleep(0)
+            found = self._catalog.find(prompt_id)
+            if found is None:  # Redis was restored meanwhile, from a copy without it
+                continue
+            number, prompt = found
+            if request.split not in (None, prompt.split) or request.task not in (None, prompt.task):
+                continue
+            if wanted is not None:
+                num_chars += len(prompt.text)
+                if wanted not in prompt_id.casefold() and wanted not in prompt.text.casefold():
+                    continue
+            numbers.append(number)
+        return np.array(numbers, dtype=np.int64)
+
+    def _fields(self, index: Index, number: int, text_chars: int | None) -> dict[str, Any]:
+        prompt_id = self._catalog.ids[number]
+        found = self._catalog.find(prompt_id)
+        assert found is not None
+        prompt, rows = found[1], index.prompt_rows(number, scored_only=False)
+        rewards = index.column("reward", rows)[index.column("status", rows) == SCORED]
+        return {
+            "prompt_id": prompt_id,
+            "task": prompt.task,
+            "split": prompt.split,
+            "text": prompt.text[:text_chars],
+            "text_cut": text_chars is not None and len(prompt.text) > text_chars,
+            "data": prompt.data,
+            "num_rollouts": len(rows),
+            "num_scored": len(rewards),
+            "reward_mean": float(rewards.mean()) if len(rewards) else None,
+            "reward_min": float(rewards.min()) if len(rewards) else None,
+            "reward_max": float(rewards.max()) if len(rewards) else None,
+        }
+
+
+def ordered(index: Index, numbers: Numbers, order: PromptOrder) -> Numbers:
+    """Return prompt numbers [n] in an order; equal ones in the order of their upload. [n]
+
+    Args:
+        numbers: ascending; some may have no rollouts.
+    """
+    match order:
+        case "upload":
+            return numbers
+        case "most":
+            keys = -_values_of(index.live_counts, numbers, 0)
+        case "best":
+            keys = -_values_of(mean_rewards(index), numbers, np.nan)
+        case "worst":
+            keys = _values_of(mean_rewards(index), numbers, np.nan)
+    return numbers[np.argsort(keys, kind="stable")]  # numpy puts NaN last: prompts without a reward
+
+
+def mean_rewards(index: Index) -> NDArray[np.float64]:
+    """Return the mean reward of each prompt number [P] that the index knows; NaN: none is scored. O(live rollouts)"""
+    rows = index.live_rows()
+    rows = rows[index.column("status", rows) == SCORED]
+    num = len(index.counts)
+    sums = np.bincount(index.column("prompt", rows), weights=index.column("reward", rows), minlength=num)
+    return np.where(index.counts > 0, sums / np.maximum(1, index.counts), np.nan)
+
+
+def _values_of(values: NDArray, numbers: Numbers, absent: float) -> NDArray:
+    """Return the values [n] of prompt numbers [n]; `absent` for those that the index has not met yet."""
+    found = np.full(len(numbers), absent, dtype=values.dtype)
+    known = numbers < len(values)
+    found[known] = values[numbers[known]]
+    return found
+
+
+def by_version(index: Index, number: int) -> list[PromptVersion]:
+    """Return the live rollouts of a prompt by policy version, oldest version first."""
+    rows = index.prompt_rows(number, scored_only=False)
+    columns = [index.column(name, rows).astype(np.int64) for name in ("lineage", "step")]
+    versions, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    is_scored = index.column("status", rows) == SCORED
+    sums = np.bincount(which[is_scored], index.column("reward", rows)[is_scored], len(versions))
+    counts = zip(
+        np.bincount(which).tolist(), np.bincount(which[is_scored], minlength=len(versions)).tolist(), strict=True
+    )
+    return [
+        PromptVersion(
+            version=str(PolicyVersion(lineage, step)),
+            num_rollouts=num,
+            num_scored=num_scored,
+            reward_mean=total / num_scored if num_scored else None,
+        )
+        for (lineage, step), (num, num_scored), total in zip(versions.tolist(), counts, sums.tolist(), strict=True)
+    ]

@@ -1,0 +1,367 @@
+"""The live page in a real Chromium: what it shows, what its buttons do, and that text of a model is never markup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tba.api import AckRequest, BatchRequest, TrainedRollouts
+from tba.clients import BufferClient
+from tba.versions import START, PolicyVersion
+from tba.wire import Heartbeat, Rollout, VersionSpan, encode_rollout
+from tests.support.browser import Watched, chromium, until
+from tests.support.buffer import make_prompts, make_rollout, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NUM_STEPS = 12
+ATTACK = (
+    "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>\u202e</pre><b>bold</b>"
+)
+TOKENS = {
+    "operator": "operator-secret-1",
+    "trainer": "trainer-secret-1",
+    "searcher": "searcher-1",
+    "viewer": "viewer-1",
+}
+PHONE = {"width": 360, "height": 740}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+Open = Callable[..., tuple["Page", Watched]]
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Open a view of a served buffer, and wait until its header knows the run."""
+    contexts: list[Any] = []
+
+    def open_view(buffer: BufferThread, view: str = "#/", **options: Any) -> tuple[Page, Watched]:
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        watched = Watched(page)
+        page.goto(f"{buffer.url}/{view}")
+        until(page, "document.getElementById('run-name').textContent === 'test'")
+        return page, watched
+
+    yield open_view
+    for context in contexts:
+        context.close()
+
+
+def rollouts(step: int) -> list[Rollout]:
+    """Four rollouts of three prompts each; the policy grows better with the step."""
+    return [
+        make_rollout(
+            f"train-{prompt}",
+            reward=float(i < step % 5),
+            version=PolicyVersion(1, step) if step else START,
+            response_text=ATTACK if (step, prompt, i) == (0, 0, 0) else f"answer {i} of step {step}",
+            finish_reason="length" if i == 3 else "stop",
+            visit_id=f"visit-{step}-{prompt}",
+        )
+        for prompt in range(3)
+        for i in range(4)
+    ]
+
+
+def train(client: BufferClient) -> None:
+    """A run of NUM_STEPS steps with everything that the page shows."""
+    client.upload_prompts(make_prompts(4, 2))
+    lineage = start_lineage(client)
+    for step in range(NUM_STEPS):
+        client.push([encode_rollout(one) for one in rollouts(step)])
+        batch = client.draw_batch(
+            BatchRequest(trainer_id="trainer-1", lineage=1, step=step + 1, token=lineage.token, wait_s=10)
+        )
+        drawn = batch.rollouts
+        metrics: dict[str, float | None] = {
+            "reward_mean": step / NUM_STEPS,
+            "ess": 0.9,
+            "kl_to_ref": 0.1 * step,
+            "entropy": 1.0,
+            "step_s": 0.2,
+        }
+        metrics |= {"wait_s": 0.05, "grad_norm": 1.5, "loss": -0.1, "policy_age_mean": 1.0, "policy_age_max": 3.0}
+        request = AckRequest(
+            lineage=1,
+            step=step + 1,
+            token=lineage.token,
+            metrics=metrics,
+            policy_ages=[step - one.version.step for one in drawn],
+            trained=TrainedRollouts(
+                rollout_ids=[one.rollout_id.hex() for one in drawn],
+                advantages=[0.25 if one.reward else -0.75 for one in drawn],
+                weights=[1.0] * len(drawn),
+            ),
+        )
+        client.ack(batch.batch_id, request)
+    mixed = make_rollout(
+        "train-3",
+        reward=None,
+        version_spans=(
+            VersionSpan(version=PolicyVersion(1, 1), start=0, end=2),
+            VersionSpan(version=PolicyVersion(1, 2), start=2, end=3),
+        ),
+        sampler_logprobs=np.array([-0.1, -2.5, -7.0], dtype=np.float32),
+    ).with_failure("timeout: the scorer took 5 s")
+    client.push([encode_rollout(mixed)])
+    client.heartbeat(
+        Heartbeat(
+            component_id="searcher-7",
+            kind="searcher",
+            run="test",
+            state="generating",
+            version=PolicyVersion(1, 1),
+            wait=None,
+            gauges={"tokens_per_s": 1234.0},
+        )
+    )
+
+
+@pytest.fixture
+def trained(serve_buffer: ServeBuffer, tmp_path: Path) -> BufferThread:
+    served = serve_buffer(
+        store={"url": f"file://{tmp_path}"}, sampling={"prompts_per_batch": 3, "min_size_to_sample": 4}
+    )
+    train(served.client())
+    return served
+
+
+def texts(page: Page) -> str:
+    return page.inner_text("body")
+
+
+def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained)
+    page.wait_for_selector(".uplot canvas")
+    shown = texts(page)
+    assert f"step {NUM_STEPS}" in shown
+    assert "The mean reward of a batch" in page.inner_text("#summary")
+    chart = page.locator("section", has=page.get_by_role("heading", name="Reward", exact=True)).locator(".plot")
+    assert "12 values from step 1 to 12" in (chart.get_attribute("aria-label") or "")
+    assert "0.9167" in page.inner_text(".u-legend >> nth=0")
+    # every panel says how to read it
+    assert page.locator(".panel").count() == page.locator(".panel > .how").count() > 10
+    assert watched.errors == []
+    assert watched.hosts == {trained.url.split("//")[1]}
+
+
+def test_zoom_and_hover_of_a_chart_stay_while_the_page_updates(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained)
+    over = page.locator(".u-over").first
+    over.wait_for()
+    box = over.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 40)
+    until(page, "/reward, batch:?\\s*0\\.\\d/.test(document.querySelector('.u-legend').innerText)")
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 40, steps=4)
+    page.mouse.up()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40)
+    assert watched.errors == []
+
+
+def test_rollouts_are_filtered_and_exported(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained, "#/rollouts?order=best")
+    page.wait_for_selector("main table tbody tr")
+    rewards = page.locator("main tbody tr td:first-child").all_inner_texts()
+    assert rewards == sorted(rewards, reverse=True)
+    page.click("text=Failed")
+    until(page, "document.querySelectorAll('main tbody tr').length === 1")
+    assert "failed" in page.inner_text("main tbody tr td:first-child")  # named, and no number
+    page.fill("#filter-contains", "of step 5")
+    page.select_option("#filter-status", "")
+    page.click("form.filters button.primary")
+    until(page, "document.querySelectorAll('main tbody tr').length === 12")
+    with page.expect_download() as download:
+        page.click("text=Export what is shown")
+    assert len(json.loads(Path(download.value.path()).read_text())) == 12
+    assert watched.errors == []
+
+
+def test_one_rollout_says_what_made_it_and_what_it_made(trained: BufferThread, open_page: Open) -> None:
+    client = trained.client()
+    best = next(one for one in client.list_rollouts(order="best", limit=50).rollouts if one.num_batches)
+    page, watched = open_page(trained, f"#/rollout/{best.rollout_id}")
+    page.wait_for_selector("text=Trained by")
+    shown = texts(page)
+    assert best.prompt_text is not None
+    assert best.prompt_text in shown
+    assert best.response_text in shown
+    steps = page.locator("section", has=page.get_by_role("heading", name="Trained by")).locator("tbody tr")
+    assert steps.count() == best.num_batches
+    assert "0.25" in steps.first.inner_text()
+    page.wait_for_selector("section:has-text('Its group') tbody tr")
+    page.check("input[value=advantage]")
+    assert watched.errors == []
+
+
+def test_text_of_a_model_is_never_markup(trained: BufferThread, open_page: Open) -> None:
+    for view in ("#/rollouts?contains=onerror", "#/prompt/train-0", "rollout"):
+        if view == "rollout":
+            found = trained.client().list_rollouts(contains="onerror").rollouts[0]
+            view = f"#/rollout/{found.rollout_id}"
+        page, watched = open_page(trained, view)
+        until(page, "document.querySelector('main').innerText.includes('onerror')")
+        assert page.title().startswith("test: running")
+        assert page.locator("main img, main script, main pre b").count() == 0
+        assert watched.errors == []
+
+
+def test_the_same_prompt_is_shown_under_two_versions(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained, "#/prompts")
+    page.click("main tbody a >> nth=0")
+    page.wait_for_selector(".answer")
+    versions = [page.input_value("#version-older"), page.input_value("#version-newer")]
+    assert versions[0] != versions[1]
+    page.select_option("#version-older", versions[1])
+    newest = f"of step {versions[1].split('-')[1]}"
+    until(page, f"document.querySelector('.grid.two').innerText.split({newest!r}).length > 4")
+    assert watched.errors == []
+
+
+def test_searchers_settings_and_ledger_are_there(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained, "#/fleet")
+    page.wait_for_selector("text=searcher-7")
+    assert "1,234" in texts(page)
+    page.click("nav >> text=Settings")
+    page.wait_for_selector("text=Audit of the run")
+    assert "learning_rate" in texts(page)
+    page.click("nav >> text=Ledger")
+    page.wait_for_selector(f"text=1-{NUM_STEPS}")
+    assert page.locator("main tbody tr").count() == NUM_STEPS + 1
+    assert watched.errors == []
+
+
+def test_buttons_act_and_leave_their_reason_in_the_audit(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained)
+    page.click("#commands >> text=Evaluate")
+    page.fill("dialog #ask-prompts", "1")
+    page.click("dialog button.primary")
+    until(page, "!document.querySelector('dialog')")
+    assert [(item.version, item.num_prompts) for item in trained.client().run().evals] == [("0-0", 1)]
+    page.click("#commands >> text=Pause")
+    page.fill("dialog #ask-reason", "lunch")
+    page.click("dialog button.primary")
+    until(page, "document.getElementById('run-state').textContent === 'paused'")
+    assert trained.client().run_changes().changes[-1].reason == "lunch"
+    page.click("nav >> text=Settings")
+    page.click("tr:has-text('learning_rate') button")
+    page.fill("dialog #ask-value", "0.0007")
+    page.click("dialog button.primary")
+    until(page, "!document.querySelector('dialog')")
+    assert trained.client().settings().now["learning_rate"] == pytest.approx(0.0007)
+    page.click("tr:has-text('learning_rate') button")
+    page.fill("dialog #ask-value", "-1")
+    page.click("dialog button.primary")
+    until(page, "document.querySelector('dialog [role=alert]').textContent.includes('learning_rate')")
+    page.click("dialog >> text=Cancel")
+    # the browser itself reports the refused request, and nothing else
+    assert all("422" in error or "400" in error for error in watched.errors)
+
+
+def test_a_token_is_asked_for_and_the_service_checks_the_role(serve_buffer: ServeBuffer, browser: Browser) -> None:
+    served = serve_buffer(tokens=TOKENS)
+    page = browser.new_page()
+    page.goto(served.url)
+    page.wait_for_selector("dialog #token")
+    page.fill("#token", TOKENS["viewer"])
+    page.click("dialog button")
+    until(page, "document.getElementById('run-state').textContent === 'running'")
+    page.click("#commands >> text=Pause")
+    page.click("dialog button.primary")
+    page.wait_for_selector("dialog >> text=Sign in with an operator's token")
+    assert served.client(token=TOKENS["operator"]).run().state == "running"
+    page.close()
+    page = browser.new_page()
+    page.goto(f"{served.url}/#token={TOKENS['operator']}")
+    until(page, "document.getElementById('run-state').textContent === 'running'")
+    assert TOKENS["operator"] not in page.url
+    assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    page.close()
+
+
+def test_empty_states_say_what_is_awaited(serve_buffer: ServeBuffer, open_page: Open) -> None:
+    served = serve_buffer()
+    page, watched = open_page(served)
+    page.wait_for_selector("text=The first optimizer step is awaited")
+    for view, text in (
+        ("#/rollouts", "The first rollout is awaited"),
+        ("#/prompts", "none has been uploaded yet"),
+        ("#/fleet", "The first searcher is awaited"),
+        ("#/ledger", "The first optimizer step is awaited"),
+    ):
+        page.goto(f"{served.url}/{view}")
+        page.wait_for_selector(f"text={text}")
+    assert [error for error in watched.errors if "503" not in error] == []
+
+
+def test_axe_finds_nothing_serious_and_a_phone_needs_no_sideways_scrolling(
+    trained: BufferThread, open_page: Open
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    newest = trained.client().list_rollouts(limit=1).rollouts[0].rollout_id
+    tabs = ("#/", "#/rollouts", "#/prompts", "#/fleet", "#/settings", "#/ledger")
+    page, _ = open_page(trained, viewport=PHONE)
+    for view in (*tabs, f"#/rollout/{newest}", "#/prompt/train-0"):
+        page.goto(f"{trained.url}/{view}")
+        page.wait_for_selector("main h2")
+        until(page, "!document.querySelector('main').innerText.includes('Asking for')")
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            found = Axe().run(page).response["violations"]
+            serious = [
+                (item["id"], item["nodes"][0]["html"]) for item in found if item["impact"] in ("serious", "critical")
+            ]
+            assert serious == [], f"{view}, {scheme}"
+        width = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        assert width[0] <= width[1], f"{view} is {width[0]} px wide on a phone of {width[1]} px"
+
+
+def test_the_keyboard_reaches_content_tabs_and_buttons(trained: BufferThread, open_page: Open) -> None:
+    page, _ = open_page(trained)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    page.focus("nav a[href='#/rollouts']")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("form.filters")
+    assert page.evaluate("document.activeElement.id") == "main"
+
+
+def test_files_are_cached_by_content_and_allow_no_inline_script(trained: BufferThread) -> None:
+    index = httpx2.get(f"{trained.url}/")
+    policy = index.headers["content-security-policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    again = httpx2.get(f"{trained.url}/", headers={"if-none-match": index.headers["etag"]})
+    assert again.status_code == 304
+    assert httpx2.get(f"{trained.url}/page/nothing.js").json()["type"] == "urn:tba:problem:not-found"
+    assert httpx2.get(f"{trained.url}/page/../files.py").status_code == 404
+
+
+def test_the_rest_docs_need_no_other_host(trained: BufferThread, browser: Browser) -> None:
+    page = browser.new_page()
+    watched = Watched(page)
+    page.goto(f"{trained.url}/docs")
+    assert "list_rollouts" in page.content()
+    page.click("a[href='#schema-RolloutPage'] >> nth=0")
+    assert watched.hosts == {trained.url.split("//")[1]}
+    assert watched.errors == []
+    page.close()

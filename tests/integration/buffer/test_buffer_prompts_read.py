@@ -1,0 +1,131 @@
+"""GET /v1/prompts and GET /v1/prompts/{prompt_id} over real HTTP."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+from redis import Redis
+from tba_buffer.storage.keys import Keys
+
+from tba.api import Prompt
+from tba.clients import BufferClient
+from tba.errors import NotFoundError
+from tba.versions import PolicyVersion
+from tba.wire import encode_rollout
+from tests.support.buffer import make_prompts, make_rollout, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.redis_process import RedisProcess
+
+KEYS = Keys("test")
+
+
+@pytest.fixture
+def buffer(serve_buffer: ServeBuffer) -> BufferThread:
+    """train-0: rewards 0, 1 and a pending one; train-1: 0.75; train-2: pending; train-3, heldout-0: nothing."""
+    served = serve_buffer()
+    client = served.client()
+    client.upload_prompts([*make_prompts(4), Prompt(prompt_id="Other", task="math", text="İs ÄÖ?", split="heldout")])
+    lineage = start_lineage(client)
+    newer = PolicyVersion(lineage.lineage, 2)
+    rollouts = [
+        make_rollout("train-0", reward=0.0),
+        make_rollout("train-0", reward=1.0, version=newer),
+        make_rollout("train-0", reward=None, version=newer),
+        make_rollout("train-1", reward=0.75),
+        make_rollout("train-2", reward=None),
+    ]
+    client.push([encode_rollout(rollout) for rollout in rollouts])
+    return served
+
+
+def ids(client: BufferClient, **query: object) -> list[str]:
+    return [prompt.prompt_id for prompt in client.list_prompts(**query).prompts]  # pyright: ignore[reportArgumentType]
+
+
+def test_a_prompt_is_shown_with_the_rewards_of_its_stored_rollouts(buffer: BufferThread) -> None:
+    page = buffer.client().list_prompts(text_chars=3)
+    assert (page.num_matching, page.next, len(page.prompts)) == (5, None, 5)
+    first, last = page.prompts[0], page.prompts[-1]
+    assert (first.prompt_id, first.task, first.split, first.data) == ("train-0", "addition", "train", {"answer": 0})
+    assert (first.text, first.text_cut) == ("0+0", True)
+    assert (first.num_rollouts, first.num_scored) == (3, 2)
+    assert (first.reward_mean, first.reward_min, first.reward_max) == (0.5, 0.0, 1.0)
+    assert (page.prompts[2].num_rollouts, page.prompts[2].num_scored, page.prompts[2].reward_mean) == (1, 0, None)
+    assert (last.num_rollouts, last.reward_mean, last.reward_min, last.reward_max) == (0, None, None, None)
+
+
+def test_filters_and_orders(buffer: BufferThread) -> None:
+    client = buffer.client()
+    assert ids(client, split="heldout") == ["Other"]
+    assert ids(client, task="addition") == [f"train-{i}" for i in range(4)]
+    assert ids(client, task="unknown") == []
+    assert ids(client, contains="oTHER") == ["Other"]  # the id
+    assert ids(client, contains="äö") == ["Other"]  # the text
+    assert ids(client, contains="2+2") == ["train-2"]
+    assert ids(client, contains="TRAIN", split="heldout") == []
+    assert ids(client, order="best") == ["train-1", "train-0", "train-2", "train-3", "Other"]
+    assert ids(client, order="worst") == ["train-0", "train-1", "train-2", "train-3", "Other"]
+    assert ids(client, order="most") == ["train-0", "train-1", "train-2", "train-3", "Other"]
+
+
+def test_pages_follow_one_another(buffer: BufferThread) -> None:
+    client, seen, after = buffer.client(), [], 0
+    while True:
+        page = client.list_prompts(order="best", task="addition", limit=3, after=after)
+        assert page.num_matching == 4
+        seen += [prompt.prompt_id for prompt in page.prompts]
+        if page.next is None:
+            break
+        after = page.next
+    assert seen == ["train-1", "train-0", "train-2", "train-3"]
+    beyond = client.list_prompts(after=2**53)
+    assert (beyond.prompts, beyond.next, beyond.num_matching) == ([], None, 5)
+
+
+def test_one_prompt_is_shown_whole_and_by_version(buffer: BufferThread) -> None:
+    found = buffer.client().get_prompt("train-0")
+    assert (found.text, found.text_cut, found.num_rollouts, found.reward_mean) == ("0+0=", False, 3, 0.5)
+    assert [version.model_dump() for version in found.by_version] == [
+        {"version": "0-0", "num_rollouts": 1, "num_scored": 1, "reward_mean": 0.0},
+        {"version": "1-2", "num_rollouts": 2, "num_scored": 1, "reward_mean": 1.0},
+    ]
+    assert buffer.client().get_prompt("train-3").by_version == []
+
+
+ODD_IDS = ["a/b", "/", "a//b/", "..", "../run", ".", "a b", "a?b=c", "a#b", "a%2Fb", "ü/ﬁ€😀", "x" * 256]
+
+
+def test_every_id_that_can_be_uploaded_can_be_asked_for(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    client.upload_prompts([Prompt(prompt_id=prompt_id, task="t", text=f"of {prompt_id}") for prompt_id in ODD_IDS])
+    for prompt_id in ODD_IDS:
+        found = client.get_prompt(prompt_id)
+        assert (found.prompt_id, found.text) == (prompt_id, f"of {prompt_id}")
+        with pytest.raises(NotFoundError, match="was never uploaded"):
+            client.get_prompt(f"-{prompt_id}"[:256])
+
+
+def test_queries_that_cannot_be_meant_name_the_parameter(buffer: BufferThread) -> None:
+    for query, said in [
+        ("?order=median", "query.order"),
+        ("?limit=101", "query.limit"),
+        ("?after=-1", "query.after"),
+        ("?contains=", "query.contains"),
+        (f"?contains={'x' * 201}", "query.contains"),
+        ("?text_chars=10001", "query.text_chars"),
+        (f"/{'x' * 257}", "prompt_id"),
+    ]:
+        reply = httpx2.get(f"{buffer.url}/v1/prompts{query}", timeout=60)
+        assert (reply.status_code, said in reply.json()["detail"]) == (422, True), query
+
+
+def test_a_damaged_prompt_is_shown_as_unreadable(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    serve_buffer().client().upload_prompts(make_prompts(2))
+    with Redis.from_url(redis.url) as direct:
+        direct.hset(KEYS.prompts, "train-0", b"\xff")
+    client = serve_buffer().client()  # the prompts are read when a buffer starts
+    assert [(prompt.prompt_id, prompt.task) for prompt in client.list_prompts().prompts] == [
+        ("train-0", "unreadable"),
+        ("train-1", "addition"),
+    ]
+    assert client.get_prompt("train-0").text == "unreadable"

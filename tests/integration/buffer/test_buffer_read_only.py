@@ -1,0 +1,165 @@
+"""`buffer.read_only`: a buffer that only shows what Redis holds, and leaves it as it is."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from tba.api import LineageRequest, RescoreRequest, RunCommand, ScaleRequest
+from tba.clients import BufferClient
+from tba.errors import ConflictError, UnauthorizedError
+from tba.wire import Heartbeat, encode_rollout
+from tests.support.buffer import make_prompts, make_rollout
+from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.redis_process import RedisProcess
+
+WHY = "this run is over since 2026-01-01 00:00:00: it is done"
+TOKENS = {role: f"token-of-the-{role}" for role in ("searcher", "trainer", "operator", "viewer")}
+READS = (
+    "/v1/run",
+    "/v1/run/changes",
+    "/v1/run/settings",
+    "/v1/run/searchers",
+    "/v1/stats",
+    "/v1/rollouts",
+    "/v1/ledger",
+)
+
+
+def stored(redis: RedisProcess) -> dict[bytes, Any]:
+    """Return all that Redis has; DUMP would show also how it orders a hash in memory."""
+    with Redis.from_url(redis.url) as client:
+        read: dict[bytes, Callable[[bytes], Any]] = {
+            b"string": client.get,
+            b"hash": client.hgetall,
+            b"list": lambda key: client.lrange(key, 0, -1),
+            b"set": client.smembers,
+            b"zset": lambda key: client.zrange(key, 0, -1, withscores=True),
+            b"stream": client.xrange,
+        }
+        keys: Any = client.keys("*")
+        return {key: read[client.type(key)](key) for key in keys}  # pyright: ignore[reportArgumentType]
+
+
+def fill(client: BufferClient, *, num: int = 10) -> list[str]:
+    """Store a run with rollouts (one of them pending), a trainer and a searcher; return the ids."""
+    client.upload_prompts(make_prompts(2))
+    client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+    rollouts = [make_rollout(reward=None if i == 0 else float(i)) for i in range(num)]
+    client.push([encode_rollout(rollout) for rollout in rollouts])
+    for kind in ("trainer", "searcher"):
+        client.heartbeat(
+            Heartbeat(
+                run="test", component_id=f"{kind}-0", kind=kind, state="working", version=None, wait=None, gauges={}
+            )
+        )
+    return [rollout.rollout_id.hex() for rollout in rollouts]
+
+
+def ask(url: str, method: str, path: str, token: str | None = None) -> tuple[int, Any]:
+    headers = {"content-type": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    request = urllib.request.Request(url + path, b"{}" if method != "GET" else None, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_it_shows_everything_and_changes_nothing(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    first = serve_buffer()
+    ids = fill(first.client())
+    first.stop()
+    before = stored(redis)
+
+    # every limit is passed, and a reward service could be asked
+    section = {"read_only": WHY, "max_rollouts": 8, "score_every_s": 0.05}
+    view = serve_buffer(buffer=section, reward={"url": "http://127.0.0.1:9"}, scaling={"backend": "local"})
+    client = view.client()
+    info = client.run()
+    assert (info.read_only, info.note, info.state, info.lineage) == (True, WHY, "running", 1)
+    assert {item.component_id: (item.alive, item.state) for item in info.components} == {
+        "buffer": (True, "read-only"),
+        "searcher-0": (False, "working"),
+        "trainer-0": (False, "working"),
+    }
+    assert info.waits == []
+    assert {item.rollout_id for item in client.list_rollouts().rollouts} == set(ids)
+    assert client.get_rollout(ids[0]).reward_status == "pending"
+    assert next(client.events()).data["read_only"] is True
+    for path in READS:
+        assert ask(view.url, "GET", path)[0] == 200, path
+    assert ask(view.url, "GET", "/readyz") == (200, {"status": "ok"})
+    # silent for longer than a normal buffer remembers: shown all the same
+    view.ahead_s = 7200.0
+    assert {item.component_id for item in client.run().components} == {"buffer", "searcher-0", "trainer-0"}
+    assert stored(redis) == before
+
+
+def test_every_write_is_refused_with_the_reason(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    first = serve_buffer()
+    fill(first.client())
+    first.stop()
+    view = serve_buffer(buffer={"read_only": WHY})
+    before = stored(redis)
+    client = view.client()
+    for write in (
+        lambda: client.command("resume", RunCommand()),
+        lambda: client.scale(ScaleRequest(num_searchers=1)),
+        lambda: client.start_rescore(RescoreRequest()),
+        lambda: client.push([encode_rollout(make_rollout())]),
+        lambda: client.new_lineage(LineageRequest(trainer_id="u", parent="0-0")),
+    ):
+        with pytest.raises(ConflictError, match=r"this is a read-only view .this run is over since"):
+            write()
+    operations = [
+        (method.upper(), path)
+        for path, methods in ask(view.url, "GET", "/openapi.json")[1]["paths"].items()
+        for method in methods
+        if method != "get"
+    ]
+    assert len(operations) > 20
+    for method, path in operations:
+        status, problem = ask(view.url, method, path.replace("{command}", "resume").replace("{name}", "n"))
+        assert (status, WHY in problem["detail"]) == (409, True), (method, path, problem)
+    assert stored(redis) == before
+
+
+def test_it_does_not_take_the_run_from_its_buffer(serve_buffer: ServeBuffer) -> None:
+    owner = serve_buffer()
+    client = owner.client()
+    fill(client)
+    view = serve_buffer(buffer={"read_only": WHY})
+    assert view.client().run().read_only
+    assert [item.outcome for item in client.push([encode_rollout(make_rollout())]).outcomes] == ["new"]
+    assert len(view.client().list_rollouts().rollouts) == 11, "it follows the log"
+    assert not client.run().read_only
+
+
+def test_tokens_are_checked_before_the_refusal(serve_buffer: ServeBuffer) -> None:
+    view = serve_buffer(buffer={"read_only": WHY}, tokens=TOKENS)
+    with pytest.raises(UnauthorizedError):
+        view.client().run()
+    assert ask(view.url, "POST", "/v1/run/resume")[0] == 401
+    assert ask(view.url, "POST", "/v1/run/resume", TOKENS["operator"])[0] == 409
+    assert view.client(token=TOKENS["viewer"]).run().read_only
+
+
+def test_a_loss_of_redis_is_shown_and_not_accepted(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    first = serve_buffer()
+    fill(first.client())
+    first.stop()
+    with Redis.from_url(redis.url) as client:
+        client.hset("tba:test:run", "changes_missing", "5")
+    before = stored(redis)
+    view = serve_buffer(buffer={"read_only": WHY, "appendfsync": "everysec"})
+    info = view.client().run()
+    assert "5 acknowledged changes are missing" in (info.loss or "")
+    assert ask(view.url, "GET", "/readyz")[0] == 200, "it is ready to be looked at"
+    assert stored(redis) == before

@@ -1,0 +1,268 @@
+"""Which steps trained a rollout: from the ack to GET /v1/rollouts/{rollout_id}, within bounds, over restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from tba_buffer.rollouts.trained_steps import DROPPED, RECORDS_PER_READ, TrainedSteps, encode_trained
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.storage.context import Context
+from tba_buffer.storage.keys import Keys
+from tba_buffer.storage.redis_client import BytesRedis
+
+from tba.api import AcceptLoss, AckRequest, BatchRequest, LineageReply, RolloutDetail, TrainedRollouts
+from tba.clients import BufferClient
+from tba.errors import BadRequestError
+from tba.versions import PolicyVersion
+from tba.wire import Batch
+from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer, copy_of, go_back
+from tests.support.buffer_reads import named
+from tests.support.redis_process import RedisProcess
+
+KEYS = Keys("test")
+
+
+def filled(client: BufferClient) -> LineageReply:
+    client.upload_prompts(make_prompts(4))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(4)]))
+    return lineage
+
+
+def draw(client: BufferClient, lineage: LineageReply, step: int) -> Batch:
+    return client.draw_batch(
+        BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=0.0)
+    )
+
+
+def ids_of(batch: Batch) -> list[str]:
+    return [rollout.rollout_id.hex() for rollout in batch.rollouts]
+
+
+def trained_of(ids: Sequence[str], step: int) -> TrainedRollouts:
+    """Row i of a step has A_j = step + i / 10 and weight 1 / (i + 1); the second row neither."""
+    return TrainedRollouts(
+        rollout_ids=list(ids),
+        advantages=[None if i == 1 else step + i / 10 for i in range(len(ids))],
+        weights=[None if i == 1 else float(f"{1 / (i + 1):.6g}") for i in range(len(ids))],
+    )
+
+
+def make_step(client: BufferClient, lineage: LineageReply, step: int, **fields: object) -> list[str]:
+    """Draw and ack; return the ids of the batch. `fields` replace those of the ack."""
+    batch = draw(client, lineage, step)
+    document = {"trained": trained_of(ids_of(batch), step), **fields}
+    request = AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, **document)  # pyright: ignore
+    client.ack(batch.batch_id, request)
+    return ids_of(batch)
+
+
+def versions(detail: RolloutDetail) -> list[str]:
+    return [step.version for step in detail.trained]
+
+
+def trained_steps(client: BufferClient) -> tuple[int, int]:
+    found = client.stats().trained_steps
+    return found["kept"], found["dropped"]
+
+
+def test_a_rollout_says_what_each_step_made_of_it(serve_buffer: ServeBuffer) -> None:
+    served = serve_buffer()
+    client = served.client()
+    lineage = filled(client)
+    batch = draw(client, lineage, 1)
+    ids = ids_of(batch)
+    before = client.get_rollout(ids[0])
+    assert (before.trained, before.trained_since) == ([], None)
+    request = AckRequest(lineage=1, step=1, token=lineage.token, trained=trained_of(ids, 1))
+    for _ in range(3):  # a repeated one changes nothing
+        client.ack(batch.batch_id, request)
+    assert trained_steps(client) == (1, 0)
+    for row, rollout_id in enumerate(ids):
+        (step,) = client.get_rollout(rollout_id).trained
+        expected = (None, None) if row == 1 else (1 + row / 10, float(f"{1 / (row + 1):.6g}"))
+        assert (step.advantage, step.weight) == expected
+        assert (step.version, step.skipped, step.abandoned) == ("1-1", None, False)
+    ledger = client.ledger().entries
+    assert client.get_rollout(ids[0]).trained[0].at_s == ledger[-1].acked_at_s  # pyright: ignore
+    refused = make_step(client, lineage, 2, skipped="non_finite", trained=None)
+    skipped = make_step(client, lineage, 3, skipped="loss_spike")
+    assert set(refused) == set(skipped) == set(ids)  # a batch takes all 16 rollouts
+    detail = client.get_rollout(ids[0])
+    assert [(step.version, step.skipped) for step in detail.trained] == [("1-1", None), ("1-3", "loss_spike")]
+    assert detail.trained_since == "1-1"
+
+
+def test_refused_rollouts_are_not_reported(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    lineage = filled(client)
+    batch = draw(client, lineage, 1)
+    ids = ids_of(batch)
+    fields = {"lineage": 1, "step": 1, "token": lineage.token, "refused": {"too-long": 4}}
+    with pytest.raises(BadRequestError, match=r"has 16 rollouts, 0 of which are not in the batch; .* 4 were refused"):
+        client.ack(batch.batch_id, AckRequest(**fields, trained=trained_of(ids, 1)))  # pyright: ignore
+    stranger = trained_of([*ids[:11], "0" * 32], 1)
+    with pytest.raises(BadRequestError, match="has 12 rollouts, 1 of which are not in the batch"):
+        client.ack(batch.batch_id, AckRequest(**fields, trained=stranger))  # pyright: ignore
+    client.ack(batch.batch_id, AckRequest(**fields, trained=trained_of(ids[:12], 1)))  # pyright: ignore
+    assert [versions(client.get_rollout(each)) for each in ids] == [["1-1"]] * 12 + [[]] * 4
+
+
+def test_the_newest_steps_are_kept_and_the_others_counted(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer(buffer={"max_trained_steps": 2}).client()
+    lineage = filled(client)
+    seen = []
+    for step in range(1, 6):
+        rollout_id = make_step(client, lineage, step)[0]
+        detail = client.get_rollout(rollout_id)  # what is in memory follows
+        seen.append((versions(detail), detail.trained_since, trained_steps(client)))
+    assert seen == [
+        (["1-1"], "1-1", (1, 0)),
+        (["1-1", "1-2"], "1-1", (2, 0)),
+        (["1-2", "1-3"], "1-2", (2, 1)),
+        (["1-3", "1-4"], "1-3", (2, 2)),
+        (["1-4", "1-5"], "1-4", (2, 3)),
+    ]
+
+
+def test_with_0_none_is_kept_and_what_was_kept_goes(serve_buffer: ServeBuffer) -> None:
+    first = serve_buffer()
+    client = first.client()
+    lineage = filled(client)
+    ids = [make_step(client, lineage, step) for step in (1, 2)][-1]
+    first.stop()
+    client = serve_buffer(buffer={"max_trained_steps": 0}).client()
+    assert versions(client.get_rollout(ids[0])) == ["1-1", "1-2"]
+    make_step(client, lineage, 3)
+    detail = client.get_rollout(ids[0])
+    assert (detail.trained, detail.trained_since, trained_steps(client)) == ([], None, (0, 3))
+
+
+def test_acks_of_older_trainers_keep_none(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    lineage = filled(client)
+    ids = make_step(client, lineage, 1, trained=None)
+    make_step(client, lineage, 2, trained=trained_of([], 2))
+    detail = client.get_rollout(ids[0])
+    assert (detail.trained, detail.trained_since, trained_steps(client)) == ([], None, (0, 0))
+
+
+def test_a_restarted_buffer_still_knows_and_marks_what_a_resume_abandons(serve_buffer: ServeBuffer) -> None:
+    first = serve_buffer()
+    client = first.client()
+    lineage = filled(client)
+    ids, *_ = [make_step(client, lineage, step) for step in (1, 2, 3)]
+    known = client.get_rollout(ids[5])
+    assert versions(known) == ["1-1", "1-2", "1-3"]
+    first.stop()
+    client = serve_buffer().client()
+    assert client.get_rollout(ids[5]).trained == known.trained
+    resumed = start_lineage(client, PolicyVersion(1, 1))
+    make_step(client, resumed, 2)
+    steps = client.get_rollout(ids[5]).trained
+    assert [(step.version, step.abandoned) for step in steps] == [
+        ("1-1", False),
+        ("1-2", True),
+        ("1-3", True),
+        ("2-2", False),
+    ]
+
+
+def test_a_damaged_record_is_noted_and_the_others_are_shown(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    client = serve_buffer(buffer={"max_trained_steps": 3}).client()
+    lineage = filled(client)
+    ids, _ = [make_step(client, lineage, step) for step in (1, 2)]
+    with Redis.from_url(redis.url) as store:
+        whole = store.lindex(KEYS.trained, 1)
+        for damage in (b"\xff", whole[:-1], b"\x97\x01\x02\xcb" + bytes(8) + b"\xc0\xc4\x05hallo\xc4\x00\xc4\x00"):  # pyright: ignore
+            store.rpop(KEYS.trained)
+            store.rpush(KEYS.trained, damage)
+            found = serve_buffer(buffer={"max_trained_steps": 3}).client()
+            assert versions(found.get_rollout(ids[0])) == ["1-1"]
+            assert ("trained", "record 1") in named(found)
+            store.delete(KEYS.damaged_items)
+    # it keeps its place
+    make_step(found, lineage, 3)
+    make_step(found, lineage, 4)
+    detail = found.get_rollout(ids[0])
+    assert (versions(detail), detail.trained_since) == (["1-3", "1-4"], "1-3")
+
+
+def test_redis_that_was_restored_from_a_copy_is_read_again(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    """Also where another step has taken the place of one that was lost."""
+    client = serve_buffer().client()
+    lineage = filled(client)
+    ids = make_step(client, lineage, 1)
+
+    async def with_redis(what: Callable[[BytesRedis], Awaitable[Any]]) -> Any:
+        async with AsyncRedis.from_url(redis.url) as store:
+            return await what(store)
+
+    copy = asyncio.run(with_redis(copy_of))
+    make_step(client, lineage, 2)
+    assert versions(client.get_rollout(ids[0])) == ["1-1", "1-2"]
+    asyncio.run(with_redis(lambda store: go_back(store, copy)))
+    client.accept_loss(AcceptLoss(reason="a test"))
+    make_step(client, lineage, 2, skipped="another")
+    steps = client.get_rollout(ids[0]).trained
+    assert [(step.version, step.skipped) for step in steps] == [("1-1", None), ("1-2", "another")]
+
+
+def _record(rollout_ids: Sequence[bytes], *, lineage: int, step: int) -> bytes:
+    num = len(rollout_ids)
+    trained = TrainedRollouts(
+        rollout_ids=[each.hex() for each in rollout_ids], advantages=[float(step)] * num, weights=[1.0] * num
+    )
+    return encode_trained(AckRequest(lineage=lineage, step=step, token="t", trained=trained), acked_at_s=float(step))
+
+
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "damaged-counter"])
+def test_what_is_in_memory_is_what_redis_has(redis: RedisProcess, is_counted: bool) -> None:
+    """Acks, trims and requests in any order; ids that only look alike across a border are not found."""
+    rng = random.Random(3)
+    known = [rng.randbytes(16) for _ in range(20)]
+    across = known[0][8:] + known[1][:8]
+
+    async def compare() -> None:
+        context = Context.connect(make_recipe(buffer={"redis_url": redis.url}))
+        await context.redis.flushall()
+        reader = TrainedSteps(context, lineages := Lineages(context))
+        await lineages.load()
+        if not is_counted:
+            await context.redis.hset(context.keys.counters, DROPPED, b"\xff")
+        steps: list[list[bytes]] = []
+        first = 0
+        for _ in range(60):
+            for _ in range(rng.choice([0, 1, 2, 3 * RECORDS_PER_READ])):
+                steps.append([*rng.choices(known, k=5), known[0], known[1]])
+                await context.redis.rpush(context.keys.trained, _record(steps[-1], lineage=0, step=len(steps)))
+            trimmed = rng.choice([0, 0, 1, 40, len(steps)])
+            trimmed = min(trimmed, len(steps) - first)
+            async with context.redis.pipeline(transaction=True) as pipe:
+                pipe.ltrim(context.keys.trained, trimmed, -1)
+                if is_counted:
+                    pipe.hincrby(context.keys.counters, DROPPED, trimmed)
+                await pipe.execute()
+            first += trimmed
+            kept = list(enumerate(steps, 1))[first:]
+            expected = {each: [f"0-{n}" for n, ids in kept for other in ids if other == each] for each in known}
+            for each in rng.sample(known, 3):
+                found, since = await reader.of(each)
+                assert [step.version for step in found] == expected[each]
+                assert [step.advantage for step in found] == [float(v[2:]) for v in expected[each]]
+                assert since == (f"0-{kept[0][0]}" if kept else None)
+            assert (await reader.of(across))[0] == []
+            many = await reader.many([*known, across])
+            assert {each: [step.version for step in found] for each, found in many.items()} == {
+                each: found for each, found in expected.items() if found
+            }
+        await context.durability.aclose()
+
+    asyncio.run(compare())

@@ -1,0 +1,173 @@
+"""The sentences about a run: what it does, how it learns, what waits, and the most urgent thing to try."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tba_buffer.monitoring.summary import CURVE_NAMES, REMEDY_OF_WAIT, summarise
+
+from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
+
+OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+
+
+def component(name: str, kind: str = "searcher", **changes: Any) -> ComponentInfo:
+    values = {"state": "generating", "version": "1-5", "alive": True, "heartbeat_age_s": 0.1, "gauges": {}}
+    return ComponentInfo(component_id=name, kind=kind, **{**values, **changes})
+
+
+def run(**changes: Any) -> RunInfo:
+    values: dict[str, Any] = {
+        "run": "test",
+        "state": "running",
+        "state_reason": None,
+        "step": 40,
+        "num_steps": 500,
+        "lineage": 1,
+        "parents": {},
+        "latest_version": "1-40",
+        "checkpoint": None,
+        "checkpoint_key": None,
+        "components": [component("trainer-1", "trainer", state="training"), component("searcher-0")],
+        "waits": [],
+        "evals": [],
+    }
+    return RunInfo(**{**values, **changes})
+
+
+def stats(**changes: Any) -> Stats:
+    counts = dict.fromkeys(
+        ("num_rollouts", "num_scored", "num_pending", "num_failed", "num_prompts_train", "num_prompts_heldout"), 0
+    )
+    counts |= dict.fromkeys(("num_prompts_seen", "payload_bytes", "log_position", "num_publications"), 0)
+    counts |= dict.fromkeys(("rollouts_generated", "rollouts_drawn", "rollouts_trained"), 0)
+    maps = {name: {} for name in ("pushed", "refused", "evicted", "leases", "slots", "policy_age_histogram")}
+    nothing = dict.fromkeys(("samples_per_insert", "realised_most_on_policy", "mean_reward_recent"))
+    return Stats(run="test", **{**counts, **maps, **nothing, **changes})
+
+
+def curves(**values: list[float | None]) -> Curves:
+    num = max((len(one) for one in values.values()), default=0)
+    steps = list(range(1, num + 1))
+    return Curves(
+        names=list(values),
+        num_steps=num,
+        num_steps_per_point=1,
+        first_steps=steps,
+        steps=steps,
+        at_s=[0.0] * num,
+        values={name: values.get(name, [None] * num) for name in CURVE_NAMES},
+        num_abandoned=0,
+    )
+
+
+def about(
+    info: RunInfo | None = None, counted: Stats | None = None, values: dict[str, list[float | None]] | None = None
+) -> RunSummary:
+    return summarise(info or run(), counted or stats(), curves(**values or {}))
+
+
+def test_it_says_what_a_running_run_does() -> None:
+    busy = run(
+        components=[
+            component("trainer-1", "trainer", state="training"),
+            component("s", gauges={"tokens_per_s": 1234.4}),
+        ]
+    )
+    said = about(busy, stats(num_rollouts=9000)).doing
+    assert (
+        said
+        == "At step 40 of 500, the trainer is training; 1 searcher makes 1,234 tokens/s; 9,000 rollouts are stored."
+    )
+    alone = about(run(components=[]))
+    assert alone.doing == "At step 40 of 500, no trainer is there; no searcher is alive; 0 rollouts are stored."
+    assert alone.learning is None
+
+
+def test_it_says_how_a_run_ended_and_gives_no_advice_then() -> None:
+    over = run(
+        state="failed",
+        state_reason="out of memory",
+        waits=[WaitInfo(owner="s", name="rollouts", for_s=99, deadline_in_s=1)],
+    )
+    said = about(over, stats(num_failed=7))
+    assert said.doing.startswith("The run has failed (out of memory) at step 40 of 500")
+    assert (said.waiting, said.advice) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([0.1] * 10 + [0.5] * 10, "rises: 0.1 before, 0.5 now"),
+        ([0.5] * 10 + [0.1] * 10, "falls: 0.5 before, 0.1 now"),
+        ([0.0, 1.0] * 10, "flat at 0.5"),
+        ([0.3] * 20, "flat at 0.3"),
+        ([None, 0.25], "is 0.25"),
+        ([None, None], "No step knows a reward"),
+    ],
+)
+def test_it_says_where_the_reward_goes(rewards: list[float | None], said: str) -> None:
+    assert said in (about(values={"reward_mean": rewards}).learning or "")
+
+
+def test_it_says_what_evaluations_found() -> None:
+    def evaluation(version: str, accuracy: float | None, state: str = "done") -> EvalInfo:
+        return EvalInfo.model_construct(eval_id="e", version=version, state=state, accuracy=accuracy)
+
+    evals = [evaluation("0-0", 0.3), evaluation("1-40", 0.9), evaluation("1-50", None, "pending")]
+    said = about(run(evals=evals), values={"reward_mean": [0.5]}).learning
+    assert said is not None
+    assert said.endswith("Held-out accuracy went from 0.300 (version 0-0) to 0.900 (version 1-40).")
+
+
+def test_the_wait_of_the_trainer_comes_first_and_short_ones_are_none() -> None:
+    searcher = WaitInfo(owner="searcher-0", name="reward-workers", for_s=500, deadline_in_s=9, kind="searcher")
+    trainer = WaitInfo(owner="trainer-1", name="rollouts", for_s=12, deadline_in_s=50, kind="trainer")
+    said = about(run(waits=[searcher, trainer]))
+    assert said.waiting == "trainer-1 waits for 'rollouts' since 12 s (at most 50 s more)."
+    assert said.advice == f"Try: {REMEDY_OF_WAIT['rollouts']}."
+    assert about(run(waits=[trainer.model_copy(update={"for_s": 1.0})])).waiting is None
+
+
+def test_advice_is_the_most_urgent_one() -> None:
+    alarm = component("trainer-1", "trainer", gauges={"alarm_on_ess_collapse": 1.0})
+    gone = component("searcher-3", alive=False)
+    many_failed = stats(num_failed=5, num_scored=2)
+    everything: dict[str, list[float | None]] = {
+        "tied_group_share": [0.9],
+        "wait_s": [9.0],
+        "step_s": [1.0],
+        "ess": [0.1],
+    }
+    said = [
+        about(run(components=[alarm, gone]), many_failed, values=everything).advice,
+        about(run(components=[alarm, gone]), values=everything).advice,
+        about(run(components=[gone]), values=everything).advice,
+        about(values=everything).advice,
+        about(values={**everything, "tied_group_share": [0.1]}).advice,
+        about(values={"ess": [0.1]}).advice,
+        about(values={"ess": [0.9]}).advice,
+    ]
+    words = [
+        "failed rollouts",
+        "Alarm ess_collapse",
+        "searcher-3",
+        "all rewards are equal",
+        "waits 90 %",
+        "size is 0.10",
+    ]
+    assert [word in (text or "") for word, text in zip(words, said[:-1], strict=True)] == [True] * len(words)
+    assert said[-1] is None
+
+
+def test_one_that_ended_is_not_silent() -> None:
+    assert about(run(components=[component("searcher-3", alive=False, state="ended")])).advice is None
+
+
+def test_every_wait_with_a_remedy_is_one_of_the_product() -> None:
+    table = OPERATIONS.read_text().partition("\n## Waits\n")[2].partition("\n**The audit")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert set(REMEDY_OF_WAIT) <= {name for cell in first_cells for name in re.findall("`([^`]+)`", cell)}

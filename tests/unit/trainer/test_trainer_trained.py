@@ -1,0 +1,190 @@
+"""What a step made of each rollout: A_j and the mean weight of its tokens, as the loss used them.
+
+They are compared with the gradient of the loss with respect to every token's log-prob, which is -A_j w_jt / divisor.
+test_trainer_forward_backward.py compares them over ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult, Given
+from tba_trainer.loop.training_loop import BYTES_PER_TRAINED, MAX_TRAINED, trained_rollouts
+from tba_trainer.model.logprobs import LogprobModel
+from tba_trainer.model.policy import load_policy
+from tba_trainer.objectives import resolve
+
+from tba.config import ObjectiveSection
+from tba.config.objective import PRESETS
+from tba.fields import MAX_NUMBER
+from tba.wire import Batch
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_values import make_batch, make_recipe, make_rollout
+
+OWN = "tests.support.objective_values:weighted_loss"
+REWARDS = np.array([1.0, 0.25, 0.5, 0.0] + [0.5] * 4 + [0.0, 1.0, 1.0, 0.0])
+"""The second of three groups is tied."""
+AGES = [0, 3, 40] * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
+    return load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False).double()
+
+
+class Watched(LogprobModel):
+    """Keeps the log-probs of all passes with a gradient."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, temperature=1.0)
+        self.passes: list[torch.Tensor] = []
+
+    def logprobs_and_entropy(self, sequences: Any) -> Any:
+        logprobs, entropy = super().logprobs_and_entropy(sequences)
+        logprobs.retain_grad()
+        self.passes.append(logprobs)
+        return logprobs, entropy
+
+
+def run(
+    model: Any, batch: Batch, max_tokens: int, values: dict[str, Any]
+) -> tuple[list[ForwardResult], list[float | None]]:
+    """What is reported, and minus the sum of the gradients of each rollout's tokens; None: no pass was made."""
+    policy = Watched(copy.deepcopy(model))
+    # every divisor is then the number of kept rollouts
+    aggregation = {} if values["preset"] == OWN else {"aggregation": "rollouts"}
+    section = {"beta": {"value": 0.2}, **aggregation, **values}
+    objective = resolve(ObjectiveSection.model_validate(section), max_response_tokens=32)
+    rng = np.random.default_rng(0)
+    recomputed = [r.sampler_logprobs + 0.3 * rng.normal(size=len(r.response_tokens)) for r in batch.rollouts]
+    ref = [-2 * rng.random(len(rollout.response_tokens)) for rollout in batch.rollouts]
+    work = ForwardBackward(
+        policy,
+        objective,
+        batch.rollouts,
+        groups=batch.group_numbers,
+        rewards=REWARDS,
+        given=Given(
+            ref_logprobs=[float(each.sum()) for each in ref],
+            ref_token_logprobs=ref if objective.clamps_tokens else None,
+            trainer_logprobs=recomputed if objective.parts.old_policy == "trainer" else None,
+            log_z=None if objective.log_z_rate is None else [math.nan] * 4 + [0.3] * 8,
+        ),
+        policy_ages=AGES,
+        beta=section["beta"]["value"],
+        micro_batch_tokens=max_tokens,
+    )
+    work.backward()
+    pulls: list[float | None] = [None] * len(batch.rollouts)
+    for micro_batch, logprobs in zip(work._plan.of_rank(0), policy.passes, strict=True):
+        assert logprobs.grad is not None
+        at = 0
+        for row in micro_batch.indices:
+            end = at + len(batch.rollouts[row].response_tokens)
+            pulls[row] = -float(logprobs.grad[at:end].sum())
+            at = end
+    return work.results(), pulls
+
+
+def near(batch: Batch) -> Batch:
+    """The same batch, by a sampler so near to the tiny model that weights differ from 0."""
+    groups = []
+    rng = np.random.default_rng(1)
+    for group in batch.groups:
+        rollouts = [
+            replace(r, sampler_logprobs=(-3.5 + 0.4 * rng.normal(size=len(r.response_tokens))).astype(np.float32))
+            for r in group.rollouts
+        ]
+        groups.append(replace(group, rollouts=tuple(rollouts)))
+    return replace(batch, groups=tuple(groups))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("max_tokens", [4096, 60, 1])
+def test_they_are_what_the_gradient_was_made_of(model: Any, preset: str, max_tokens: int) -> None:
+    batch = near(make_batch(0))
+    results, pulls = run(model, batch, max_tokens, {"preset": preset})
+    num_moved = 0
+    for result, pull in zip(results, pulls, strict=True):
+        num_tokens = len(result.rollout.response_tokens)
+        assert result.advantage is not None
+        assert (result.weight is None) == (pull is None)
+        if pull is not None:
+            assert result.weight is not None
+            expected = result.advantage * result.weight * num_tokens / len(results)
+            assert pull == pytest.approx(expected, rel=1e-9, abs=1e-15)
+            num_moved += pull != 0
+    assert num_moved >= 2
+    if PRESETS[preset].importance_weight == "none":
+        assert {result.weight for result in results} <= {1.0, None}
+    else:
+        assert len({result.weight for result in results}) > 2
+
+
+def test_without_a_pass_the_advantage_is_known_all_the_same(model: Any) -> None:
+    """Of a tied group, and of rollouts that are masked."""
+    batch = make_batch(0)
+    first = batch.groups[0]
+    cut = tuple(replace(r, finish_reason="length") if i == 0 else r for i, r in enumerate(first.rollouts))
+    batch = near(replace(batch, groups=(replace(first, rollouts=cut), *batch.groups[1:])))
+    values = {"preset": "dr_grpo_clamp", "beta": {"value": 0.0}, "mask_truncated": True}
+    results, pulls = run(model, batch, 60, values)
+    expected = REWARDS - REWARDS.reshape(3, 4).mean(axis=1).repeat(4)
+    assert [result.advantage for result in results] == pytest.approx(expected.tolist(), abs=1e-15)
+    assert [result.weight is None for result in results] == [True, False, False, False] + [True] * 4 + [False] * 4
+    assert [pull is None for pull in pulls] == [result.weight is None for result in results]
+    # with a KL there is a pass for it, in which its tokens have no weight
+    results, pulls = run(model, batch, 60, {**values, "beta": {"value": 0.1}})
+    assert (results[0].weight, pulls[0]) == (0.0, 0.0)
+    assert results[0].advantage
+    assert all(result.weight for result in results[1:])
+
+
+def test_an_objective_from_outside_has_neither(model: Any) -> None:
+    results, _ = run(model, make_batch(0), 60, {"preset": OWN})
+    assert {(result.advantage, result.weight) for result in results} == {(None, None)}
+    assert all(result.logprob is not None for result in results)
+
+
+def result(advantage: float | None, weight: float | None) -> ForwardResult:
+    return ForwardResult(
+        rollout=make_rollout(np.random.default_rng(0)),
+        policy_age=0,
+        logprob=None,
+        ref_logprob=None,
+        abs_gap=0.0,
+        advantage=advantage,
+        weight=weight,
+    )
+
+
+def test_numbers_are_rounded_and_what_is_not_finite_is_unknown() -> None:
+    results = [
+        result(1.23456789, 0.0000123456789),
+        result(math.nan, math.inf),
+        result(-math.inf, None),
+        result(-98765432.1, 10.0 * MAX_NUMBER),
+    ]
+    found = trained_rollouts(results, max_bytes=10**6)
+    assert found is not None
+    assert found.advantages == [1.23457, None, None, -98765400.0]
+    assert found.weights == [1.23457e-05, None, None, None]
+    assert found.rollout_ids == [results[0].rollout.rollout_id.hex()] * 4
+
+
+def test_a_batch_that_takes_too_much_room_is_not_reported() -> None:
+    one = result(-1.23456e-100, 1.23456e100)
+    assert trained_rollouts([], max_bytes=10**9) is None
+    assert trained_rollouts([one] * 3, max_bytes=2 * BYTES_PER_TRAINED) is None
+    found = trained_rollouts([one] * MAX_TRAINED, max_bytes=10**9)
+    assert found is not None
+    assert len(found.model_dump_json()) < BYTES_PER_TRAINED * MAX_TRAINED
+    assert trained_rollouts([SimpleNamespace()] * (MAX_TRAINED + 1), max_bytes=10**9) is None  # pyright: ignore

@@ -6,6 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 import tba
+from tba_cli.parser_help import add_help, add_json
+from tba_cli.parser_tasks import add_completion, add_init, add_score
+from tba_cli.parser_views import add_rescore, add_rollouts, add_target, add_top, add_view
+from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -22,6 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tba {tba.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands, common)
+    _add_demo(commands, common)
+    add_init(commands, common)
+    add_score(commands, common)
     _add_fork(commands, common)
     _add_control(commands, common)
     _add_set(commands, common)
@@ -33,13 +40,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands, common)
     _add_prompts(commands, common)
     _add_ledger(commands, common)
-    _add_rollouts(commands, common)
-    _add_rescore(commands, common)
+    add_view(commands, common)
+    add_top(commands, common)
+    add_rollouts(commands, common)
+    add_rescore(commands, common)
     _add_buffer(commands, common)
     _add_export(commands, common)
     _add_evaluate(commands, common)
     _add_reports(commands, common)
     _add_sizing(commands, common)
+    add_completion(commands, common)
+    add_help(parser)
     return parser
 
 
@@ -51,6 +62,18 @@ def _add_run(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     run.add_argument("--buffer", metavar="RUN/NAME", help="begin with this snapshot of another run's buffer")
     _add_start_flags(run)
     run.set_defaults(command="tba_cli.commands.run:run_command")
+
+
+def _add_demo(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    demo = commands.add_parser(
+        "demo",
+        parents=[common],
+        help="train a small model by TBA on this machine, from nothing: the recipe quickstart as run quickstart-seedN",
+    )
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the run (0); the same one starts over")
+    _add_overrides(demo)
+    _add_loudness(demo)
+    demo.set_defaults(command="tba_cli.commands.run:demo_command")
 
 
 def _add_fork(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -70,7 +93,11 @@ def _add_start_flags(run: argparse.ArgumentParser) -> None:
     again.add_argument("--resume", action="store_true", help="continue the run in its folder, from its checkpoint")
     again.add_argument("--fresh", action="store_true", help="delete the folder of this run first")
     run.add_argument("--take-changes", action="store_true", help="with --resume: take the recipe file as it is now")
-    loud = run.add_mutually_exclusive_group()
+    _add_loudness(run)
+
+
+def _add_loudness(parser: argparse.ArgumentParser) -> None:
+    loud = parser.add_mutually_exclusive_group()
     loud.add_argument("--quiet", action="store_true", help="only the result and errors")
     loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
 
@@ -85,8 +112,8 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, parents=[common], help=text)
-        _add_target(command)
-        command.add_argument("--json", action="store_true", help="print JSON")
+        add_target(command)
+        add_json(command)
         if name == "status":
             command.add_argument(
                 "--follow", action="store_true", help="show what happens, line by line, until the run is over or Ctrl-C"
@@ -109,9 +136,9 @@ def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "a schedule such as '{kind=\"linear\", value=0.1, final=0.01, steps=400}', or the word recipe (the value of "
         "the recipe). A word without = is the name of a run under runs/ (default: the newest). None: show them",
     )
-    _add_target(command, with_run=False)
+    add_target(command, with_run=False)
     command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
-    command.add_argument("--json", action="store_true", help="print JSON")
+    add_json(command)
     command.set_defaults(command="tba_cli.commands.control:set_command")
 
 
@@ -125,13 +152,13 @@ def _add_scale(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         nargs="?",
         help="how many, or the word recipe (the number of recipe or chart). None: show them",
     )
-    _add_target(command)
+    add_target(command)
     command.add_argument("--reason", metavar="TEXT", help="kept in the audit")
     command.add_argument("--wait", action="store_true", help="wait until that many searchers are alive")
     command.add_argument(
         "--timeout-s", type=float, default=600.0, metavar="S", help="--wait gives up after this many seconds (600)"
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    add_json(command)
     command.set_defaults(command="tba_cli.commands.control:scale_command")
 
 
@@ -144,6 +171,7 @@ def _add_config(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     _add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
     check.add_argument("--full", action="store_true", help="also load large networks of scorers; may take minutes")
+    add_json(check)
     check.set_defaults(command="tba_cli.commands.config:check_command")
     show = kinds.add_parser("show", parents=[common], help="print the resolved recipe as JSON")
     _add_recipe(show)
@@ -161,7 +189,7 @@ def _add_sizing(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     sizing.add_argument("--step-s", type=float, default=10.0, metavar="S", help="seconds of an optimizer step (10)")
     sizing.add_argument("--prompt-tokens", type=int, metavar="N", help="default: half of searcher.max_prompt_tokens")
     sizing.add_argument("--response-tokens", type=int, metavar="N", help="default: half of max_response_tokens")
-    sizing.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    add_json(sizing, "print JSON, in bytes")
     sizing.set_defaults(command="tba_cli.commands.config:sizing_command")
 
 
@@ -224,7 +252,7 @@ def _add_model(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     pull.set_defaults(command="tba_cli.commands.setup:pull_command")
     show = kinds.add_parser("list", parents=[common], help="list what the store has")
     _add_config_file(show)
-    show.add_argument("--json", action="store_true", help="print JSON")
+    add_json(show)
     show.set_defaults(command="tba_cli.commands.setup:list_command")
 
 
@@ -241,12 +269,14 @@ def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     )
     doctor.add_argument("--check", action="append", default=[], metavar="NAME", help="only this one: gpu, disk, ...")
     doctor.add_argument("--gpus", type=int, metavar="N", help="how many GPUs should be seen here, no more and no fewer")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    add_json(doctor)
     doctor.set_defaults(command="tba_cli.commands.doctor:doctor_command")
 
 
 def _add_config_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE", help="recipe, as the services read it")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", type=recipe_path, help="recipe, as the services read it"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as store.url=s3://bucket/prefix"
     )
@@ -277,7 +307,8 @@ def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     splits.add_argument("--split", choices=["train", "heldout"], help="split of every prompt (default: train)")
     splits.add_argument("--heldout-every", type=int, metavar="N", help="hold one of N out, by the digest of its id")
     splits.add_argument("--num-heldout", type=int, metavar="N", help="hold N out, by the digest of their ids")
-    _add_target(upload)
+    add_target(upload)
+    add_json(upload)
     upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
 
 
@@ -287,50 +318,9 @@ def _add_ledger(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     check = kinds.add_parser(
         "check", parents=[common], help="check that the active lineage has every step exactly once"
     )
-    _add_target(check)
+    add_target(check)
+    add_json(check)
     check.set_defaults(command="tba_cli.commands.report:check_command")
-
-
-def _add_rollouts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    rollouts = commands.add_parser(
-        "rollouts", parents=[common], help="show stored rollouts: prompt, completion, reward, version, age"
-    )
-    _add_target(rollouts)
-    orders = ["newest", "oldest", "best", "worst"]
-    rollouts.add_argument(
-        "--order", choices=orders, default="newest", help="which ones to show first (default: newest)"
-    )
-    rollouts.add_argument("--prompt-id", metavar="ID", help="only rollouts of this prompt")
-    rollouts.add_argument("--version", metavar="VERSION", help="only of this policy version, for example 1-40")
-    rollouts.add_argument(
-        "--status", choices=["scored", "pending", "failed"], help="only rollouts with this reward status"
-    )
-    rollouts.add_argument("--limit", type=int, default=5, metavar="N", help="how many, at most 100 (default: 5)")
-    rollouts.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
-    rollouts.add_argument(
-        "--text-chars", type=int, default=400, metavar="N", help="how much of each text to show (default: 400)"
-    )
-    rollouts.add_argument("--json", action="store_true", help="print JSON")
-    rollouts.set_defaults(command="tba_cli.commands.rollouts:rollouts_command")
-
-
-def _add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    rescore = commands.add_parser(
-        "rescore", parents=[common], help="score the stored rollouts again, with the reward as it is now"
-    )
-    _add_target(rescore)
-    rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
-    rescore.add_argument(
-        "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
-    )
-    what = rescore.add_mutually_exclusive_group()
-    what.add_argument("--wait", action="store_true", help="wait until it is done, and show the progress")
-    what.add_argument(
-        "--show", action="store_true", help="start nothing; show the progress of this one or the result of the last one"
-    )
-    what.add_argument("--cancel", action="store_true", help="end the one in progress; its new scores are kept")
-    rescore.add_argument("--json", action="store_true", help="print JSON")
-    rescore.set_defaults(command="tba_cli.commands.rollouts:rescore_command")
 
 
 def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -338,12 +328,14 @@ def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     kinds = buffer.add_subparsers(metavar="WHAT", required=True)
     save = kinds.add_parser("save", parents=[common], help="save what is stored; the run may be in progress or over")
     save.add_argument("name", metavar="NAME", help="name of the snapshot; no other of this run may have it")
-    _add_target(save)
+    add_target(save)
+    add_json(save)
     save.set_defaults(command="tba_cli.commands.buffer:save_command")
     load = kinds.add_parser("load", parents=[common], help="begin a run that stores nothing yet with a snapshot")
     load.add_argument("source", metavar="RUN/NAME", help="the snapshot, in the store of the run")
     load.add_argument("--version", metavar="VERSION", help="fork: rollouts up to the publication of this version")
-    _add_target(load)
+    add_target(load)
+    add_json(load)
     load.set_defaults(command="tba_cli.commands.buffer:load_command")
     seed = kinds.add_parser("seed", parents=[common], help="push responses from a file into a run in progress")
     seed.add_argument(
@@ -358,11 +350,13 @@ def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     accept = kinds.add_parser(
         "accept-loss", parents=[common], help="continue without the acknowledged changes that Redis has lost"
     )
-    _add_target(accept)
+    add_target(accept)
     accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
+    add_json(accept)
     accept.set_defaults(command="tba_cli.commands.buffer:accept_loss_command")
     snapshots = kinds.add_parser("snapshots", parents=[common], help="list the snapshots of a run in progress")
-    _add_target(snapshots)
+    add_target(snapshots)
+    add_json(snapshots)
     snapshots.set_defaults(command="tba_cli.commands.buffer:snapshots_command")
 
 
@@ -370,12 +364,20 @@ def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     export = commands.add_parser(
         "export", parents=[common], help="write a version of a run as a Hugging Face folder with a model card"
     )
-    _add_target(export)
+    add_target(export)
     export.add_argument(
         "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, best, or last (default): which version"
     )
-    export.add_argument("--recipe", metavar="RECIPE", help="recipe of the run; needed with --url")
-    export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist, or be empty")
+    export.add_argument("--recipe", metavar="RECIPE", type=recipe_path, help="recipe of the run; needed with --url")
+    export.add_argument("--out", metavar="DIR", help="folder to write; must not exist, or be empty")
+    export.add_argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="upload it to this model repository of the Hugging Face hub, made private where it does not exist; token: "
+        "HF_TOKEN, or `hf auth login`",
+    )
+    export.add_argument("--public", action="store_true", help="with --push-to-hub: everybody may read the repository")
+    add_json(export)
     export.set_defaults(command="tba_cli.commands.export:export_command")
 
 
@@ -398,34 +400,29 @@ def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"
     )
     evaluate.add_argument("--token-file", metavar="FILE", help="file with the operator token of a run in progress")
-    loud = evaluate.add_mutually_exclusive_group()
-    loud.add_argument("--quiet", action="store_true", help="only the result and errors")
-    loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
+    _add_loudness(evaluate)
     evaluate.set_defaults(command="tba_cli.commands.evaluate:evaluate_command")
 
 
 def _add_reports(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     report = commands.add_parser("report", parents=[common], help="make summary.json and report.html of a run again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a finished run")
+    add_json(report)
     report.set_defaults(command="tba_cli.commands.report:report_command")
     table = commands.add_parser("table", parents=[common], help="compare finished runs in a Markdown table")
     table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
+    add_json(table)
     table.set_defaults(command="tba_cli.commands.report:table_command")
 
 
 def _add_recipe(parser: argparse.ArgumentParser, *, nargs: str | None = None, default_is: str = "") -> None:
-    help = "TOML file, for example recipes/quickstart.toml" + (f"; default: {default_is}" if default_is else "")
-    parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=help)
+    help = "TOML file, or the name of a recipe that ships with tba, such as quickstart"
+    help += f"; default: {default_is}" if default_is else ""
+    parser.add_argument("recipe", metavar="RECIPE", type=recipe_path, nargs=nargs, help=help)
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example trainer.num_steps=50"
     )
-
-
-def _add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", metavar="URL", help="address of the buffer service")
-    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
-    if with_run:
-        where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
-    parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or tokens file; -: stdin")
-    parser.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")

@@ -215,3 +215,9 @@ class RunFolder:
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
         return lock_fd
+
+
+def view_hint(folder: RunFolder) -> str:
+    """Return the command that opens the page of a run."""
+    is_named = folder.path.parent == (Path.cwd() / "runs")
+    return f"tba view {folder.path.name}" if is_named else f"tba view --run-dir {folder.path}"

@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from tba.errors import ConfigError, ServiceError, WaitTimeoutError
 from tba.tokens import operator_client_token
@@ -32,11 +33,26 @@ def open_client(args: argparse.Namespace) -> BufferClient:
     Raises:
         ConfigError: there is no such run, or it is not in progress.
     """
+    return open_target(args)[0]
+
+
+def open_target(args: argparse.Namespace) -> tuple[BufferClient, str]:
+    """Return a client as `open_client`, and the address of the page of the run, with the token of that client.
+
+    Raises:
+        ConfigError: there is no such run, or it is not in progress.
+    """
     from tba.clients import BufferClient
 
     url, tokens_file, ca_file = (args.url, None, None) if args.url else endpoints_of(run_folder(args))
     token = operator_client_token(args.token_file or tokens_file)
-    return BufferClient(url, token=token, retry_s=RETRY_S, ca_file=args.ca_file or ca_file)
+    client = BufferClient(url, token=token, retry_s=RETRY_S, ca_file=args.ca_file or ca_file)
+    return client, page_url(url, None if token is None else token.value[0])
+
+
+def page_url(buffer_url: str, token: str | None) -> str:
+    """Return the address of the page of a run. A browser keeps the token behind `#` to itself."""
+    return f"{buffer_url.rstrip('/')}/" + ("" if token is None else f"#token={quote(token, safe='')}")
 
 
 def ended_run(args: argparse.Namespace) -> RunFolder | None:

@@ -31,7 +31,7 @@ def download(item: PrepareItem) -> str:
     Raises:
         ConfigError: the hub does not have it, keeps it behind a licence, or cannot be reached.
     """
-    hub, name = _library(), item.hub or ""
+    hub, name = hub_library(), item.hub or ""
     patterns = item.files if item.files is not None else MODEL_FILES if item.kind == "model" else None
     try:
         return _fetch(hub, name, item, patterns)
@@ -64,7 +64,7 @@ def check_allowed(item: PrepareItem) -> None:
     Raises:
         ConfigError: as `download`.
     """
-    hub = _library()
+    hub = hub_library()
     with _explained(item, _elsewhere(item)):
         hub.HfApi().auth_check(item.hub, repo_type=item.kind)
 
@@ -103,7 +103,7 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
     Raises:
         ConfigError: the hub does not have the model, keeps it behind a licence, cannot be reached, or has no sizes.
     """
-    hub = _library()
+    hub = hub_library()
     item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
     with _explained(item, "name a size instead, such as --model 7b"):
         info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
@@ -171,11 +171,19 @@ def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
         ) from None
 
 
-def _library() -> Any:
+def hub_library(what: str = "fetching from") -> Any:
+    """Return the module huggingface_hub.
+
+    Args:
+        what: the use of it, for the error.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError:
         raise ConfigError(
-            "fetching from the Hugging Face hub needs huggingface_hub, which is not installed; install the extra "
-            "`data`: pip install -e '.[data]'"
+            f"{what} the Hugging Face hub needs huggingface_hub, which is not installed; install the extra "
+            "`data`: pip install 'tba[data]'"
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -38,6 +39,9 @@ def save_command(args: argparse.Namespace) -> int:
             info = save_snapshot(client, args.name, show=show_save())
         finally:
             client.close()
+    if args.json:
+        print(info.model_dump_json(indent=1))
+        return 0
     print(
         f"saved {info.source}: {info.num_rollouts} rollouts, {info.num_bytes} bytes, log position {info.log_position}"
     )
@@ -67,7 +71,7 @@ def load_command(args: argparse.Namespace) -> int:
         client.close()
     if origin.state == "failed":
         raise ServiceError(f"snapshot {origin.source} was not loaded: {origin.reason}")
-    print(f"loaded {origin.source}: {origin.num_rollouts} rollouts")
+    print(origin.model_dump_json(indent=1) if args.json else f"loaded {origin.source}: {origin.num_rollouts} rollouts")
     return 0
 
 
@@ -99,10 +103,14 @@ def snapshots_command(args: argparse.Namespace) -> int:
     """List the complete snapshots of a running run."""
     client = open_client(args)
     try:
-        for name in client.snapshots():
-            print(name)
+        names = client.snapshots()
     finally:
         client.close()
+    if args.json:
+        print(json.dumps(names, indent=1))
+        return 0
+    for name in names:
+        print(name)
     return 0
 
 
@@ -115,7 +123,9 @@ def accept_loss_command(args: argparse.Namespace) -> int:
         info = client.accept_loss(AcceptLoss(reason=args.reason))
     finally:
         client.close()
-    if loss is None:
+    if args.json:
+        print(json.dumps({"accepted": loss, "num_lost_changes": info.num_lost_changes}, indent=1))
+    elif loss is None:
         print("Redis has lost nothing that was acknowledged; nothing was changed")
     else:
         print(f"accepted: {escape_controls(loss)}")

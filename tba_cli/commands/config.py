@@ -18,7 +18,7 @@ EXIT_FAILED = 1
 
 def check_command(args: argparse.Namespace) -> int:
     """Load the recipe, then check everything that it names as the run will use it; return 1 if something would fail."""
-    from tba_cli.commands.doctor import print_result
+    from tba_cli.commands.doctor import print_result, results_json
     from tba_cli.doctor.checks.recipe import RecipeChecks
     from tba_cli.doctor.run_checks import run_checks
     from tba_cli.doctor.target import target_of
@@ -31,10 +31,14 @@ def check_command(args: argparse.Namespace) -> int:
         from tba_cli.local.reward_trial import try_scorers
     checks = RecipeChecks(recipe, offline=args.offline, full=args.full, try_scorers=try_scorers)
     results = []
+    on_result = (lambda result: None) if args.json else print_result
     # the prompts come first: the checks of tokenizer and scorers need them
     for group in (checks.first(), checks.others()):
-        results += run_checks(target, checks=group, timeout_s=checks.timeout_s, on_result=print_result)
+        results += run_checks(target, checks=group, timeout_s=checks.timeout_s, on_result=on_result)
     num_wrong = sum(result.level == "fail" for result in results)
+    if args.json:
+        print(results_json(results))
+        return EXIT_FAILED if num_wrong else 0
     if num_wrong:
         things = "1 thing" if num_wrong == 1 else f"{num_wrong} things"
         print(f"{args.recipe}: {things} would fail; each line above says what to do")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 
 from tba.config import load_recipe
 from tba.errors import ConfigError
@@ -33,13 +34,23 @@ def doctor_command(args: argparse.Namespace) -> int:
         chosen = [(name, check) for name, check in CHECKS.items() if not args.check or name in args.check]
         target = target_of(recipe, service=args.service, num_gpus=args.gpus)
         results += run_checks(target, checks=chosen, on_result=on_result)
-    num = {level: sum(result.level == level for result in results) for level in MARKS}
+    num = counts_of(results)
     if args.json:
-        document = {"counts": num, "results": [dataclasses.asdict(result) for result in results]}
-        print(json.dumps(document, indent=1))
+        print(results_json(results))
     else:
         print_line(f"{num['ok']} ok, warnings: {num['warn']}, failed: {num['fail']}, not checked: {num['skip']}")
     return EXIT_FAILED if num["fail"] else 0
+
+
+def counts_of(results: Sequence[CheckResult]) -> dict[str, int]:
+    """Return how many results have each level."""
+    return {level: sum(result.level == level for result in results) for level in MARKS}
+
+
+def results_json(results: Sequence[CheckResult]) -> str:
+    """Return all results, and how many have each level."""
+    document = {"counts": counts_of(results), "results": [dataclasses.asdict(result) for result in results]}
+    return json.dumps(document, indent=1)
 
 
 def print_result(result: CheckResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 
 from tba.api import Prompt
@@ -29,9 +30,14 @@ def upload_command(args: argparse.Namespace) -> int:
             shown.append(prompt)
     left_out = f" ({prompts.num_repeated} repeated rows are left out)" if prompts.num_repeated else ""
     if args.dry_run:
+        num_train, num_heldout = num_by_split["train"], num_by_split["heldout"]
+        if args.json:
+            first = [prompt.model_dump(mode="json") for prompt in shown]
+            numbers = {"num_train": num_train, "num_heldout": num_heldout, "num_repeated": prompts.num_repeated}
+            print(json.dumps({**numbers, "first": first}, indent=1))
+            return 0
         for prompt in shown:
             print(prompt.model_dump_json(indent=2))
-        num_train, num_heldout = num_by_split["train"], num_by_split["heldout"]
         print(f"{num_train} prompts to train on and {num_heldout} held out{left_out}; nothing was uploaded")
         return 0
     client = open_client(args)
@@ -39,6 +45,9 @@ def upload_command(args: argparse.Namespace) -> int:
         reply = upload_prompts(client, prompts, max_chunk_bytes=DEFAULT_CHUNK_BYTES)
     finally:
         client.close()
+    if args.json:
+        print(json.dumps({**reply.model_dump(), "num_repeated": prompts.num_repeated}, indent=1))
+        return 0
     print(
         f"{reply.num_new} new and {reply.num_same} known prompts{left_out}; "
         f"the run now has {reply.num_train} to train on and {reply.num_heldout} held out"

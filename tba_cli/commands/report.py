@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ def report_command(args: argparse.Namespace) -> int:
     """Write summary.json, report.html and report.png again."""
     folder = RunFolder(Path(args.run_dir))
     summary = write_outputs(folder, load_history(folder.history_path))
-    print("\n".join(result_lines(summary, folder)))
+    print(json.dumps(summary, indent=1) if args.json else "\n".join(result_lines(summary, folder)))
     return 0
 
 
 def table_command(args: argparse.Namespace) -> int:
     """Print one Markdown row per run."""
     summaries = [_read_summary(Path(run_dir)) for run_dir in args.run_dirs]
-    print("\n".join(runs_markdown(summaries)))
+    print(json.dumps(summaries, indent=1) if args.json else "\n".join(runs_markdown(summaries)))
     return 0
 
 
@@ -63,6 +64,9 @@ def check_command(args: argparse.Namespace) -> int:
         finally:
             client.close()
     violations = check.violations()
+    if args.json:
+        print(json.dumps(_check_document(info, check, violations), indent=1))
+        return EXIT_VIOLATION if violations else 0
     # one lost entry can make every later one a violation
     for violation in violations[:MAX_SHOWN]:
         print(violation)
@@ -79,6 +83,20 @@ def check_command(args: argparse.Namespace) -> int:
         return EXIT_VIOLATION
     print(f"ledger of {info.run!r}: every step of the active lineage exactly once ({counts})")
     return 0
+
+
+def _check_document(info: RunInfo, check: LedgerCheck, violations: Sequence[str]) -> dict[str, Any]:
+    return {
+        "run": info.run,
+        "violations": list(violations),
+        "num_steps": info.step,
+        "num_batches": check.num_batches,
+        "num_abandoned": check.num_abandoned,
+        "num_skipped": check.num_skipped,
+        "num_starts": check.num_starts,
+        "lineage": info.lineage,
+        "forked_from": None if check.forked_from is None else str(check.forked_from),
+    }
 
 
 def _read_ledger(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:

@@ -1,64 +1,146 @@
-"""`tba rollouts` shows stored rollouts; `tba rescore` scores them again, with the reward as it is now."""
+"""`tba rollouts list|show`: what is stored in a run, in progress or over."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar, cast
 
-from tba.api import RescoreInfo, RescoreRequest, RolloutInfo, RolloutPage
+from tba.api import RolloutDetail, RolloutInfo, RolloutPage, TrainedStep
 from tba.clients import BufferClient
+from tba.clients.run_reader import RolloutFilters
+from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba_cli.run_target import ended_run, open_client
 
-POLL_S = 0.5
-EXIT_CANCELLED = 1
+T = TypeVar("T")
+POLL_S = 1.0
+MAX_LOAD = 0.2
+"""A follower spends at most this share of its time with requests: some filters read many rollouts."""
+MAX_PER_PAGE = 100
+MAX_PAGES_PER_POLL = 10
+NUM_REMEMBERED = 2000
+OVER = ("done", "failed")
+FILTERS = {
+    "prompt_id": "prompt_id",
+    "task": "task",
+    "version": "version",
+    "from_version": "from_version",
+    "to_version": "to_version",
+    "status": "status",
+    "min_reward": "min_reward",
+    "max_reward": "max_reward",
+    "searcher": "searcher_id",
+    "finish_reason": "finish_reason",
+    "contains": "contains",
+}
+"""Flag -> keyword of the client."""
 
 
-def rollouts_command(args: argparse.Namespace) -> int:
-    """Print prompt, completion, reward, version and age of each."""
+def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
+    """Return what `use` reads from the buffer of a run in progress, or from the files of one that is over."""
     folder = ended_run(args)
     if folder is not None:
         from tba_cli.local.ended_run import read_ended  # no image holds the launcher
 
-        page = read_ended(folder, lambda client: _page(client, args))
-    else:
-        client = open_client(args)
-        try:
-            page = _page(client, args)
-        finally:
-            client.close()
+        return read_ended(folder, use)
+    client = open_client(args)
+    try:
+        return use(client)
+    finally:
+        client.close()
+
+
+def filters_of(args: argparse.Namespace) -> RolloutFilters:
+    """Return the filters that the flags name, as keywords of the client."""
+    return cast(RolloutFilters, {name: getattr(args, flag) for flag, name in FILTERS.items()})
+
+
+def list_command(args: argparse.Namespace) -> int:
+    """Print prompt, completion, reward, version and age of each; with --follow also of those that come."""
+    if args.follow:
+        if args.order != "newest":
+            raise ConfigError(f"--follow shows new rollouts as they come; leave out --order {args.order}")
+        with_run(args, lambda client: _follow(client, args))
+        return 0
+    page = with_run(args, lambda client: _found(client, args))
     if args.json:
         print(page.model_dump_json(indent=2))
         return 0
     for rollout in page.rollouts:
-        print("\n".join(_lines(rollout)))
-    if not page.rollouts:
-        print("no stored rollout matches")
-    elif page.next is not None:
+        print("\n".join(lines_of(rollout)))
+    if page.next is not None:
         print(f"there are more: --cursor {page.next}")
+    elif not page.rollouts:
+        print("no stored rollout matches")
     return 0
 
 
-def _page(client: BufferClient, args: argparse.Namespace) -> RolloutPage:
-    return client.list_rollouts(
-        order=args.order,
-        prompt_id=args.prompt_id,
-        version=args.version,
-        status=args.status,
-        limit=args.limit,
-        cursor=args.cursor,
-        text_chars=args.text_chars,
-    )
+def _found(client: BufferClient, args: argparse.Namespace) -> RolloutPage:
+    """Return as many rollouts as were asked for, if there are so many: a page may hold fewer."""
+    rollouts: list[RolloutInfo] = []
+    cursor, num_read = args.cursor, 0
+    while True:
+        page = client.list_rollouts(
+            order=args.order,
+            limit=min(MAX_PER_PAGE, args.limit - len(rollouts)),
+            cursor=cursor,
+            text_chars=args.text_chars,
+            **filters_of(args),
+        )
+        rollouts += page.rollouts
+        cursor, num_read = page.next, num_read + page.num_read
+        if cursor is None or len(rollouts) >= args.limit:
+            return RolloutPage(rollouts=rollouts, next=cursor, num_read=num_read)
 
 
-def _lines(rollout: RolloutInfo) -> list[str]:
-    reward = rollout.reward_status if rollout.reward is None else f"{rollout.reward:.4g}"
+def _follow(client: BufferClient, args: argparse.Namespace) -> None:
+    """Print the newest rollouts, then new ones as they come, until the run is over."""
+    shown: deque[str] = deque(maxlen=NUM_REMEMBERED)
+    is_first = True
+    while True:
+        began_s = time.monotonic()
+        # asked first: what came before the end is still shown
+        info = client.run()
+        found = list(_newer(client, args, shown, num_pages=1 if is_first else MAX_PAGES_PER_POLL))
+        for rollout in reversed(found[: args.limit] if is_first else found):
+            print(rollout.model_dump_json() if args.json else "\n".join(lines_of(rollout)), flush=True)
+        shown.extend(rollout.rollout_id for rollout in reversed(found))
+        if info.read_only or info.state in OVER:
+            return
+        is_first, took_s = False, time.monotonic() - began_s
+        time.sleep(max(POLL_S, took_s / MAX_LOAD - took_s))
+
+
+def _newer(
+    client: BufferClient, args: argparse.Namespace, shown: Iterable[str], *, num_pages: int
+) -> Iterator[RolloutInfo]:
+    """Yield the rollouts that are newer than those shown, newest first."""
+    known, cursor = set(shown), None
+    for _ in range(num_pages):
+        page = client.list_rollouts(limit=MAX_PER_PAGE, cursor=cursor, text_chars=args.text_chars, **filters_of(args))
+        for rollout in page.rollouts:
+            if rollout.rollout_id in known:
+                return
+            yield rollout
+        cursor = page.next
+        if cursor is None:
+            return
+    if num_pages > 1:
+        print(f"not all new rollouts are shown: more than {num_pages} pages came at once", file=sys.stderr, flush=True)
+
+
+def lines_of(rollout: RolloutInfo) -> list[str]:
+    """Return a rollout of a list in three lines."""
     why = f" ({rollout.reward_reason})" if rollout.reward_reason else ""
     prompt = "not among the prompts of the run" if rollout.prompt_text is None else repr(rollout.prompt_text)
     more = " ..." if rollout.response_text_cut else ""
     return [
-        f"{rollout.rollout_id}  reward {reward}{escape_controls(why)}, version {rollout.version}, age "
+        f"{rollout.rollout_id}  reward {_reward(rollout)}{escape_controls(why)}, version {rollout.version}, age "
         f"{rollout.policy_age_steps} steps, {rollout.num_response_tokens} tokens, {rollout.finish_reason}",
         # a model may write anything, also the escapes that rewrite a terminal
         escape_controls(f"  prompt {rollout.prompt_id}: {prompt}"),
@@ -66,61 +148,105 @@ def _lines(rollout: RolloutInfo) -> list[str]:
     ]
 
 
-def rescore_command(args: argparse.Namespace) -> int:
-    """Start, show or cancel re-scoring; return 1 if it was cancelled during `--wait`."""
-    client = open_client(args)
-    try:
-        if args.show:
-            job = client.rescore()
-        elif args.cancel:
-            job = client.cancel_rescore()
-        else:
-            job = client.start_rescore(RescoreRequest(task=args.task, only=args.only))
-            if args.wait:
-                job = _wait(client, job)
-    finally:
-        client.close()
-    print(job.model_dump_json(indent=2) if args.json else "\n".join(rescore_lines(job)))
-    return EXIT_CANCELLED if args.wait and job.state == "cancelled" else 0
+def show_command(args: argparse.Namespace) -> int:
+    """Print all that is known of one rollout."""
+    if not re.fullmatch("[0-9a-f]{32}", args.rollout_id):
+        raise ConfigError(
+            f"{args.rollout_id!r} is no rollout id: give all 32 hexadecimal digits, as `tba rollouts list` prints "
+            "them; a part of them is not enough"
+        )
+    rollout = with_run(args, lambda client: client.get_rollout(args.rollout_id))
+    if args.json:
+        print(rollout.model_dump_json(indent=2))
+        return 0
+    lines = detail_lines(rollout)
+    if args.tokens:
+        lines += ["  response tokens:", *token_lines(rollout)]
+    print("\n".join(map(escape_controls, lines)))
+    return 0
 
 
-def rescore_lines(job: RescoreInfo) -> list[str]:
-    """Return the job for people: one line while it runs, else a table of before and after."""
-    if job.state == "running":
-        return [progress_line(job), "look again with `tba rescore --show`, end it with `tba rescore --cancel`"]
-    versions = ", ".join(f"{version} ({num})" for version, num in sorted(job.reward_versions.items())) or "none"
-    took_s = (job.finished_at_s or job.started_at_s) - job.started_at_s
+def detail_lines(rollout: RolloutDetail) -> list[str]:
+    """Return a rollout without its tokens, one fact per line."""
+    sampling, ref = rollout.sampling, rollout.ref_logprob
+    spans = ", ".join(f"{span.start}-{span.end - 1} by {span.version}" for span in rollout.version_spans)
+    why = f": {rollout.reward_reason}" if rollout.reward_reason else ""
+    by = f", {rollout.reward_version}" if rollout.reward_version else ""
+    seed = "none" if sampling.seed is None else sampling.seed
+    lines = [
+        f"rollout {rollout.rollout_id}, task {rollout.task}, prompt {rollout.prompt_id}",
+        f"  reward {_reward(rollout)} ({rollout.reward_status}{by}){why}",
+        *_part_lines(rollout),
+        f"  version {rollout.version}, policy age {rollout.policy_age_steps} steps; response tokens {spans}",
+        f"  {rollout.num_prompt_tokens} prompt tokens, {rollout.num_response_tokens} response tokens, ended by "
+        f"{rollout.finish_reason}",
+        f"  by {rollout.searcher_id} in {rollout.finished_at_s - rollout.started_at_s:.2f} s until "
+        f"{_at(rollout.finished_at_s)}, visit {rollout.visit_id}",
+        f"  sampling: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, seed "
+        f"{seed}, stop {sampling.stop or 'none'}",
+    ]
+    if ref is not None:
+        lines.append(f"  log-prob of the reference {ref.version}: {ref.value:.4f}")
+    lines.append(f"  drawn by {rollout.num_batches} batches; {_trained_text(rollout)}")
+    lines += _trained_lines(rollout.trained)
+    gold = "unknown: the run no longer has the prompt" if rollout.prompt_data is None else str(rollout.prompt_data)
+    lines.append(f"  gold data: {gold}")
+    prompt = "(not among the prompts of the run)" if rollout.prompt_text is None else rollout.prompt_text
+    lines += ["  prompt:", *_indented(prompt), "  completion:", *_indented(rollout.response_text)]
+    return lines
+
+
+def token_lines(rollout: RolloutDetail) -> list[str]:
+    """Return the table of the response tokens; the text of a token is left out where the service cannot tell it."""
+    texts = rollout.token_texts or [None] * len(rollout.response_tokens)
+    rows = zip(rollout.response_tokens, rollout.sampler_logprobs, texts, strict=True)
     return [
-        f"{job.state} after {took_s:.1f} s: {job.num_done} of {job.num_total} rollouts scored again",
-        f"  {'':12}{'before':>12}{'after':>12}",
-        f"  {'known reward':12}{job.num_known_before:>12}{job.num_known_after:>12}",
-        f"  {'mean reward':12}{_number(job.mean_reward_before):>12}{_number(job.mean_reward_after):>12}",
-        f"  {job.num_changed} changed, {job.num_failed} failed, {job.num_gone} evicted before they were reached",
-        f"  reward versions: {versions}",
+        f"    {'number':>6}  {'token':>8}  {'log-prob':>9}  text",
+        *(
+            f"    {number:>6}  {token:>8}  {logprob:>9.4f}  {'' if text is None else repr(text)}".rstrip()
+            for number, (token, logprob, text) in enumerate(rows)
+        ),
     ]
 
 
-def progress_line(job: RescoreInfo) -> str:
-    """Return how far a running job is, and what it waits for."""
-    line = (
-        f"{job.num_done + job.num_gone} of {job.num_total} rollouts, {job.num_changed} changed, {job.num_failed} failed"
-    )
-    if job.problem is not None:
-        line += f"; waits for the reward service: {job.problem}"
-    return line
+def _part_lines(rollout: RolloutInfo) -> list[str]:
+    return [
+        f"    {part.name}: {part.score:.4g}"
+        + (", no longer in the recipe" if part.weight is None else f", weight {part.weight:g}")
+        for part in rollout.reward_parts or []
+    ]
 
 
-def _wait(client: BufferClient, job: RescoreInfo) -> RescoreInfo:
-    shown = ""
-    while job.state == "running":
-        # a line per change, and not per poll
-        if (line := progress_line(job)) != shown:
-            print(line, file=sys.stderr, flush=True)
-            shown = line
-        time.sleep(POLL_S)
-        job = client.rescore()
-    return job
+def _trained_text(rollout: RolloutDetail) -> str:
+    if rollout.trained_since is None:
+        return "no step is kept that says what it made of its rollouts"
+    if not rollout.trained:
+        return f"trained by none of the steps from {rollout.trained_since} on"
+    return f"trained by (kept from step {rollout.trained_since} on):"
+
+
+def _trained_lines(steps: list[TrainedStep]) -> list[str]:
+    lines = []
+    for step in steps:
+        notes = [] if step.skipped is None else [f"skipped: {step.skipped}"]
+        notes += ["abandoned by a resume"] if step.abandoned else []
+        more = f" ({'; '.join(notes)})" if notes else ""
+        numbers = f"advantage {_number(step.advantage)}, weight {_number(step.weight)}"
+        lines.append(f"    step {step.version} at {_at(step.at_s)}: {numbers}{more}")
+    return lines
+
+
+def _reward(rollout: RolloutInfo) -> str:
+    return rollout.reward_status if rollout.reward is None else f"{rollout.reward:.4g}"
 
 
 def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
+    return "none" if value is None else f"{value:.4g}"
+
+
+def _at(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.splitlines()] or ["    (empty)"]

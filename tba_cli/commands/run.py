@@ -14,6 +14,7 @@ from tba_cli.local.resume import RecipeFile, check_constant, recipe_file_of, res
 from tba_cli.reports.outputs import result_lines
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
+from tba_cli.shipped_recipes import recipe_path
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -36,6 +37,13 @@ def run_command(args: argparse.Namespace) -> int:
         console=console,
         resume_command=command_line(args),
     )
+
+
+def demo_command(args: argparse.Namespace) -> int:
+    """Run the quickstart with a seed, in a run folder of its own that begins anew."""
+    args.recipe, args.run_name = recipe_path("quickstart"), f"quickstart-seed{args.seed}"
+    args.fresh, args.resume, args.take_changes, args.buffer = True, False, False, None
+    return run_command(args)
 
 
 def loudness_of(args: argparse.Namespace) -> Loudness:

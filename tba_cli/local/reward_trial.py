@@ -1,4 +1,4 @@
-"""Ask every scorer of a recipe once before a run starts, through a reward service like the run's.
+"""Ask the scorers of a recipe before a run starts, through a reward service like the run's.
 
 The service runs in a temporary folder; nothing of a run changes.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tba.api import Prompt, ScoreItem
+from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
 from tba.config.reward import ModelScorerSpec, TaskReward
 from tba.errors import ChildError, ConfigError, WaitTimeoutError
@@ -22,6 +23,7 @@ from tba_cli.local.evaluate import CONFIG_NAME, reward_client, start_reward, wit
 from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.run_folder import RunFolder
 
+T = TypeVar("T")
 SERVICE = "tba_reward"
 LARGE_BYTES = 2**30
 """Models above this size are not loaded only for the trial."""
@@ -43,28 +45,41 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
         ConfigError: a scorer cannot be built or did not start; or the reward service is not installed.
         ServiceError: the service did not answer.
     """
-    if importlib.util.find_spec(SERVICE) is None:
-        raise ConfigError("the reward service is not installed here: pip install -e ./services/reward")
     trial = Trial()
-    config = with_reward(_without(recipe, trial.left_out, networks=networks, http=http), None)
+    tried = _without(recipe, trial.left_out, networks=networks, http=http)
     # reversed, so that the first prompt of a task wins
     firsts = {prompt.task: prompt for prompt in reversed(prompts) if prompt.task not in trial.left_out}
     items = [
-        item
-        for prompt in firsts.values()
-        for item in _items(prompt, has_tokens=config.reward.takes_tokens(prompt.task))
+        item for prompt in firsts.values() for item in _items(prompt, has_tokens=tried.reward.takes_tokens(prompt.task))
     ]
+    results = ask_scorers(tried, lambda client: client.score(items).results if items else [])
+    for item, result in zip(items, results, strict=True):
+        trial.scored.setdefault(item.task, []).append(result)
+    return trial
 
-    async def work(processes: ProcessManager) -> None:
+
+def ask_scorers(recipe: Recipe, ask: Callable[[RewardClient], T]) -> T:
+    """Start a reward service with the scorers of the recipe, return what `ask` gets from it, stop it.
+
+    Args:
+        recipe: with absolute paths.
+
+    Raises:
+        ConfigError: a scorer cannot be built or did not start; or the reward service is not installed.
+        ServiceError: the service did not answer.
+    """
+    if importlib.util.find_spec(SERVICE) is None:
+        raise ConfigError("the reward service is not installed here: pip install 'tba[reward]'")
+    config = with_reward(recipe, None)
+
+    async def work(processes: ProcessManager) -> T:
         await start_reward(processes, config, folder, console)
         # the deadline of the service itself: it answers before
         client = reward_client(config, timeout_s=config.reward.request_deadline_s)
         try:
-            results = (await asyncio.to_thread(client.score, items)).results if items else []
+            return await asyncio.to_thread(ask, client)
         finally:
             client.close()
-        for item, result in zip(items, results, strict=True):
-            trial.scored.setdefault(item.task, []).append(result)
 
     console = Console("quiet")
     with tempfile.TemporaryDirectory(prefix="tba-check-") as place:
@@ -73,7 +88,7 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
         config = with_own_tokens(config, folder)
         folder.write_json(folder.path / CONFIG_NAME, config.model_dump(mode="json"))
         try:
-            asyncio.run(run_with_processes(work, folder, console, None, STOP_TIMEOUT_S))
+            return asyncio.run(run_with_processes(work, folder, console, None, STOP_TIMEOUT_S))
         except ChildError as error:  # the folder of the log that it names is deleted
             raise ConfigError(str(error).partition(f" [{folder.path}")[0]) from None
         except WaitTimeoutError as error:
@@ -82,7 +97,11 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
                 f"{what}; its log ends with: {folder.end_of_log('reward')}; fix what the scorers wait for, or raise "
                 "local.start_timeout_s"
             ) from None
-    return trial
+
+
+def made_up_tokens(response: str) -> list[int]:
+    """Return token ids for a response that no model has made: its bytes."""
+    return list(response.encode())
 
 
 def _items(prompt: Prompt, *, has_tokens: bool) -> list[ScoreItem]:
@@ -97,7 +116,7 @@ def _items(prompt: Prompt, *, has_tokens: bool) -> list[ScoreItem]:
             prompt=prompt.text,
             response=response,
             data=prompt.data,
-            response_tokens=list(response.encode()) if has_tokens else None,
+            response_tokens=made_up_tokens(response) if has_tokens else None,
         )
         for number, response in enumerate(responses)
     ]

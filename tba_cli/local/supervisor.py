@@ -49,7 +49,7 @@ from tba_cli.redis_server import wait_for_redis
 from tba_cli.reports.history import Start, load_timing, make_history
 from tba_cli.reports.ledger import ledger_lines
 from tba_cli.reports.outputs import download_export, write_outputs
-from tba_cli.run_folder import RunFolder
+from tba_cli.run_folder import RunFolder, view_hint
 from tba_cli.setup.origin import until_loaded
 
 CALL_RETRY_S = 5.0
@@ -297,6 +297,7 @@ class Supervisor:
         if self._recipe_file is not None:
             self._folder.write_json(self._folder.recipe_file_path, self._recipe_file.model_dump(mode="json"))
         self._console.info(f"buffer {self._recipe.buffer_url}  reward {self._recipe.reward_url}")
+        self._console.info(f"look:  {view_hint(self._folder)}")
         info = await asyncio.to_thread(self._client.run)
         if info.state == "paused":
             return await asyncio.to_thread(self._client.command, "resume", RunCommand(reason="tba run --resume"))

@@ -303,8 +303,7 @@ def _library(name: str, what: str) -> Any:
     except ImportError:
         package = name.partition(".")[0]
         raise ConfigError(
-            f"reading {what} needs {package}, which is not installed; install the extra `data`: pip install -e "
-            "'.[data]'"
+            f"reading {what} needs {package}, which is not installed; install the extra `data`: pip install 'tba[data]'"
         ) from None
 
 

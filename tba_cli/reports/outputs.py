@@ -12,7 +12,7 @@ from tba.store import ObjectStore
 from tba_cli.reports.history import History
 from tba_cli.reports.html import render_report
 from tba_cli.reports.summary import summarise
-from tba_cli.run_folder import RunFolder
+from tba_cli.run_folder import RunFolder, view_hint
 
 
 def write_outputs(folder: RunFolder, history: History) -> dict[str, Any]:
@@ -98,6 +98,7 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if folder.model_path.exists():
         lines.append(f"model:   {folder.model_path}")
     lines.append(f"logs:    {folder.logs_path}")
+    lines.append(f"look:    {view_hint(folder)}")
     return lines
 
 

@@ -17,7 +17,7 @@ from tba_buffer.storage.keys import Keys
 
 from tba.clients import BufferClient, RewardClient
 from tba.errors import UnauthorizedError
-from tba.tokens import client_token
+from tba.tokens import client_token, operator_token
 from tba.wire import encode_rollout
 from tba_cli.ports import PortRequest, choose_ports
 from tests.support.local_workplace import DEADLINE_S, FAKES, ROOT, Workplace, wait_until
@@ -200,10 +200,13 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue(tmp_path, ho
             "its lineage", lambda: place.tba("status").stdout.startswith("run 'demo': running, step 0, lineage 1")
         )
         push_rollouts(place)
-        live = place.tba("rollouts", "--order", "best", "--limit", "2").stdout
+        live = place.tba("rollouts", "list", "--order", "best", "--limit", "2").stdout
         assert "reward 1, version 0-0, age 0 steps" in live
         assert "prompt a: '1+1='" in live
         assert "there are more: --cursor " in live
+        endpoints = json.loads((place.folder / "endpoints.json").read_text())
+        page = f"{endpoints['buffer_url']}/#token={operator_token(endpoints['tokens_file'])}\n"
+        assert place.tba("view", "--no-open").stdout == page, "it returns at once"
         if how == "stopped":
             started.terminate()
         else:
@@ -226,9 +229,9 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue(tmp_path, ho
         assert why in json.loads(place.tba("status", "demo", "--json").stdout)["ended"]["reason"]
         check = place.tba("ledger", "check")
         assert (check.returncode, "exactly once (0 steps" in check.stdout) == (0, True), check.stderr
-        again = place.tba("rollouts", "--order", "best", "--limit", "2")
+        again = place.tba("rollouts", "list", "--order", "best", "--limit", "2")
         assert again.stdout == live, again.stderr
-        page = json.loads(place.tba("rollouts", "--json", "--status", "scored", "--text-chars", "2").stdout)
+        page = json.loads(place.tba("rollouts", "list", "--json", "--status", "scored", "--text-chars", "2").stdout)
         assert [item["prompt_text"] for item in page["rollouts"]] == ["1+"] * 3
         assert contents(place.folder) == before
         assert place.children() == []
@@ -238,7 +241,7 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue(tmp_path, ho
         wait_until(
             "the next lineage", lambda: place.tba("status").stdout.startswith("run 'demo': running, step 0, lineage 2")
         )
-        assert place.tba("rollouts", "--order", "best", "--limit", "2").stdout == live
+        assert place.tba("rollouts", "list", "--order", "best", "--limit", "2").stdout == live
         assert place.tba("stop").returncode == 0
         _, err = resumed.communicate(timeout=DEADLINE_S)
         assert resumed.returncode == 0, err

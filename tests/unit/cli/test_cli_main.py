@@ -17,7 +17,7 @@ from tba.config import Recipe
 from tba.service_main import service_main
 from tba.store.file import FileStore, explain_full_disk
 from tba_cli.commands import config, fork
-from tba_cli.commands.rollouts import progress_line, rescore_lines
+from tba_cli.commands.rescore import progress_line, rescore_lines
 from tba_cli.main import main
 from tests.support.waits import DEADLINE_S
 
@@ -152,7 +152,7 @@ def test_a_missing_recipe_is_one_sentence_on_stderr(capsys):
     assert main(["run", "nowhere.toml"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "error: recipe nowhere.toml does not exist; recipes that ship with tba are in recipes/\n"
+    assert err == "error: recipe nowhere.toml does not exist; `tba run quickstart` runs one that ships with tba\n"
 
 
 def test_an_image_without_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

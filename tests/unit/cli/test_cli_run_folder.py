@@ -168,7 +168,9 @@ def test_a_run_that_has_no_addresses_yet_is_a_clear_error(two_runs):
         url_of("older")
 
 
-@pytest.mark.parametrize("command", [["status"], ["ledger", "check"], ["rollouts"], ["buffer", "accept-loss"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["ledger", "check"], ["rollouts", "list"], ["view"], ["buffer", "accept-loss"]]
+)
 def test_a_run_that_never_began_is_a_sentence_with_the_runs_that_did(
     two_runs: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

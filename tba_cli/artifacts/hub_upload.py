@@ -1,0 +1,83 @@
+"""Uploads a model folder to the Hugging Face hub, with errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tba.errors import ConfigError
+from tba_cli.artifacts.huggingface import hub_library
+
+_REPLACED = ["*.safetensors", "*.safetensors.index.json"]
+"""Deleted from the repository where the folder does not have them: an earlier version may have had more shards."""
+
+
+class ModelRepository:
+    """A model repository on the hub; the token is that of HF_TOKEN, or of `hf auth login`.
+
+    Args:
+        name: OWNER/NAME.
+
+    Raises:
+        ConfigError: huggingface_hub is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._api = name, hub_library("uploading to").HfApi()
+
+    def open(self, *, public: bool) -> None:
+        """Make the repository where there is none yet.
+
+        Args:
+            public: whether everybody may read a new one; one that exists stays as it is.
+
+        Raises:
+            ConfigError: it exists and everybody can read it, without `public`; or as `push`.
+        """
+        with self._explained():
+            self._api.create_repo(self._name, private=not public, exist_ok=True)
+            is_private = self._api.repo_info(self._name).private
+        if not is_private and not public:
+            raise ConfigError(
+                f"{self._name} exists on the hub and everybody can read it; add --public if that is meant, or name "
+                "another repository"
+            )
+
+    def push(self, folder: Path, *, message: str) -> str:
+        """Upload a folder in one commit; return the address of the commit.
+
+        Raises:
+            ConfigError: the hub refuses it, or cannot be reached.
+        """
+        with self._explained():
+            commit: Any = self._api.upload_folder(
+                repo_id=self._name, folder_path=folder, commit_message=message, delete_patterns=_REPLACED
+            )
+        return commit.commit_url
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        errors = importlib.import_module("huggingface_hub.errors")
+        try:
+            yield
+        except errors.HFValidationError as error:
+            raise ConfigError(f"--push-to-hub {self._name} is not OWNER/NAME: {_first_line(error)}") from None
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code in (401, 403, 404):
+                raise ConfigError(
+                    f"the hub does not let you write to {self._name} ({_first_line(error)}): check the name, and give "
+                    "a token that may write there, by HF_TOKEN or `hf auth login`"
+                ) from None
+            raise ConfigError(f"the hub did not take {self._name}: {_first_line(error)}") from None
+        except Exception as error:  # those of the hub's HTTP library, which this package does not import
+            raise ConfigError(
+                f"{self._name} could not be pushed to the hub ({type(error).__name__}: {_first_line(error)}); run it "
+                "again: what was uploaded already is not sent twice"
+            ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

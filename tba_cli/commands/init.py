@@ -1,0 +1,37 @@
+"""`tba init`: a folder with everything that a task of one's own needs, to be changed from there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+
+from tba.config.reward import BUILT_IN_TASKS
+from tba.errors import ConfigError
+from tba_cli.task_files import write_task
+
+NAME = re.compile("[a-z][a-z0-9_-]{0,40}")
+
+
+def init_command(args: argparse.Namespace) -> int:
+    """Write the files, and print what to do next."""
+    task = args.task
+    if not NAME.fullmatch(task):
+        raise ConfigError(
+            f"TASK {task!r} is no name of a task; take up to 41 small letters, digits, - and _, and begin with a letter"
+        )
+    if task in BUILT_IN_TASKS:
+        raise ConfigError(f"TASK {task!r} is scored by tba itself ({', '.join(BUILT_IN_TASKS)}); take another name")
+    folder = Path(args.folder or task)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists already, and nothing in it is overwritten; name another one with --folder")
+    files = write_task(folder, task)
+    steps = [f"tba score examples.jsonl --recipe {task}.toml", f"tba config check {task}.toml", f"tba run {task}.toml"]
+    if args.json:
+        print(json.dumps({"folder": str(folder), "files": list(map(str, files)), "next": steps}, indent=1))
+        return 0
+    print(f"wrote {', '.join(map(str, files))}\nnext:\n  cd {shlex.quote(str(folder))}")
+    print("\n".join(f"  {step}" for step in steps))
+    return 0

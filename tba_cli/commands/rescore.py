@@ -1,0 +1,74 @@
+"""`tba rescore` scores stored rollouts again, with the reward as it is now."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tba.api import RescoreInfo, RescoreRequest
+from tba.clients import BufferClient
+from tba_cli.run_target import open_client
+
+POLL_S = 0.5
+EXIT_CANCELLED = 1
+
+
+def rescore_command(args: argparse.Namespace) -> int:
+    """Start, show or cancel re-scoring; return 1 if it was cancelled during `--wait`."""
+    client = open_client(args)
+    try:
+        if args.show:
+            job = client.rescore()
+        elif args.cancel:
+            job = client.cancel_rescore()
+        else:
+            job = client.start_rescore(RescoreRequest(task=args.task, only=args.only))
+            if args.wait:
+                job = _wait(client, job)
+    finally:
+        client.close()
+    print(job.model_dump_json(indent=2) if args.json else "\n".join(rescore_lines(job)))
+    return EXIT_CANCELLED if args.wait and job.state == "cancelled" else 0
+
+
+def rescore_lines(job: RescoreInfo) -> list[str]:
+    """Return the job for people: one line while it runs, else a table of before and after."""
+    if job.state == "running":
+        return [progress_line(job), "look again with `tba rescore --show`, end it with `tba rescore --cancel`"]
+    versions = ", ".join(f"{version} ({num})" for version, num in sorted(job.reward_versions.items())) or "none"
+    took_s = (job.finished_at_s or job.started_at_s) - job.started_at_s
+    return [
+        f"{job.state} after {took_s:.1f} s: {job.num_done} of {job.num_total} rollouts scored again",
+        f"  {'':12}{'before':>12}{'after':>12}",
+        f"  {'known reward':12}{job.num_known_before:>12}{job.num_known_after:>12}",
+        f"  {'mean reward':12}{_number(job.mean_reward_before):>12}{_number(job.mean_reward_after):>12}",
+        f"  {job.num_changed} changed, {job.num_failed} failed, {job.num_gone} evicted before they were reached",
+        f"  reward versions: {versions}",
+    ]
+
+
+def progress_line(job: RescoreInfo) -> str:
+    """Return how far a running job is, and what it waits for."""
+    line = (
+        f"{job.num_done + job.num_gone} of {job.num_total} rollouts, {job.num_changed} changed, {job.num_failed} failed"
+    )
+    if job.problem is not None:
+        line += f"; waits for the reward service: {job.problem}"
+    return line
+
+
+def _wait(client: BufferClient, job: RescoreInfo) -> RescoreInfo:
+    shown = ""
+    while job.state == "running":
+        # a line per change, and not per poll
+        if (line := progress_line(job)) != shown:
+            print(line, file=sys.stderr, flush=True)
+            shown = line
+        time.sleep(POLL_S)
+        job = client.rescore()
+    return job
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"

@@ -1,0 +1,227 @@
+"""The examples at the end of every --help, and a walk through all commands of a parser."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "": """\
+tba demo                          # train a small model on this machine, from nothing
+tba run recipes/quickstart.toml   # the same as a recipe, to be changed
+tba init mytask                   # begin with a task of your own""",
+        "run": """\
+tba run quickstart                # a recipe that ships with tba
+tba run my.toml --run-name try-2 --seed 2 --set trainer.num_steps=50
+tba run my.toml --resume          # continue where it stopped""",
+        "demo": """\
+tba demo
+tba demo --seed 1 --set trainer.num_steps=100""",
+        "init": """\
+tba init mytask
+tba init mytask --folder tasks/first""",
+        "score": """\
+tba score examples.jsonl --recipe mytask.toml
+tba score --from-run mytask --num 50
+tba score --from-run mytask --recipe changed.toml --json""",
+        "fork": """\
+tba fork quickstart@1-40 warmer --set objective.beta=0.1
+tba fork quickstart@1-40 other --buffer before-change""",
+        "status": """\
+tba status                        # the newest run under runs/
+tba status quickstart-seed0 --follow
+tba status --url https://buffer:8700 --token-file operator.token --json""",
+        "pause": """\
+tba pause
+tba pause --reason "the judge is down" quickstart-seed0""",
+        "resume": """\
+tba resume
+tba resume --reason "the judge is back" quickstart-seed0""",
+        "stop": """\
+tba stop
+tba stop --reason "good enough" quickstart-seed0""",
+        "retry-versions": """\
+tba retry-versions
+tba retry-versions --reason "the disk was full" quickstart-seed0""",
+        "set": """\
+tba set                           # show them
+tba set learning_rate=1e-4 --reason "spikes"
+tba set 'beta={kind="linear", value=0.1, final=0.01, steps=400}' quickstart-seed0""",
+        "scale": """\
+tba scale                         # show how many there are
+tba scale 4 --wait
+tba scale recipe quickstart-seed0""",
+        "config": """\
+tba config check my.toml
+tba config show my.toml --set trainer.num_steps=50""",
+        "config check": """\
+tba config check my.toml
+tba config check my.toml --offline --json""",
+        "config show": """\
+tba config show quickstart
+tba config show my.toml --set trainer.num_steps=50""",
+        "config schema": """\
+tba config schema > recipe.schema.json""",
+        "sizing": """\
+tba sizing my.toml
+tba sizing gsm8k --model 7b --response-tokens 500""",
+        "data": """\
+tba data prepare my.toml""",
+        "data prepare": """\
+tba data prepare quickstart
+tba data prepare my.toml --set model.path=models/small""",
+        "setup": """\
+tba setup --config recipe.toml --create-bucket --prepare
+tba setup --config recipe.toml --only models --pull
+tba setup --config recipe.toml --check-run""",
+        "model": """\
+tba model push --config recipe.toml
+tba model list --config recipe.toml""",
+        "model push": """\
+tba model push --config recipe.toml
+tba model push models/judge --config recipe.toml --replace""",
+        "model pull": """\
+tba model pull --config recipe.toml --for trainer
+tba model pull --config recipe.toml --for searcher --wait-s 60""",
+        "model list": """\
+tba model list --config recipe.toml
+tba model list --config recipe.toml --json""",
+        "doctor": """\
+tba doctor --config recipe.toml
+tba doctor --config recipe.toml --for searcher --gpus 1
+tba doctor --config recipe.toml --check disk --json""",
+        "prompts": """\
+tba prompts upload prompts.jsonl""",
+        "prompts upload": """\
+tba prompts upload prompts.jsonl
+tba prompts upload hf:openai/gsm8k:main --task gsm8k --text question --data answer=answer --dry-run
+tba prompts upload more.parquet quickstart-seed0 --task exact --text question --data answer=gold --split train""",
+        "ledger": """\
+tba ledger check""",
+        "ledger check": """\
+tba ledger check
+tba ledger check quickstart-seed0 --json""",
+        "view": """\
+tba view                          # the newest run under runs/
+tba view seed0 seed1 --no-open    # print the addresses of two pages
+tba view --url https://buffer:8700 --token-file operator.token""",
+        "top": """\
+tba top
+tba top quickstart-seed0 --every-s 10
+tba top --once                    # one frame, for a script""",
+        "rollouts": """\
+tba rollouts list --order best
+tba rollouts export --out rollouts.parquet""",
+        "rollouts list": """\
+tba rollouts list --order best
+tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --limit 20
+tba rollouts list --follow --finish-reason length""",
+        "rollouts show": """\
+tba rollouts show 0123456789abcdef0123456789abcdef
+tba rollouts show 0123456789abcdef0123456789abcdef quickstart-seed0 --tokens
+tba rollouts show 0123456789abcdef0123456789abcdef --json | jq .trained""",
+        "rollouts export": """\
+tba rollouts export --out rollouts.parquet
+tba rollouts export quickstart-seed0 --out good.jsonl --min-reward 1 --from-version 1-100
+tba rollouts export --out rollouts.jsonl --force --task gsm8k""",
+        "rescore": """\
+tba rescore --wait
+tba rescore quickstart-seed0 --only failed
+tba rescore --show --json""",
+        "buffer": """\
+tba buffer save before-change
+tba buffer snapshots""",
+        "buffer save": """\
+tba buffer save before-change
+tba buffer save end quickstart-seed0""",
+        "buffer load": """\
+tba buffer load quickstart/before-change new-run
+tba buffer load quickstart/before-change --version 1-40""",
+        "buffer seed": """\
+tba buffer seed responses.jsonl
+tba buffer seed responses.jsonl --config recipe.toml""",
+        "buffer accept-loss": """\
+tba buffer accept-loss
+tba buffer accept-loss --reason "the disk was replaced" quickstart-seed0""",
+        "buffer snapshots": """\
+tba buffer snapshots
+tba buffer snapshots quickstart-seed0 --json""",
+        "export": """\
+tba export quickstart-seed0 --out model
+tba export quickstart-seed0 --version best --out model
+tba export quickstart-seed0 --push-to-hub me/my-model""",
+        "evaluate": """\
+tba evaluate my.toml              # the starting model
+tba evaluate quickstart-seed0 --version best
+tba evaluate my.toml --model model --set eval.published.num_prompts=50""",
+        "report": """\
+tba report runs/quickstart-seed0""",
+        "table": """\
+tba table runs/quickstart-seed0 runs/quickstart-seed1""",
+        "completion": """\
+tba completion bash > ~/.local/share/bash-completion/completions/tba
+tba completion zsh > ~/.zfunc/_tba
+tba completion fish > ~/.config/fish/completions/tba.fish""",
+    }
+)
+"""The words of a command -> one to three examples, a line each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of tba, or a group of them."""
+
+    words: str
+    """Behind `tba`; empty for tba itself."""
+    help: str
+    """One line."""
+    parser: argparse.ArgumentParser
+
+    @property
+    def is_group(self) -> bool:
+        """Whether commands stand below it."""
+        return any(isinstance(action, argparse._SubParsersAction) for action in self.parser._actions)
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Fills the description, and keeps the lines of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:\n"):
+            return text
+        return super()._fill_text(text, width, indent)
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[Command]:
+    """Yield the parser of tba and that of every command, in their order."""
+    yield from _below(Command("", parser.description or "", parser))
+
+
+def _below(command: Command) -> Iterator[Command]:
+    yield command
+    for action in command.parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, parser in action.choices.items():
+                yield from _below(Command(f"{command.words} {name}".lstrip(), helps.get(name, ""), parser))
+
+
+def add_json(parser: argparse.ArgumentParser, help: str = "print JSON") -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help=help)
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """Let the --help of every command begin with what it does and end with its examples.
+
+    Raises:
+        KeyError: a command has no examples.
+    """
+    for command in commands_of(parser):
+        command.parser.formatter_class = _Formatter
+        command.parser.description = command.help
+        lines = EXAMPLES[command.words].splitlines()
+        command.parser.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])

@@ -1,0 +1,62 @@
+"""The flags of `tba` commands for a task of one's own, init and score, and of completion.
+
+As tba_cli/parser.py it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tba_cli.parser_help import add_json
+from tba_cli.shipped_recipes import recipe_path
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_init(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba init`."""
+    init = commands.add_parser(
+        "init", parents=[common], help="write a folder for a task of your own: recipe, prompts, scorer and its test"
+    )
+    init.add_argument("task", metavar="TASK", help="name of the task, of small letters, digits, - and _")
+    init.add_argument("--folder", metavar="DIR", help="where to write; default: a new folder with the name of the task")
+    add_json(init)
+    init.set_defaults(command="tba_cli.commands.init:init_command")
+
+
+def add_score(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba score`."""
+    score = commands.add_parser(
+        "score", parents=[common], help="try the scorers of a recipe on examples, before a run or on what a run stored"
+    )
+    examples = score.add_mutually_exclusive_group()
+    examples.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help='JSON Lines: {"task", "prompt", "response"}, with "data" as of a prompt, and "expected", a number, to '
+        "compare with",
+    )
+    examples.add_argument(
+        "--from-run", metavar="RUN", help="score stored rollouts of this run again, and compare with the stored rewards"
+    )
+    score.add_argument(
+        "--recipe", metavar="RECIPE", type=recipe_path, help="its scorers are tried; default: that of --from-run"
+    )
+    score.add_argument("--num", type=int, default=20, metavar="N", help="with --from-run: how many, the newest (20)")
+    score.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override, for example reward.num_workers=4"
+    )
+    add_json(score)
+    score.set_defaults(command="tba_cli.commands.score:score_command")
+
+
+def add_completion(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba completion`."""
+    completion = commands.add_parser(
+        "completion", parents=[common], help="print the script that lets a shell complete tba commands"
+    )
+    completion.add_argument("shell", choices=["bash", "zsh", "fish"], help="which shell")
+    completion.set_defaults(command="tba_cli.commands.completion:completion_command")

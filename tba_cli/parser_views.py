@@ -1,0 +1,160 @@
+"""The flags of `tba` commands that look at a run: view, top, rollouts and rescore; and those that name a run.
+
+As tba_cli/parser.py it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tba_cli.parser_help import add_json
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+ROLLOUT_ID_HELP = "all 32 hexadecimal digits, as `tba rollouts list` prints them"
+
+
+def add_target(parser: argparse.ArgumentParser, *, with_run: bool = True) -> None:
+    """Add the flags that name a run, and the token for it."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", metavar="URL", help="address of the buffer service")
+    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    if with_run:
+        where.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+    _add_trust(parser)
+
+
+def add_view(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba view`."""
+    view = commands.add_parser(
+        "view",
+        parents=[common],
+        help="show the page of a run in a browser; a run that is over is served read-only until Ctrl-C",
+    )
+    where = view.add_mutually_exclusive_group()
+    where.add_argument("--url", metavar="URL", help="address of the buffer service")
+    where.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
+    where.add_argument(
+        "runs", metavar="RUN", nargs="*", default=[], help="names of runs under runs/, each a page; default: the newest"
+    )
+    _add_trust(view)
+    view.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
+    )
+    view.add_argument("--no-open", action="store_true", help="only print the address")
+    add_json(view, 'print {"urls": [...]} once the pages are there')
+    view.set_defaults(command="tba_cli.commands.view:view_command")
+
+
+def add_top(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba top`."""
+    top = commands.add_parser(
+        "top",
+        parents=[common],
+        help="follow a run in the terminal: state, step, reward, searchers, waits, drops",
+    )
+    add_target(top)
+    top.add_argument("--every-s", type=float, default=2.0, metavar="S", help="seconds between two frames (2)")
+    top.add_argument("--once", action="store_true", help="print one frame and end")
+    top.set_defaults(command="tba_cli.commands.top:top_command")
+
+
+def add_rollouts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba rollouts list|show|export`."""
+    rollouts = commands.add_parser("rollouts", help="list, show and export the stored rollouts of a run")
+    kinds = rollouts.add_subparsers(metavar="WHAT", required=True)
+    _add_rollouts_list(kinds, common)
+    _add_rollouts_show(kinds, common)
+    _add_rollouts_export(kinds, common)
+
+
+def _add_rollouts_list(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+    listed = kinds.add_parser(
+        "list",
+        parents=[common],
+        help="list stored rollouts: prompt, completion, reward, version, age",
+    )
+    add_target(listed)
+    orders = ["newest", "oldest", "best", "worst"]
+    listed.add_argument("--order", choices=orders, default="newest", help="which ones to show first (default: newest)")
+    _add_filters(listed)
+    listed.add_argument("--limit", type=int, default=5, metavar="N", help="how many (default: 5)")
+    listed.add_argument(
+        "--text-chars", type=int, default=400, metavar="N", help="how much of each text to show (default: 400)"
+    )
+    where = listed.add_mutually_exclusive_group()
+    where.add_argument("--cursor", metavar="CURSOR", help="continue after the last answer, which names it")
+    where.add_argument(
+        "--follow", action="store_true", help="then show new ones as they come, until the run is over or Ctrl-C"
+    )
+    add_json(listed, "print JSON; with --follow, a line per rollout")
+    listed.set_defaults(command="tba_cli.commands.rollouts:list_command")
+
+
+def _add_rollouts_show(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+    show = kinds.add_parser(
+        "show",
+        parents=[common],
+        help="show all of one rollout: texts, gold data, reward and its parts, versions, the steps that trained it",
+    )
+    show.add_argument("rollout_id", metavar="ROLLOUT_ID", help=ROLLOUT_ID_HELP)
+    add_target(show)
+    show.add_argument("--tokens", action="store_true", help="also a table of the response tokens with log-probs")
+    add_json(show)
+    show.set_defaults(command="tba_cli.commands.rollouts:show_command")
+
+
+def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+    export = kinds.add_parser(
+        "export",
+        parents=[common],
+        help="write stored rollouts to a file, the oldest first: JSON Lines without tokens, or Parquet with them",
+    )
+    add_target(export)
+    export.add_argument("--out", required=True, metavar="FILE", help="a name that ends with .jsonl or .parquet")
+    export.add_argument("--force", action="store_true", help="replace the file if it exists")
+    _add_filters(export)
+    add_json(export)
+    export.set_defaults(command="tba_cli.commands.export_rollouts:export_command")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    filters = parser.add_argument_group("filters", "only rollouts that match all of them")
+    filters.add_argument("--prompt-id", metavar="ID", help="of this prompt")
+    filters.add_argument("--task", metavar="NAME", help="of this task")
+    filters.add_argument("--version", metavar="VERSION", help="of this policy version, for example 1-40")
+    filters.add_argument("--from-version", metavar="VERSION", help="of this policy version or a newer one")
+    filters.add_argument("--to-version", metavar="VERSION", help="of this policy version or an older one")
+    filters.add_argument("--status", choices=["scored", "pending", "failed"], help="with this reward status")
+    filters.add_argument("--min-reward", type=float, metavar="R", help="with at least this reward")
+    filters.add_argument("--max-reward", type=float, metavar="R", help="with at most this reward")
+    filters.add_argument("--searcher", metavar="ID", help="of this searcher, for example searcher-0")
+    filters.add_argument("--finish-reason", choices=["stop", "stop_string", "length", "abort"], help="that ended so")
+    filters.add_argument("--contains", metavar="TEXT", help="with this text in prompt or completion, in any case")
+
+
+def add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba rescore`."""
+    rescore = commands.add_parser(
+        "rescore", parents=[common], help="score the stored rollouts again, with the reward as it is now"
+    )
+    add_target(rescore)
+    rescore.add_argument("--task", metavar="NAME", help="only rollouts of this task")
+    rescore.add_argument(
+        "--only", choices=["all", "scored", "failed", "pending"], default="all", help="only rollouts of this status"
+    )
+    what = rescore.add_mutually_exclusive_group()
+    what.add_argument("--wait", action="store_true", help="wait until it is done, and show the progress")
+    what.add_argument(
+        "--show", action="store_true", help="start nothing; show the progress of this one or the result of the last one"
+    )
+    what.add_argument("--cancel", action="store_true", help="end the one in progress; its new scores are kept")
+    add_json(rescore)
+    rescore.set_defaults(command="tba_cli.commands.rescore:rescore_command")
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token-file", metavar="FILE", help="file with the operator token, or tokens file; -: stdin")
+    parser.add_argument("--ca-file", metavar="FILE", help="authorities to trust for an https address (tls.ca_file)")

@@ -1,0 +1,130 @@
+"""A `tba` command as a child process: signals, logs and cleanup of runs are solved there.
+
+So it works under a running event loop (Jupyter) too, and an interrupt of this process reaches it only when it should.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal
+
+from tba.errors import ChildError, ConfigError, TbaError
+from tba_cli.orphan_reaper import OrphanReaper
+
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+CLOSE_TIMEOUT_S = 60.0
+"""A command that is closed has so long to stop its processes and delete what is temporary."""
+TAIL_LINES = 20
+ERROR = "error: "
+Output = Literal["capture", "inherit", "drop"]
+
+
+class Command:
+    """One command that runs. It ends with this process, even when this process is killed.
+
+    Args:
+        words: behind `tba`.
+        output: what becomes of its stdout; `capture`: `lines` yields it.
+        on_error_line: called, in a thread, with the lines of stderr but for the error that ends the command.
+        import_folders: put in front of its PYTHONPATH, and so that of the services that it starts.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        output: Output = "capture",
+        on_error_line: Callable[[str], None] = lambda _: None,
+        import_folders: Sequence[str] = (),
+    ) -> None:
+        before = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([*import_folders, *([before] if before else [])])
+        self._reaper = OrphanReaper()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tba_cli.main", *words],
+            stdin=subprocess.DEVNULL,
+            stdout={"capture": subprocess.PIPE, "inherit": None, "drop": subprocess.DEVNULL}[output],
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **({"PYTHONPATH": path} if path else {})},
+            # the Ctrl-C of a terminal, or of Jupyter, must reach this process alone
+            start_new_session=True,
+        )
+        self._reaper.add(self._process.pid)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.last_lines: deque[str] = deque(maxlen=TAIL_LINES)
+        """Of its stdout, as far as `next_line` has read it."""
+        self._on_error_line = on_error_line
+        self._reader = threading.Thread(target=self._read_errors, name="stderr of tba", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Command:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        self.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def next_line(self) -> str:
+        """Wait for the next line of its stdout, and return it; empty: there are no more."""
+        assert self._process.stdout is not None, "its output is captured"
+        line = self._process.stdout.readline()
+        self.last_lines.append(line)
+        return line
+
+    def interrupt(self) -> None:
+        """Do to it what Ctrl-C does: a run stops cleanly at the first one, and at once at the second."""
+        self._process.send_signal(signal.SIGINT)
+
+    def wait(self) -> int:
+        """Wait for its end, and return the exit code."""
+        code = self._process.wait()
+        # a process that it has left behind may hold the pipe
+        self._reader.join(timeout=1.0)
+        return code
+
+    def failure(self, code: int) -> TbaError:
+        """Return the error that it ended with."""
+        said = next((line.removeprefix(ERROR) for line in reversed(self._tail) if line.startswith(ERROR)), None)
+        text = said or " | ".join(self._tail) or f"tba ended with exit code {code} and said nothing"
+        return ChildError(text) if code == EXIT_FAILED or code < 0 else ConfigError(text)
+
+    def close(self) -> None:
+        """End it as SIGTERM does, and kill it where that takes longer than `CLOSE_TIMEOUT_S`."""
+        if self.is_running:
+            self._process.terminate()
+            try:
+                self._process.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reader.join(timeout=1.0)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        # the process group may live on where the leader was killed; the reaper ends it
+        self._reaper.close()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            text = line.rstrip("\n")
+            self._tail.append(text)
+            if not text.startswith(ERROR):
+                self._on_error_line(text)

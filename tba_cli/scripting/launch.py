@@ -1,0 +1,144 @@
+"""`tba.run`: run a recipe on this machine from a script or a notebook."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tba.errors import TbaError
+from tba_cli.scripting.command import EXIT_INTERRUPTED, Command
+from tba_cli.scripting.inputs import Function, RecipeLike, prepare
+from tba_cli.scripting.run_handle import Run
+
+SHELL_ADVICE = "resume with: "
+PYTHON_ADVICE = "the same tba.run(...) with resume=True continues it"
+LINES_ABOVE = "log lines are above"
+"""What an error of `tba run` says when it has printed lines before."""
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+
+    from tba.api import Prompt
+
+    Prompts = Iterable[Mapping[str, Any] | Prompt] | datasets.Dataset | pandas.DataFrame
+
+
+def run(
+    recipe: RecipeLike,
+    objective: Function | str | None = None,
+    rewards: Iterable[Function | Mapping[str, Any]] | None = None,
+    prompts: Prompts | None = None,
+    sets: Sequence[str] = (),
+    name: str | None = None,
+    fresh: bool = False,
+    resume: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Run a recipe as `tba run` does, and wait for its end. Ctrl-C, or the interrupt of a notebook, stops it cleanly.
+
+    Functions run in other processes. One of a module is named by it; one of a notebook or script is written beside the
+    run, so it must import what it uses inside itself, and be neither lambda, closure nor decorated.
+
+    Args:
+        recipe: a file, the name of a recipe that ships with tba (`quickstart`), or a dict of sections.
+        objective: a function `(sequences, tokens, settings, beta)` (docs/extending.md), or the name of a preset.
+        rewards: the scorers of every task of the run: functions `(prompts, completions, **columns)` as in TRL, or
+            dicts as the recipe has them. The reward is their weighted sum.
+        prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`.
+        sets: overrides, such as "trainer.num_steps=50".
+        name: of the run, instead of `run.name` of the recipe.
+        fresh: delete the run of this name first.
+        resume: continue the run of this name; give the same arguments again.
+        progress: show what `tba run` shows; without it nothing is printed.
+
+    Returns:
+        The run: done, or interrupted; then the same call with `resume=True` continues it.
+
+    Raises:
+        ConfigError: something is wrong or in use; nothing was begun.
+        ChildError: the run failed. `tba.Run(name)` shows what it made.
+        KeyboardInterrupt: it was interrupted before training began, so there is nothing to resume.
+    """
+    all_sets = [*sets, *([] if name is None else [f"run.name={json.dumps(name)}"])]
+    inputs = prepare(
+        recipe, objective=objective, rewards=rewards, prompts=prompts, sets=all_sets, resume=resume, fresh=fresh
+    )
+    words = ["run", inputs.recipe, *(word for item in all_sets for word in ("--set", item))]
+    words += ["--fresh"] if fresh else []
+    words += ["--resume"] if resume else []
+    with Command(
+        words,
+        output="inherit" if progress and _is_terminal() else "capture",
+        on_error_line=_print_error if progress else lambda _: None,
+        import_folders=inputs.import_folders,
+    ) as command:
+        with _interruptible():
+            code = _until_end(command, progress=progress)
+        if code not in (0, EXIT_INTERRUPTED):
+            raise _failure(command, code, with_output=not progress)
+    if code == EXIT_INTERRUPTED and not inputs.folder.has_begun:
+        raise KeyboardInterrupt
+    if code == EXIT_INTERRUPTED and progress:
+        print(f"interrupted; {PYTHON_ADVICE}", flush=True)
+    return Run(inputs.folder.path)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt in the block.
+
+    Under `asyncio.run` the first one would only cancel a task, which this blocking call would not notice.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or before in (signal.SIG_IGN, signal.default_int_handler, None):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _until_end(command: Command, *, progress: bool) -> int:
+    """Print what the command prints until it ends, and return its exit code; pass interrupts on to it."""
+    while True:
+        try:
+            while (not progress or not _is_terminal()) and (line := command.next_line()):
+                # the services would not find the functions that are named in the recipe of that command
+                if progress and not line.startswith(SHELL_ADVICE):
+                    print(line, end="", flush=True)
+            return command.wait()
+        except KeyboardInterrupt:
+            command.interrupt()
+            if progress:
+                print("stopping cleanly; a second interrupt kills it (it can be resumed then too)", flush=True)
+
+
+def _failure(command: Command, code: int, *, with_output: bool) -> TbaError:
+    """Return the error of a run that failed.
+
+    Args:
+        with_output: with the last lines of what was not shown, where the error refers to them.
+    """
+    error = command.failure(code)
+    text, advice, _ = str(error).partition(f"; {SHELL_ADVICE}")
+    text += f"; {PYTHON_ADVICE}" if advice else ""
+    if with_output and LINES_ABOVE in text:
+        text = f"{''.join(command.last_lines)}{text}"
+    return type(error)(text)
+
+
+def _is_terminal() -> bool:
+    """Return whether a child can draw its progress bar itself: the stdout of a notebook is no terminal."""
+    return sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

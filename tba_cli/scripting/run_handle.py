@@ -1,0 +1,317 @@
+"""`tba.Run`: read and steer a run, live or over, from Python."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Unpack
+
+from tba.api import (
+    EvalInfo,
+    LedgerLine,
+    PromptInfo,
+    PromptOrder,
+    RolloutDetail,
+    RolloutOrder,
+    RunCommand,
+    RunInfo,
+    RunSummary,
+    ScaleRequest,
+    ScalingInfo,
+    SettingsInfo,
+    SettingsRequest,
+    Stats,
+    WeightVersionInfo,
+)
+from tba.clients.buffer import Command as StateCommand
+from tba.clients.run_reader import RolloutFilters
+from tba.config import parse_live
+from tba.errors import ConfigError, UnavailableError, WaitTimeoutError
+from tba.fields import Split
+from tba_cli.reports.ledger import active_steps, ledger_lines, lineage_tree
+from tba_cli.scripting.command import Command
+from tba_cli.scripting.connection import Connection
+from tba_cli.scripting.tables import MAX_PER_PAGE, Listing, Rollouts, Table
+
+MAX_TEXT_CHARS = 10_000
+STEPS_PER_PAGE = 2000
+"""The most points that the service gives at once, so that each one is a single step."""
+POLL_S = 1.0
+AWAY_S = 120.0
+"""A service elsewhere that is silent for so long is given up."""
+OVER = ("done", "failed")
+
+
+class Run:
+    """A run in progress, or one that is over; the files of the latter are read through a view that changes nothing.
+
+    The first call that needs the view starts it (seconds), later calls share it, and `close()`, the end of a `with`
+    block or of the interpreter ends it. Every call raises ServiceError subclasses where the service says no or is away.
+
+    Args:
+        name: a name below runs/, or the path of a run folder; None: the newest run.
+        url: of the buffer service of a run elsewhere, instead of a name.
+        token: of the operator or a viewer, with `url`.
+        ca_file: PEM file of the authorities that are trusted for an https URL.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike[str] | None = None,
+        *,
+        url: str | None = None,
+        token: str | None = None,
+        ca_file: str | None = None,
+    ) -> None:
+        if name is not None and url is not None:
+            raise ConfigError(f"give either the name of a run here ({os.fspath(name)!r}) or url={url!r}, not both")
+        if url is None and token is not None:
+            raise ConfigError("token goes with url: a run here has its tokens in its folder")
+        self._connection = Connection(name, url=url, token=token, ca_file=ca_file)
+
+    def __enter__(self) -> Run:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return which run it is; nothing is asked."""
+        if self.path is None:
+            return f"tba.Run(url={self._connection.url!r})"
+        return f"<tba.Run {self.path.name!r} in {self.path.parent}, {'over' if self.is_over else 'in progress'}>"
+
+    def close(self) -> None:
+        """End the view and the connections; a later call opens them again."""
+        self._connection.close()
+
+    # ---- Where it stands ----
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder; None: the run is elsewhere."""
+        folder = self._connection.folder
+        return None if folder is None else folder.path
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing works on it any more: it is done, has failed, was stopped or killed."""
+        if self._connection.folder is not None:
+            return self._connection.is_over
+        return self.info.state in OVER
+
+    @property
+    def info(self) -> RunInfo:
+        """State, versions, components, waits and evaluations, as they are now."""
+        return self._connection.client().run()
+
+    def summary(self) -> RunSummary:
+        """Return in sentences what the run does, how it learns, what waits for what, and what to try."""
+        return self._connection.client().summary()
+
+    def stats(self) -> Stats:
+        """Return the counts of the buffer."""
+        return self._connection.client().stats()
+
+    @property
+    def url(self) -> str:
+        """The address of the buffer service, or of the view."""
+        return self._connection.client().base_url
+
+    def view(self) -> str:
+        """Return the address of the page of the run. It holds a token: show it to nobody who may not steer the run."""
+        return self._connection.page()
+
+    # ---- What it made ----
+
+    def metrics(self) -> Table:
+        """Return the metrics of every step of the active history: `lineage`, `step`, `at_s` (Unix seconds), and a
+        column per metric; None: the step does not know it."""
+        client = self._connection.client()
+        info, lineage = client.run(), None
+        steps, at_s, metrics = [], [], {}
+        # a resume meanwhile has abandoned some of the steps that were read
+        while lineage != info.lineage:
+            lineage, steps, at_s, metrics = info.lineage, [], [], {}
+            for first in range(1, info.step + 1, STEPS_PER_PAGE):
+                last = min(first + STEPS_PER_PAGE - 1, info.step)
+                curves = client.curves(from_step=first, to_step=last, max_points=STEPS_PER_PAGE)
+                for name in metrics.keys() | curves.values.keys():
+                    values = curves.values.get(name) or [None] * len(curves.steps)
+                    metrics.setdefault(name, [None] * len(steps)).extend(values)
+                steps += curves.steps
+                at_s += curves.at_s
+            info = client.run()
+        ways = active_steps(lineage_tree(info.parents), lineage=info.lineage, step=info.step)
+        lineages = [next(number for number, way in ways.items() if step in way) for step in steps]
+        return Table({"lineage": lineages, "step": steps, "at_s": at_s, **dict(sorted(metrics.items()))})
+
+    def rollouts(
+        self, *, order: RolloutOrder = "oldest", text_chars: int = MAX_TEXT_CHARS, **filters: Unpack[RolloutFilters]
+    ) -> Rollouts:
+        """Return the stored rollouts that match; nothing is read before it is iterated or made a table.
+
+        Args:
+            order: oldest, newest, best or worst.
+            text_chars: longer texts are cut in the iteration (at most 10,000); `rollout(id)` has the whole ones.
+            filters: prompt_id, task, version, from_version, to_version, status, min_reward, max_reward, searcher_id,
+                finish_reason, contains.
+        """
+        return Rollouts(self._connection.client, order=order, text_chars=text_chars, filters=filters)
+
+    def rollout(self, rollout_id: str) -> RolloutDetail:
+        """Return one rollout with its tokens, log-probs, gold data, reward parts and the steps that trained it.
+
+        Raises:
+            NotFoundError: no stored rollout has this id.
+        """
+        return self._connection.client().get_rollout(rollout_id)
+
+    def prompts(
+        self,
+        *,
+        split: Split | None = None,
+        task: str | None = None,
+        contains: str | None = None,
+        order: PromptOrder = "upload",
+        text_chars: int = MAX_TEXT_CHARS,
+    ) -> Listing[PromptInfo]:
+        """Return the prompts that match, each with what its stored rollouts are worth.
+
+        Args:
+            order: upload, best, worst (by mean reward), or most (rollouts).
+            text_chars: longer texts are cut (at most 10,000).
+        """
+
+        def read() -> Iterator[PromptInfo]:
+            after: int | None = 0
+            while after is not None:
+                page = self._connection.client().list_prompts(
+                    split=split,
+                    task=task,
+                    contains=contains,
+                    order=order,
+                    limit=MAX_PER_PAGE,
+                    after=after,
+                    text_chars=text_chars,
+                )
+                yield from page.prompts
+                after = page.next
+
+        return Listing(read)
+
+    def ledger(self) -> Listing[LedgerLine]:
+        """Return the ledger: which rollouts each step consumed (LedgerEntry), and the starts of trainers (ResumeEntry);
+        abandoned steps too."""
+        return Listing(lambda: ledger_lines(self._connection.client()))
+
+    def evaluations(self) -> list[EvalInfo]:
+        """Return the evaluations, those in work too."""
+        return self.info.evals
+
+    @property
+    def versions(self) -> list[WeightVersionInfo]:
+        """The newest weight versions that the object store has, the newest first."""
+        return self._connection.client().list_versions().versions
+
+    def export(
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        version: str = "last",
+        push_to_hub: str | None = None,
+        public: bool = False,
+        recipe: str | os.PathLike[str] | None = None,
+    ) -> Path | None:
+        """Write a weight version as a Hugging Face folder with a model card, or push it to the hub, or both.
+
+        Args:
+            out: a folder that does not exist, or is empty.
+            version: LINEAGE-STEP, best or last.
+            push_to_hub: OWNER/NAME of a model repository, made private where it does not exist.
+            public: everybody may read the repository.
+            recipe: of the run; needed with `url`, for it says which object store holds the versions.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: as `tba export` says.
+        """
+        words = ["--version", version]
+        words += [] if out is None else ["--out", os.fspath(out)]
+        words += [] if push_to_hub is None else ["--push-to-hub", push_to_hub]
+        words += ["--public"] if public else []
+        words += [] if recipe is None else ["--recipe", os.fspath(recipe)]
+        with self._connection.target_words() as target, Command(["export", *target, *words], output="drop") as command:
+            if code := command.wait():
+                raise command.failure(code)
+        return None if out is None else Path(out)
+
+    # ---- Steering ----
+
+    def pause(self, reason: str | None = None) -> RunInfo:
+        """Pause it: no new leases, no new batches."""
+        return self._command("pause", reason)
+
+    def resume(self, reason: str | None = None) -> RunInfo:
+        """Continue after a pause. (A run that is over continues with `tba.run(..., resume=True)`.)"""
+        return self._command("resume", reason)
+
+    def stop(self, reason: str | None = None) -> RunInfo:
+        """Stop it for good: the step under way is finished, and the run is evaluated and written up."""
+        return self._command("stop", reason)
+
+    def set(self, *, reason: str | None = None, **settings: Any) -> SettingsInfo:
+        """Change live settings: learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps.
+
+        Args:
+            reason: kept in the audit.
+            settings: a number, a schedule such as {"kind": "linear", "value": 0.1, "final": 0.01, "steps": 400}, or
+                None: as the recipe says.
+
+        Raises:
+            ConfigError: a name or value is wrong.
+        """
+        request = SettingsRequest(settings=parse_live(settings), reason=reason)
+        return self._connection.client().change_settings(request)
+
+    def scale(self, n: int | None, *, reason: str | None = None) -> ScalingInfo:
+        """Start or stop searchers, so that there are `n`; None: as the recipe says. Does not wait for them."""
+        return self._connection.client().scale(ScaleRequest(num_searchers=n, reason=reason))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is over.
+
+        Args:
+            timeout_s: None: no deadline.
+
+        Raises:
+            WaitTimeoutError: it is not, after `timeout_s`.
+        """
+        began_s = answered_s = time.monotonic()
+        while True:
+            try:
+                if self.is_over:
+                    return
+                answered_s = time.monotonic()
+            except UnavailableError:  # a service elsewhere may restart meanwhile
+                if time.monotonic() - answered_s > AWAY_S:
+                    raise
+            left_s = None if timeout_s is None else began_s + timeout_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise WaitTimeoutError(f"wait 'run-over': {self!r} is not over after {timeout_s:g} s; wait longer")
+            time.sleep(POLL_S if left_s is None else min(POLL_S, left_s))
+
+    def _command(self, name: StateCommand, reason: str | None) -> RunInfo:
+        return self._connection.client().command(name, RunCommand(reason=reason))

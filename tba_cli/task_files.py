@@ -1,0 +1,192 @@
+"""The files of a new task, which `tba init` writes: a recipe, prompts, a scorer, its test, and examples for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+NUM_TRAIN, NUM_HELDOUT = 96, 32
+TERMS = range(10, 100)
+"""Numbers of two digits, as the starting model knows them."""
+
+RECIPE = """\
+# A task of your own, with files that work as they are: `tba run {task}.toml`, in this folder.
+# `tba config schema` prints every key, `tba config check {task}.toml` says what would fail.
+
+[run]
+name = "{task}"
+seed = 0
+
+[model]
+# Where the starting model is kept. `tba run` makes it in seconds: it is tiny, knows the characters 0123456789+=, and
+# writes sums backwards (46 as 64). For words, name a Hugging Face folder or ORG/NAME here, remove [model.warm_start],
+# and raise the limits of [searcher].
+path = "models/{task}-{{seed}}"
+policy_temperature = 1.0
+
+[model.warm_start]
+task = "addition"
+
+[data]
+# One prompt a line; `data` is what the scorer gets, `split` is train or heldout (never trained on).
+path = "prompts.jsonl"
+
+[reward.tasks.{task}]
+# The function `score` of scorer.py. The name of the task is that of the prompts.
+scorers = [{{kind = "python", function = "scorer:score"}}]
+
+[buffer]
+port = 0 # any that is free
+
+[reward]
+port = 0
+
+[sampling]
+# A batch is 16 prompts with 8 responses each.
+prompts_per_batch = 16
+group_size = 8
+rollouts_per_visit = 8
+most_on_policy_prob = 1.0
+min_size_to_sample = 128
+samples_per_insert = 1.0
+samples_per_insert_error = 128
+
+[searcher]
+num_searchers = 1
+num_slots = 128
+max_prompt_tokens = 8
+max_response_tokens = 5
+
+[objective]
+preset = "tba_prime_clip"
+beta = {{ value = 0.05 }}
+
+[trainer]
+num_steps = 200
+max_train_s = 280
+learning_rate = {{ kind = "constant", value = 5e-4 }}
+sync_interval = 1
+prefetch_batches = 0
+checkpoint_interval = 50
+
+[eval]
+every_steps = 50
+num_prompts = {num_heldout}
+num_prompts_final = {num_heldout}
+success_reward = 1.0 # a completion with this reward counts as a success
+"""
+
+SCORER = '''\
+"""The reward of the task {task}: sums, written backwards, with part credit."""
+
+
+def score(prompts: list[str], completions: list[str], answer: list[str], **columns: object) -> list[float | None]:
+    """Give the share of the digits that are right; 0 to what is no number of the right length.
+
+    Args:
+        prompts: texts of the prompts.
+        completions: what the model wrote, one for each prompt, in the same order.
+        answer: the key `answer` of each prompt's `data`. Every other key of the data comes in `columns`, by its name.
+
+    Returns:
+        A number for each completion, or None where there is none: the reward is then unknown, and nothing is
+        learned from the completion. A wrong answer is a number.
+
+    Raises:
+        ValueError: the data of a prompt is wrong. Whatever is raised costs only the items that caused it: their
+            reward is unknown as well, with the text of the error.
+    """
+    return [_score(completion, gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def _score(completion: str, gold: str) -> float:
+    if not str(gold).isdigit():
+        raise ValueError(f"data.answer is {{gold!r}}; it must be a text of digits")
+    written = completion.strip()
+    if len(written) != len(gold) or not written.isdigit():
+        return 0.0
+    return sum(a == b for a, b in zip(written, gold, strict=True)) / len(gold)
+'''
+
+TEST = '''\
+"""Test the scorer: `python -m pytest`, in this folder."""
+
+import pytest
+from scorer import score
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("64", 1.0), (" 64\\n", 1.0), ("63", 0.5), ("74", 0.5), ("46", 0.0), ("064", 0.0), ("", 0.0), ("x+", 0.0)],
+)
+def test_the_reward_of_a_completion(completion: str, reward: float) -> None:
+    assert score(["12+34="], [completion], ["64"]) == [reward]
+
+
+def test_each_completion_has_its_own_reward() -> None:
+    assert score(["12+34=", "99+99="], ["64", "981"], ["64", "891"]) == [1.0, pytest.approx(1 / 3)]
+
+
+def test_wrong_data_is_an_error_and_not_a_zero() -> None:
+    with pytest.raises(ValueError, match="must be a text of digits"):
+        score(["12+34="], ["64"], ["forty-six"])
+'''
+
+EXAMPLES = [
+    ("12+34=", "64", "64", 1.0),
+    ("12+34=", "63", "64", 0.5),
+    ("12+34=", "46", "64", 0.0),
+    ("25+25=", "5", "05", 0.0),
+]
+"""Prompt, response, answer and expected reward."""
+
+
+def task_files(task: str) -> dict[str, str]:
+    """Return name and text of every file of a new task."""
+    examples = [
+        {"task": task, "prompt": prompt, "response": response, "data": {"answer": answer}, "expected": expected}
+        for prompt, response, answer, expected in EXAMPLES
+    ]
+    return {
+        f"{task}.toml": RECIPE.format(task=task, num_heldout=NUM_HELDOUT),
+        "prompts.jsonl": _lines(_prompts(task)),
+        "scorer.py": SCORER.format(task=task),
+        "test_scorer.py": TEST,
+        "examples.jsonl": _lines(examples),
+    }
+
+
+def write_task(folder: Path, task: str) -> list[Path]:
+    """Write the files of a new task, and return them.
+
+    Raises:
+        OSError: the folder cannot be made, a file cannot be written, or (FileExistsError) is there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, text in task_files(task).items():
+        with (folder / name).open("x", encoding="utf-8") as file:
+            file.write(text)
+        written.append(folder / name)
+    return written
+
+
+def _prompts(task: str) -> list[dict[str, object]]:
+    """Return prompts with different sums; the same ones every time."""
+    chosen = random.Random(0).sample([(a, b) for a in TERMS for b in TERMS], NUM_TRAIN + NUM_HELDOUT)
+    return [
+        {
+            "prompt_id": f"sum-{a}-{b}",
+            "task": task,
+            "text": f"{a}+{b}=",
+            # backwards: so the starting model writes numbers
+            "data": {"answer": str(a + b)[::-1]},
+            "split": "train" if number < NUM_TRAIN else "heldout",
+        }
+        for number, (a, b) in enumerate(chosen)
+    ]
+
+
+def _lines(rows: list[dict[str, object]]) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)

@@ -1,0 +1,123 @@
+"""A task of one's own from `tba init` to a finished run, and what commands print of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.buffer import SERVICE_PATHS
+from tests.support.waits import DEADLINE_S
+
+Tba = Callable[..., subprocess.CompletedProcess[str]]
+SHORT = (
+    *("--set", "trainer.num_steps=2", "--set", "eval.every_steps=1000", "--set", "eval.num_prompts_final=4"),
+    *("--set", "model.warm_start.target_accuracy=0.05", "--set", "model.warm_start.noise_steps=0"),
+)
+
+
+def run_python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `tba init` writes."""
+    place = tmp_path_factory.mktemp("place")
+    done = run_python(place, "-m", "tba_cli.main", "init", "mytask")
+    assert done.returncode == 0, done.stderr
+    return place / "mytask"
+
+
+@pytest.fixture(scope="module")
+def tba(folder: Path) -> Tba:
+    """Run a command in that folder."""
+    return lambda *words: run_python(folder, "-m", "tba_cli.main", *words)
+
+
+@pytest.fixture(scope="module")
+def finished(tba: Tba) -> str:
+    """The name of a run with all defaults of the new recipe but its length."""
+    done = tba("run", "mytask.toml", *SHORT)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return "mytask"
+
+
+def read(done: subprocess.CompletedProcess[str], code: int = 0) -> Any:
+    assert done.returncode == code, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
+def test_the_test_of_the_scorer_passes(folder: Path) -> None:
+    done = run_python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_the_recipe_is_right_and_the_examples_get_what_they_should(tba: Tba) -> None:
+    checked = read(tba("config", "check", "mytask.toml", "--json"))
+    assert checked["counts"]["fail"] == 0
+    assert [result["found"] for result in checked["results"] if result["code"] == "scorer"] == [
+        "task 'mytask': made-up responses score 0, 1"
+    ]
+    scored = read(tba("score", "examples.jsonl", "--recipe", "mytask.toml", "--json"))
+    assert (scored["num_mismatches"], scored["num_errors"]) == (0, 0)
+    assert [row["result"]["reward"] for row in scored["examples"]] == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_a_scorer_that_raises_and_a_wrong_expectation_are_found(tba: Tba, folder: Path) -> None:
+    example = {"task": "mytask", "prompt": "12+34=", "response": "64"}
+    rows = [{**example, "data": {"answer": "sixty"}}, {**example, "data": {"answer": "64"}, "expected": 0}]
+    (folder / "wrong.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    scored = read(tba("score", "wrong.jsonl", "--recipe", "mytask.toml", "--json"), code=1)
+    (folder / "wrong.jsonl").unlink()
+    assert (scored["num_mismatches"], scored["num_errors"]) == (1, 1)
+    error = scored["examples"][0]["result"]["error"]
+    assert (error["reason"], "must be a text of digits" in error["detail"]) == ("exception", True)
+
+
+def test_stored_rollouts_get_their_rewards_again_until_the_scorer_changes(
+    tba: Tba, finished: str, folder: Path
+) -> None:
+    scored = read(tba("score", "--from-run", finished, "--num", "5", "--json"))
+    assert [row["mismatch"] for row in scored["examples"]] == [False] * 5
+    assert all(row["expected"] is not None for row in scored["examples"])
+    path = folder / "scorer.py"
+    text = path.read_text()
+    path.write_text(
+        text.replace("        return 0.0\n", "        return -1.0\n").replace("/ len(gold)", "/ len(gold) - 2")
+    )
+    try:
+        changed = read(tba("score", "--from-run", finished, "--num", "5", "--json"), code=1)
+    finally:
+        path.write_text(text)
+    assert changed["num_mismatches"] == 5
+
+
+def test_what_commands_say_of_a_run_is_there_as_json(tba: Tba, finished: str, folder: Path) -> None:
+    ledger = read(tba("ledger", "check", finished, "--json"))
+    assert (ledger["run"], ledger["num_steps"], ledger["violations"]) == (finished, 2, [])
+    summary = read(tba("report", f"runs/{finished}", "--json"))
+    assert summary["run"] == finished
+    assert read(tba("table", f"runs/{finished}", "--json")) == [summary]
+    saved = read(tba("buffer", "save", "end", finished, "--json"))
+    assert saved["source"] == f"{finished}/end"
+    exported = read(tba("rollouts", "export", finished, "--out", "all.jsonl", "--json"))
+    lines = (folder / "all.jsonl").read_text().splitlines()
+    assert (exported["num_rollouts"], len(lines)) == (saved["num_rollouts"], saved["num_rollouts"])
+    model = read(tba("export", finished, "--out", "model", "--json"))
+    assert (model["out"], model["version"].rpartition("-")[2], model["pushed_to"]) == (str(folder / "model"), "2", None)

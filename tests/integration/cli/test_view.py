@@ -1,0 +1,283 @@
+"""`tba view` and `tba rollouts` of runs that are over, with real Redis and buffer processes over their files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import pytest
+
+from tba.api import LineageRequest
+from tba.clients import BufferClient
+from tba.errors import ConflictError
+from tba.wire import Heartbeat, encode_rollout
+from tba_cli.local.ended_run import read_ended
+from tba_cli.main import main
+from tba_cli.ports import PortRequest, choose_ports
+from tba_cli.run_folder import RunFolder
+from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
+from tests.support.waits import DEADLINE_S, until
+
+REASON = "the trainer died"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The folder of a run whose Redis and buffer were killed while searcher and trainer were alive."""
+    place = tmp_path_factory.mktemp("place")
+    folder = RunFolder(place / "runs" / "demo")
+    folder.redis_path.mkdir(parents=True)
+    stack = start_stack(place / "stack", redis_folder=folder.redis_path)
+    try:
+        client = stack.client
+        client.upload_prompts(make_prompts(2))
+        client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+        rollouts = [make_rollout(reward=None if i == 0 else float(i), response_text=f"answer {i}") for i in range(5)]
+        client.push([encode_rollout(rollout) for rollout in rollouts])
+        for kind in ("trainer", "searcher"):
+            beat = Heartbeat(
+                run="test", component_id=f"{kind}-0", kind=kind, state="working", version=None, wait=None, gauges={}
+            )
+            client.heartbeat(beat)
+        # an eviction by age or number, a certificate and tokens of the run must not matter to a view
+        document = stack.recipe.model_dump(mode="json")
+    finally:
+        stack.stop()
+    document["auth"]["tokens_file"] = str(place / "gone.json")
+    document["buffer"]["host"] = "0.0.0.0"
+    folder.write_json(folder.recipe_path, document)
+    folder.write_json(folder.ended_path, {"at_s": 1_000_000_000.0, "reason": REASON})
+    folder.marker_path.touch()
+    return folder
+
+
+def digests(folder: RunFolder) -> dict[str, tuple[str, int]]:
+    """Return path -> (digest, time of change) of every file and folder."""
+    return {
+        str(path): (hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest(), path.stat().st_mtime_ns)
+        for path in [folder.path, *folder.path.rglob("*")]
+    }
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of commands, in this process too: copies lie in a folder that the test can look into."""
+    (tmp_path / "copies").mkdir()
+    more = {"TMPDIR": str(tmp_path / "copies"), "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return {**os.environ, **more}
+
+
+@contextmanager
+def viewing(
+    environ: dict[str, str], *words: str, is_opened: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Start `tba view` and yield it with the addresses that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tba_cli.main", "view", *([] if is_opened else ["--no-open"]), "--json", *words],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell starts background commands so
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=DEADLINE_S)[1]
+        yield process, json.loads(line)["urls"]
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=DEADLINE_S)
+
+
+def get(url: str, path: str, token: str | None, method: str = "GET") -> tuple[int, Any]:
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    body = None if method == "GET" else b"{}"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, body, headers, method=method)) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(
+    ended: RunFolder, environ: dict[str, str]
+) -> None:
+    before = digests(ended)
+    (port,) = choose_ports([PortRequest("port", "127.0.0.1", 0)])
+    with viewing(environ, str(ended.path), "--port", str(port)) as (process, (url,)):
+        base, _, token = url.partition("/#token=")
+        assert base == f"http://127.0.0.1:{port}"
+        status, page = get(base, "/", None)
+        assert (status, b"<html" in page.lower()) == (200, True)
+        assert get(base, "/v1/run", None)[0] == 401
+        client = BufferClient(base, token=token, retry_s=0)
+        info = client.run()
+        assert (info.read_only, info.state, info.waits) == (True, "running", [])
+        assert (info.note or "").startswith("this run is over since 2001-09-")
+        assert (info.note or "").endswith(f": {REASON}")
+        assert [item.component_id for item in info.components if item.alive] == ["buffer"]
+        assert {item.component_id for item in info.components} == {"buffer", "searcher-0", "trainer-0"}
+        stats = client.stats()
+        assert (stats.num_rollouts, stats.num_pending) == (5, 1)
+        for path in ("curves", "summary", "prompts", "versions", "snapshots", "ledger", "run/searchers", "run/changes"):
+            assert get(base, f"/v1/{path}", token)[0] == 200, path
+        rollout = client.list_rollouts(limit=1).rollouts[0]
+        assert client.get_rollout(rollout.rollout_id).prompt_data == {"answer": 0}
+        with pytest.raises(ConflictError, match=REASON):
+            client.push([encode_rollout(make_rollout())])
+        status, problem = get(base, "/v1/run/resume", token, "POST")
+        assert (status, REASON in json.loads(problem)["detail"]) == (409, True)
+        client.close()
+        listening = Path("/proc/net/tcp").read_text().split()
+        assert f"00000000:{port:04X}" not in listening, "on loopback alone, whatever the recipe says"
+        assert len(list(Path(environ["TMPDIR"]).iterdir())) == 1
+        assert not ended.is_in_use
+        process.terminate()
+        out, err = process.communicate(timeout=DEADLINE_S)
+        assert (process.returncode, out) == (0, ""), err
+    assert list(Path(environ["TMPDIR"]).iterdir()) == [], "the copy is deleted"
+    assert get_fails(base)
+    assert digests(ended) == before
+
+
+def get_fails(url: str) -> bool:
+    try:
+        get(url, "/livez", None)
+    except OSError:
+        return True
+    return False
+
+
+def test_the_browser_is_given_a_file_and_no_token_until_the_view_ends(
+    ended: RunFolder, environ: dict[str, str], tmp_path: Path
+) -> None:
+    seen, script = tmp_path / "seen", tmp_path / "browser"
+    script.write_text(f'#!/bin/sh\necho "$*" > {seen}.part\nmv {seen}.part {seen}\n')
+    script.chmod(0o700)
+    with viewing({**environ, "BROWSER": f"{script} %s"}, str(ended.path), is_opened=True) as (_, (url,)):
+        until("the browser", seen.exists)
+        told = seen.read_text().strip()
+        assert told.startswith("file:///")
+        page = Path(url2pathname(urlsplit(told).path))
+        assert f'content="0; url={url}"' in page.read_text()
+        assert (page.stat().st_mode & 0o777, page.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert not page.parent.exists()
+    assert list(Path(environ["TMPDIR"]).iterdir()) == []
+
+
+def test_several_runs_are_several_pages(ended: RunFolder, environ: dict[str, str]) -> None:
+    with viewing(environ, str(ended.path), str(ended.path)) as (_, urls):
+        tokens = [url.partition("/#token=")[2] for url in urls]
+        assert len(set(urls)) == len(set(tokens)) == 2
+        for url, token in zip(urls, tokens, strict=True):
+            assert get(url.partition("/#")[0], "/v1/run", token)[0] == 200
+
+
+def test_a_port_that_is_taken_is_a_sentence(
+    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["view", str(ended.path), "--port", str(port), "--no-open"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, f"port {port} (buffer.port) is in use" in err) == ("", True)
+    assert list(Path(environ["TMPDIR"]).iterdir()) == []
+
+
+def test_a_large_copy_is_announced(
+    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_cli.local.ended_run.LARGE_BYTES", 10)
+    assert read_ended(ended, lambda client: client.run()).read_only
+    assert f"copying {ended.redis_path}, 0.0 GB, to {environ['TMPDIR']}" in capsys.readouterr().err
+
+
+def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
+    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before, run = digests(ended), str(ended.path)
+    assert main(["rollouts", "list", run, "--json", "--contains", "ANSWER 3"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rollouts"]
+    assert found["reward"] == 3.0
+    assert main(["rollouts", "list", run, "--min-reward", "2", "--max-reward", "3", "--order", "best"]) == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[::3]] == ["3,", "2,"]
+    # it is over, so nothing new comes
+    assert main(["rollouts", "list", run, "--follow", "--limit", "2"]) == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[2::3]] == [
+        "completion: 'answer 3'",
+        "completion: 'answer 4'",
+    ]
+    assert main(["rollouts", "show", found["rollout_id"], run, "--tokens"]) == 0
+    shown = capsys.readouterr().out
+    assert "  reward 3 (scored, addition-1)" in shown
+    assert "  gold data: {'answer': 0}" in shown
+    assert "number     token   log-prob  text" in shown
+    assert "         0         1    -0.5000" in shown
+
+    out = tmp_path / "found.jsonl"
+    assert main(["rollouts", "export", run, "--out", str(out), "--status", "scored"]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote 4 rollouts to {out}, ")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["response_text"] for line in lines] == [f"answer {i}" for i in range(1, 5)]
+    table = tmp_path / "found.parquet"
+    assert main(["rollouts", "export", run, "--out", str(table), "--status", "scored"]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote 4 rollouts to {table}, ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copies", "found.jsonl", "found.parquet"]
+    assert digests(ended) == before
+
+
+def test_a_signal_while_the_files_are_copied_leaves_no_copy(
+    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(_: Path, to: Path) -> None:
+        to.mkdir()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("tba_cli.local.ended_run.shutil.copytree", copy)
+    assert main(["view", str(ended.path), "--no-open"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+    assert list(Path(environ["TMPDIR"]).iterdir()) == []
+
+
+def test_a_page_that_dies_is_an_error_and_leaves_no_copy(ended: RunFolder, environ: dict[str, str]) -> None:
+    with viewing(environ, str(ended.path)) as (process, _):
+        copies = environ["TMPDIR"]
+        buffers = [
+            int(entry.name)
+            for entry in Path("/proc").glob("[0-9]*")
+            if (words := command_of(entry)) and "tba_buffer" in words and copies in words
+        ]
+        assert len(buffers) == 1
+        os.kill(buffers[0], signal.SIGKILL)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, "buffer died (killed by SIGKILL)" in err) == (1, True), err
+    assert list(Path(copies).iterdir()) == []
+
+
+def command_of(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text()
+    except OSError:
+        return ""

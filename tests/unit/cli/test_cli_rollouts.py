@@ -1,0 +1,468 @@
+"""`tba rollouts list|show|export` and `tba view` of a run in progress: flags, output, files."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import pytest
+
+from tba.api import Curves, RolloutDetail, RolloutInfo, RolloutPage, RunInfo
+from tba.clients import BufferClient
+from tba.errors import NotFoundError, UnavailableError
+from tba_cli import browser
+from tba_cli.commands import rollouts, top, view
+from tba_cli.commands.rollouts import detail_lines, token_lines
+from tba_cli.main import main
+from tests.support.history_values import RUN_INFO, stats
+
+DETAIL: dict[str, Any] = {
+    "rollout_id": "0" * 32,
+    "task": "addition",
+    "prompt_id": "p-1",
+    "visit_id": "v",
+    "version": "1-40",
+    "version_spans": [{"version": "1-40", "start": 0, "end": 2}, {"version": "1-41", "start": 2, "end": 3}],
+    "policy_age_steps": 3,
+    "prompt_text": "1+1=",
+    "num_prompt_tokens": 4,
+    "num_response_tokens": 3,
+    "response_text": "2\n\x1b[2J",
+    "response_text_cut": False,
+    "finish_reason": "stop",
+    "reward": 0.75,
+    "reward_status": "scored",
+    "reward_reason": None,
+    "reward_version": "addition-1",
+    "reward_parts": [{"name": "exact", "score": 1.0, "weight": 0.7}, {"name": "brief", "score": 0.1, "weight": None}],
+    "num_batches": 2,
+    "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": None, "stop": []},
+    "searcher_id": "searcher-0",
+    "started_at_s": 1.0,
+    "finished_at_s": 2.5,
+    "prompt_tokens": [1, 2, 3, 4],
+    "response_tokens": [7, 8, 9],
+    "sampler_logprobs": [-0.5, -1.25, -0.125],
+    "ref_logprob": {"value": -2.5, "version": "0-0"},
+    "prompt_data": {"answer": 2},
+    "token_texts": ["2", "\n", "\x1b"],
+    "trained": [
+        {"version": "1-42", "at_s": 3.0, "advantage": -0.25, "weight": 1.0, "skipped": None, "abandoned": False},
+        {"version": "1-43", "at_s": 4.0, "advantage": 0.5, "weight": None, "skipped": "spike", "abandoned": True},
+    ],
+    "trained_since": "1-10",
+}
+
+
+def info_of(number: int, **changes: Any) -> RolloutInfo:
+    document = {**{name: DETAIL[name] for name in RolloutInfo.model_fields}, "rollout_id": f"{number:032x}", **changes}
+    return RolloutInfo.model_validate(document)
+
+
+class FakeRun:
+    """A client whose rollouts a test adds; `filters` are those of the last request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stored: list[RolloutInfo] = []
+        self.details: dict[str, RolloutDetail] = {}
+        self.filters: dict[str, Any] = {}
+        self.states = ["done"]
+        self.max_per_page = 100
+        self.on_run: Callable[[], None] = lambda: None
+        monkeypatch.setattr(rollouts, "ended_run", lambda _: None)
+        monkeypatch.setattr(rollouts, "open_client", lambda _: cast(BufferClient, self))
+
+    def list_rollouts(self, *, order: str = "newest", limit: int, cursor: str | None, text_chars: int, **filters: Any):
+        self.filters = {name: value for name, value in filters.items() if value is not None}
+        found = self.stored if order == "oldest" else self.stored[::-1]
+        first = int(cursor or 0)
+        last = min(first + min(limit, self.max_per_page), len(found))
+        return RolloutPage(
+            rollouts=found[first:last], next=str(last) if last < len(found) else None, num_read=last - first
+        )
+
+    def get_rollout(self, rollout_id: str) -> RolloutDetail:
+        if rollout_id not in self.details:
+            raise NotFoundError("it was evicted")
+        return self.details[rollout_id]
+
+    def export_rollouts(self, path: Path, **filters: Any) -> int:
+        self.filters = {name: value for name, value in filters.items() if value is not None}
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist([{"a": 1}, {"a": 2}]), path)
+        return path.stat().st_size
+
+    def run(self) -> RunInfo:
+        self.on_run()
+        return RunInfo.model_validate(
+            {**RUN_INFO, "state": self.states.pop(0) if len(self.states) > 1 else self.states[0]}
+        )
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    return FakeRun(monkeypatch)
+
+
+FILTER_WORDS = (
+    "--prompt-id p --task t --version 1-2 --from-version 1-1 --to-version 1-3 --status scored --min-reward 0.5 "
+    "--max-reward 1 --searcher searcher-0 --finish-reason length --contains Hello"
+)
+
+
+def test_every_filter_reaches_the_service(run: FakeRun, tmp_path: Path) -> None:
+    wanted = {
+        "prompt_id": "p",
+        "task": "t",
+        "version": "1-2",
+        "from_version": "1-1",
+        "to_version": "1-3",
+        "status": "scored",
+        "min_reward": 0.5,
+        "max_reward": 1.0,
+        "searcher_id": "searcher-0",
+        "finish_reason": "length",
+        "contains": "Hello",
+    }
+    for words in (["list"], ["list", "--follow"], ["export", "--out", "a.jsonl"], ["export", "--out", "a.parquet"]):
+        run.filters = {}
+        words = [str(tmp_path / word) if word.startswith("a.") else word for word in words]
+        assert main(["rollouts", *words, *FILTER_WORDS.split()]) == 0
+        assert run.filters == wanted, words
+
+
+def test_a_list_continues_over_pages_that_hold_fewer(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """A filter that reads payloads answers with short pages, even empty ones."""
+    run.stored, run.max_per_page = [info_of(number) for number in range(8)], 2
+    assert main(["rollouts", "list", "--limit", "5"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line[:32] for line in out[:-1:3]] == [f"{number:032x}" for number in (7, 6, 5, 4, 3)]
+    assert out[-1] == "there are more: --cursor 5"
+    assert out[2] == r"  completion: '2\n\x1b[2J'"
+    assert main(["rollouts", "list", "--limit", "50", "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert (len(page["rollouts"]), page["next"], page["num_read"]) == (8, None, 8)
+    run.stored = []
+    assert main(["rollouts", "list"]) == 0
+    assert capsys.readouterr().out == "no stored rollout matches\n"
+
+
+def test_follow_shows_each_new_rollout_once_until_the_run_is_over(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.states, run.stored = ["running", "running", "running", "done"], [info_of(number) for number in range(3)]
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        more = len(run.stored)
+        run.stored += [info_of(more), info_of(more + 1)]
+        # an eviction of what was shown must not bring older ones back
+        del run.stored[0]
+
+    monkeypatch.setattr(rollouts.time, "sleep", sleep)
+    assert main(["rollouts", "list", "--follow", "--limit", "2", "--json"]) == 0
+    ids = [int(json.loads(line)["rollout_id"], 16) for line in capsys.readouterr().out.splitlines()]
+    assert len(slept) == 3
+    assert min(slept) >= rollouts.POLL_S
+    assert len(set(ids)) == len(ids)
+    assert ids[:2] == [1, 2], "the newest, in the order in which they came"
+    assert set(ids) - {1, 2} == {int(item.rollout_id, 16) for item in run.stored} - {1, 2}
+
+
+def test_follow_says_when_it_could_not_show_all(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.states, run.stored = ["running", "done"], [info_of(0)]
+    monkeypatch.setattr(rollouts, "MAX_PAGES_PER_POLL", 2)
+    monkeypatch.setattr(rollouts.time, "sleep", lambda _: run.stored.extend(info_of(n) for n in range(1, 300)))
+    assert main(["rollouts", "list", "--follow", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 201
+    assert err == "not all new rollouts are shown: more than 2 pages came at once\n"
+
+
+def test_follow_goes_with_no_other_order_and_no_cursor(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", "list", "--follow", "--order", "best"]) == 2
+    assert "leave out --order best" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["rollouts", "list", "--follow", "--cursor", "x"])
+
+
+def test_a_rollout_is_shown_with_all_that_is_known_of_it() -> None:
+    lines = detail_lines(RolloutDetail.model_validate(DETAIL))
+    assert lines[:4] == [
+        f"rollout {'0' * 32}, task addition, prompt p-1",
+        "  reward 0.75 (scored, addition-1)",
+        "    exact: 1, weight 0.7",
+        "    brief: 0.1, no longer in the recipe",
+    ]
+    assert "  version 1-40, policy age 3 steps; response tokens 0-1 by 1-40, 2-2 by 1-41" in lines
+    assert "  log-prob of the reference 0-0: -2.5000" in lines
+    assert "  drawn by 2 batches; trained by (kept from step 1-10 on):" in lines
+    assert any(line.endswith(": advantage -0.25, weight 1") for line in lines)
+    assert any(line.endswith(": advantage 0.5, weight none (skipped: spike; abandoned by a resume)") for line in lines)
+    assert lines[-6:] == [
+        "  gold data: {'answer': 2}",
+        "  prompt:",
+        "    1+1=",
+        "  completion:",
+        "    2",
+        "    \x1b[2J",
+    ]
+
+
+def test_what_is_not_known_of_a_rollout_is_said() -> None:
+    unknown = {"reward": None, "reward_status": "failed", "reward_reason": "timeout", "reward_version": None}
+    unknown |= {"reward_parts": None, "ref_logprob": None, "prompt_text": None, "prompt_data": None}
+    unknown |= {"trained": [], "trained_since": None, "token_texts": None, "response_text": ""}
+    rollout = RolloutDetail.model_validate({**DETAIL, **unknown})
+    lines = detail_lines(rollout)
+    assert lines[1] == "  reward failed (failed): timeout"
+    assert "  drawn by 2 batches; no step is kept that says what it made of its rollouts" in lines
+    assert "  gold data: unknown: the run no longer has the prompt" in lines
+    assert lines[-3:] == ["    (not among the prompts of the run)", "  completion:", "    (empty)"]
+    assert token_lines(rollout)[1:] == [
+        "         0         7    -0.5000",
+        "         1         8    -1.2500",
+        "         2         9    -0.1250",
+    ]
+    trained = RolloutDetail.model_validate({**DETAIL, "trained": []})
+    assert "  drawn by 2 batches; trained by none of the steps from 1-10 on" in detail_lines(trained)
+
+
+def test_the_terminal_is_safe_from_what_a_model_wrote(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run.details = {"0" * 32: RolloutDetail.model_validate(DETAIL)}
+    assert main(["rollouts", "show", "0" * 32, "--tokens"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "         2         9    -0.1250  '\\x1b'" in out
+    assert main(["rollouts", "show", "0" * 32, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trained"][0]["advantage"] == -0.25
+
+
+@pytest.mark.parametrize("name", ["0" * 8, "0" * 31 + "g", "0" * 33, "A" * 32])
+def test_a_part_of_an_id_is_refused_with_a_remedy(name: str, run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", "show", name]) == 2
+    assert f"'{name}' is no rollout id: give all 32 hexadecimal digits" in capsys.readouterr().err
+
+
+def test_json_lines_have_whole_texts_and_leave_out_what_was_evicted(
+    run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.stored = [
+        info_of(0),
+        info_of(1, response_text="cut", response_text_cut=True),
+        info_of(2, response_text="cut", response_text_cut=True),
+        info_of(3, prompt_text="x" * 10_000),
+    ]
+    run.max_per_page = 3
+    for number, text in ((1, "whole"), (3, "2")):
+        changes = {"rollout_id": f"{number:032x}", "response_text": text, "prompt_text": "y" * 20_000}
+        run.details[f"{number:032x}"] = RolloutDetail.model_validate({**DETAIL, **changes})
+    out = tmp_path / "r.jsonl"
+    assert main(["rollouts", "export", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote 3 rollouts to {out}, {out.stat().st_size:,} bytes\n"
+    lines = [RolloutInfo.model_validate_json(line) for line in out.read_text().splitlines()]
+    assert [int(line.rollout_id, 16) for line in lines] == [0, 1, 3]
+    assert (lines[1].response_text, len(lines[2].prompt_text or "")) == ("whole", 20_000)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_export_replaces_a_file_only_with_force(
+    suffix: str, run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.stored = [info_of(0), info_of(1)]
+    out = tmp_path / f"r.{suffix}"
+    out.write_text("mine")
+    assert main(["rollouts", "export", "--out", str(out)]) == 2
+    assert "--force to replace it" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert main(["rollouts", "export", "--out", str(out), "--force"]) == 0
+    assert capsys.readouterr().out.startswith("wrote 2 rollouts to ")
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_broken_export_leaves_the_old_file_and_no_part(
+    run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "r.jsonl"
+    out.write_text("mine")
+
+    def broken(**_: object) -> None:
+        raise NotFoundError("gone")
+
+    monkeypatch.setattr(run, "list_rollouts", broken)
+    assert main(["rollouts", "export", "--out", str(out), "--force"]) == 2
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.jsonl", "mine")]
+
+
+def test_an_export_names_formats_and_missing_folders(
+    run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rollouts", "export", "--out", "r.csv"]) == 2
+    assert "--out r.csv must end with .jsonl or .parquet" in capsys.readouterr().err
+    assert main(["rollouts", "export", "--out", str(tmp_path / "no" / "r.jsonl")]) == 2
+    assert "does not exist; make it first" in capsys.readouterr().err
+
+
+# ---- `tba top` ------------------------------------------------------------------------------------------------------
+
+
+CURVES = Curves(
+    names=["reward_mean"],
+    num_steps=4,
+    num_steps_per_point=1,
+    first_steps=[1, 2, 3, 4],
+    steps=[1, 2, 3, 4],
+    at_s=[1.0, 2.0, 3.0, 4.0],
+    values={"reward_mean": [0.0, None, 0.5, 1.0], "policy_age_mean": [None] * 4},
+    num_abandoned=0,
+)
+
+
+def component(name: str, **changes: Any) -> dict[str, Any]:
+    document = {"component_id": name, "kind": name.partition("-")[0], "state": "generating", "version": "1-1"}
+    return {**document, "alive": True, "heartbeat_age_s": 0.0, "gauges": {"tokens_per_s": 812.4}, **changes}
+
+
+def test_a_frame_shows_rewards_searchers_waits_and_drops(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    components = [
+        component("searcher-0"),
+        component("searcher-1", version="2-9"),
+        component("searcher-2", alive=False, heartbeat_age_s=70.0),
+        component("trainer-0", gauges={}, state="training"),
+    ]
+    wait = {"owner": "trainer-0", "name": "rollouts", "for_s": 4.0, "deadline_in_s": 26.0}
+    monkeypatch.setattr(
+        run, "run", lambda: RunInfo.model_validate({**RUN_INFO, "components": components, "waits": [wait]})
+    )
+    counts = stats().model_copy(update={"evicted": {"policy_age": 2}, "refused": {"busy": 3}})
+    monkeypatch.setattr(run, "stats", lambda: counts, raising=False)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(run, "curves", lambda **query: asked.update(query) or CURVES, raising=False)
+    assert main(["top", "--once"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "run 'demo': running, step 3, lineage 1"
+    assert "  reward_mean      ▁ ▅█  last 1, 0 to 1, steps 1-4" in out
+    assert not any("policy_age_mean" in line for line in out), "no step knows it"
+    rows = {line.split()[0]: line.split()[1:] for line in out if line.startswith(("  searcher-", "  trainer-0  "))}
+    assert rows["searcher-0"] == ["generating", "1-1", "1", "812"]
+    assert rows["searcher-1"] == ["generating", "2-9", "?", "812"]
+    assert rows["searcher-2"] == ["generating", "1-1", "1", "silent", "for", "70", "s"]
+    assert rows["trainer-0"] == ["training", "1-1"]
+    assert "  trainer-0 waits for 'rollouts': 4 s so far, at most 26 s more" in out
+    assert out[-2:] == ["  refused: busy 3", "  evicted: policy_age 2"]
+    assert (asked["from_step"], asked["max_points"]) == (0, 60)
+
+
+def test_frames_follow_until_the_run_is_over_also_through_an_outage(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: list[Any] = [RUN_INFO, UnavailableError("no answer"), {**RUN_INFO, "state": "done", "step": 9}]
+
+    def answer() -> RunInfo:
+        found = answers.pop(0)
+        if isinstance(found, UnavailableError):
+            raise found
+        return RunInfo.model_validate(found)
+
+    slept: list[float] = []
+    monkeypatch.setattr(run, "run", answer)
+    monkeypatch.setattr(run, "stats", stats, raising=False)
+    monkeypatch.setattr(run, "curves", lambda **_: CURVES, raising=False)
+    monkeypatch.setattr(top.time, "sleep", slept.append)
+    assert main(["top", "--every-s", "7"]) == 0
+    assert slept == [7.0, 7.0]
+    assert "run 'demo': done, step 9, lineage 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"), [([], ""), ([None], " "), ([2.0, 2.0], "▄▄"), ([0.0, 7.0, None, 3.0], "▁█ ▄")]
+)
+def test_a_sparkline_has_a_character_per_value(values: list[float | None], bars: str) -> None:
+    assert top.sparkline(values) == bars
+
+
+# ---- `tba view` of runs in progress ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the browser was told to show, by the file that the address of the page was in."""
+    found: list[str] = []
+
+    def open_page(url: str) -> None:
+        assert "token" not in url, "other users see the arguments of a browser"
+        path = Path(url2pathname(urlsplit(url).path))
+        assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        (shown,) = re.findall('content="0; url=([^"]*)"', path.read_text())
+        found.append(html.unescape(shown))
+        files.append(path)
+
+    files: list[Path] = []
+    monkeypatch.setattr(view, "ended_run", lambda _: None)
+    monkeypatch.setattr(view, "open_target", lambda args: (run, f"http://127.0.0.1:1/#token={args.run}"))
+    monkeypatch.setattr(browser.webbrowser, "open", open_page)
+    monkeypatch.setattr(browser.time, "sleep", lambda _: None)
+    monkeypatch.setenv("DISPLAY", ":0")
+    yield found
+    assert [path for path in files if path.parent.exists()] == [], "nothing is left behind"
+
+
+def test_the_page_of_a_run_in_progress_is_printed_and_opened(
+    opened: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = ["http://127.0.0.1:1/#token=a", "http://127.0.0.1:1/#token=b"]
+    assert main(["view", "a", "b"]) == 0
+    assert (capsys.readouterr().out.splitlines(), opened) == (urls, urls)
+    assert main(["view", "a", "b", "--json", "--no-open"]) == 0
+    assert (json.loads(capsys.readouterr().out), opened) == ({"urls": urls}, urls)
+
+
+def test_without_a_display_no_text_browser_takes_the_terminal(
+    opened: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["view"]) == 0
+    assert (capsys.readouterr().out, opened) == ("http://127.0.0.1:1/#token=None\n", [])
+
+
+def test_a_page_that_cannot_be_asked_is_a_sentence(
+    opened: list[str], run: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise NotFoundError("no such run here")
+
+    run.on_run = refuse
+    assert main(["view"]) == 2
+    assert (capsys.readouterr().err, opened) == ("error: no such run here\n", [])
+
+
+def test_the_token_is_behind_the_hash_where_a_browser_sends_it_to_nobody(tmp_path: Path) -> None:
+    from tba_cli.run_target import open_target
+
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({"viewer": "viewer-token-16-letters", "operator": "operator+token/16"}))
+    target = Namespace(url="https://buffer:8700/", run=None, run_dir=None, token_file=str(tokens), ca_file=None)
+    client, url = open_target(target)
+    client.close()
+    assert url == "https://buffer:8700/#token=operator%2Btoken%2F16"
+    target.token_file = None
+    client, url = open_target(target)
+    client.close()
+    assert url == "https://buffer:8700/"

@@ -1,0 +1,112 @@
+"""Write docs/cli.md, the reference of the command line, from its parser: `make cli-docs`.
+
+With --check nothing is written, and the exit code is 1 when the page differs from the parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba_cli.main import EXIT_ERROR, EXIT_FAILED, EXIT_INTERRUPTED
+from tba_cli.parser import build_parser
+from tba_cli.parser_help import EXAMPLES, Command, commands_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+HEAD = f"""\
+# Command line
+
+Every command of `tba`, with its flags and examples, as `tba COMMAND --help` prints them. `make cli-docs` writes this
+page from the parser.
+
+Exit codes: 0 done; {EXIT_FAILED} the run failed, or a check found something; {EXIT_ERROR} an error that is explained;
+{EXIT_INTERRUPTED} Ctrl-C. Every command has `--help`, and `--debug`, which shows the traceback of an error.
+`tba completion` prints a script with which bash, zsh or fish complete commands, flags, files and names of runs.
+"""
+COMMON = frozenset({"-h", "--debug"})
+"""Flags that the head describes."""
+
+
+def page() -> str:
+    """Return the page."""
+    commands = [command for command in commands_of(build_parser()) if not command.is_group]
+    rows = "".join(f"| [`tba {it.words}`](#{_anchor(it)}) | {_cell(it.help)} |\n" for it in commands)
+    return "\n".join([HEAD, f"| command | |\n|---|---|\n{rows}", *map(_section, commands)])
+
+
+def _section(command: Command) -> str:
+    """Return the part of the page about one command."""
+    lines = [f"## tba {command.words}", "", _sentence(command.help), "", f"    {_usage(command)}", ""]
+    rows = [f"| `{_cell(_name(action))}` | {_cell(text)} |" for action, text in _flags(command)]
+    if rows:
+        lines += ["| argument or flag | |", "|---|---|", *rows, ""]
+    return "\n".join([*lines, "```bash", EXAMPLES[command.words], "```", ""])
+
+
+def _usage(command: Command) -> str:
+    """Return how to call a command. The usage of argparse differs between releases of Python."""
+    actions = [action for action, _ in _flags(command)]
+    words = [_name(action) for action in actions if action.option_strings and action.required]
+    for action in actions:
+        if action.option_strings:
+            continue
+        value = _value(action) + (" ..." if action.nargs in ("*", "+") else "")
+        words.append(f"[{value}]" if action.nargs in ("?", "*") else value)
+    has_flags = any(action.option_strings and not action.required for action in actions)
+    return " ".join(["tba", command.words, *words, *(["[flags]"] if has_flags else [])])
+
+
+def _flags(command: Command) -> Iterator[tuple[argparse.Action, str]]:
+    """Yield the arguments and flags of a command, each with its description."""
+    for action in command.parser._actions:
+        if COMMON & set(action.option_strings):
+            continue
+        notes = [action.help or ""]
+        for group in command.parser._mutually_exclusive_groups:
+            if action in group._group_actions:
+                others = [f"`{_name(other)}`" for other in group._group_actions if other is not action]
+                notes.append(f"not with {' or '.join(others)}")
+        yield action, "; ".join(notes)
+
+
+def _name(action: argparse.Action) -> str:
+    return f"{', '.join(action.option_strings)} {_value(action)}".strip()
+
+
+def _value(action: argparse.Action) -> str:
+    """Return what stands behind a flag, or the name of an argument."""
+    if action.nargs == 0:
+        return ""
+    if action.choices is not None and action.metavar is None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    return str(action.metavar or action.dest)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("%%", "%")
+
+
+def _anchor(command: Command) -> str:
+    return f"tba {command.words}".replace(" ", "-")
+
+
+def main() -> int:
+    """Write the page, or compare it with the parser."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    args = parser.parse_args()
+    text = page()
+    if args.check:
+        return int(not PAGE.exists() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

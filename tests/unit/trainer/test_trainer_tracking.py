@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import structlog
 from tba_trainer.tracking import TrackerGroup, open_trackers
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
+from tba_trainer.tracking.mlflow import MlflowTracker
 from tba_trainer.tracking.tensorboard import TensorboardTracker
 from tba_trainer.tracking.tracker import Record, evaluation_record, start_record, step_record
 from tba_trainer.tracking.tracker_group import TrackerThread
@@ -22,48 +21,12 @@ from tba_trainer.tracking.trackio import TrackioTracker
 from tba_trainer.tracking.wandb import WandbTracker
 
 from tba.api import EvalInfo, EvalRequest
-from tba.config.trainer import TrackioSection, WandbSection
+from tba.config.trainer import MlflowSection, TrackioSection, WandbSection
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 from tests.support.waits import until
-
-_BLOCK_BYTES = 32 * 1024
-_RECORD_HEADER = struct.Struct("<IHB")
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-
-
-def history_of(path: Path) -> tuple[str, str, list[dict[str, Any]]]:
-    """Group, name and logged numbers of a run-*.wandb file."""
-    from wandb.proto import wandb_internal_pb2 as records
-
-    group, name, history = "", "", []
-    for data in _records(path.read_bytes()):
-        record = records.Record()  # pyright: ignore[reportAttributeAccessIssue]  # made at import
-        record.ParseFromString(data)
-        if record.HasField("run"):
-            group, name = record.run.run_group, record.run.display_name
-        if record.HasField("history"):
-            items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-            history.append({key: value for key, value in items.items() if not key.startswith("_")})
-    return group, name, history
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    whole, at = b"", 7  # the file's own header
-    while at + _RECORD_HEADER.size <= len(data):
-        left = _BLOCK_BYTES - at % _BLOCK_BYTES
-        if left < _RECORD_HEADER.size:
-            at += left
-            continue
-        _, length, kind = _RECORD_HEADER.unpack_from(data, at)
-        at += _RECORD_HEADER.size
-        assert kind in (_FULL, _FIRST, _MIDDLE, _LAST)
-        whole += data[at : at + length]
-        at += length
-        if kind in (_FULL, _LAST):
-            yield whole
-            whole = b""
+from tests.support.wandb_files import history_of
 
 
 def evaluation(version: str, **numbers: Any) -> EvalInfo:
@@ -298,13 +261,12 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group_without_a_network
         ("tensorboard", lambda: TensorboardTracker(Path("x"))),
         ("wandb", lambda: WandbTracker(WandbSection(), {})),
         ("trackio", lambda: TrackioTracker(TrackioSection(), {})),
+        ("mlflow", lambda: MlflowTracker(MlflowSection(), {})),
     ],
 )
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, package: str, make: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        ConfigError, match=rf"needs the package {package}.*pip install -e './services/trainer\[{package}\]'"
-    ):
+    with pytest.raises(ConfigError, match=rf"needs the package {package}.*pip install 'tba\[{package}\]'"):
         make()

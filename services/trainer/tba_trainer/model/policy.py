@@ -205,7 +205,7 @@ def add_adapter(model: Any, section: LoraSection) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError(
-            "[model.lora] needs the package peft, which is not installed: pip install -e './services/trainer[lora]'"
+            "[model.lora] needs the package peft, which is not installed: pip install 'tba[lora]'"
         ) from None
     from transformers.pytorch_utils import Conv1D
 

@@ -1,7 +1,9 @@
 r"""Trackers: where metrics go beside the ledger. metrics.jsonl always, and those that the recipe names.
 
     loop ------- step ------> TrackerGroup --> [thread] metrics.jsonl
-    [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases, trackio: one thread each
+    [thread] evaluations ---->            \--> [thread] TensorBoard, Weights & Biases, trackio, MLflow: one thread each
+
+Every few steps the trackers that can draw them also get histograms and sample rollouts (`details`).
 
 Nothing here can stop or slow training: every tracker has a queue of bounded length and a thread. A record that does
 not fit is dropped and counted; a failure is logged once and counted.

@@ -14,6 +14,7 @@ from tba.api import EvalInfo
 from tba.api.evaluations import EvalNumbers
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
+from tba_trainer.tracking.details import Details
 
 Metrics = Mapping[str, float | None]
 
@@ -38,6 +39,15 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write what is left."""
+        ...
+
+
+@runtime_checkable
+class DetailTracker(Tracker, Protocol):
+    """A tracker that draws histograms and tables too: only these get the details of a batch."""
+
+    def log_details(self, details: Details) -> None:
+        """Keep the histograms and samples of a step, as far as it has them."""
         ...
 
 
@@ -128,6 +138,5 @@ def require(package: str, *, setting: str) -> None:
         is_there = False
     if not is_there:
         raise ConfigError(
-            f"{setting} needs the package {package}, which is not installed: pip install -e "
-            f"'./services/trainer[{package}]'"
+            f"{setting} needs the package {package}, which is not installed: pip install 'tba[{package}]'"
         )

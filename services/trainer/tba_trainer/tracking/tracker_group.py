@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tba import plugins
@@ -14,9 +14,13 @@ from tba.config import Recipe
 from tba.errors import TbaError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
+from tba_trainer.learner.forward_backward import ForwardResult
+from tba_trainer.tracking.details import Details, DetailsMaker, PromptTexts
 from tba_trainer.tracking.jsonl import JsonlTracker, known_evaluations
+from tba_trainer.tracking.mlflow import MlflowTracker
 from tba_trainer.tracking.tensorboard import TensorboardTracker
 from tba_trainer.tracking.tracker import (
+    DetailTracker,
     Metrics,
     Record,
     Tracker,
@@ -41,6 +45,7 @@ class TrackerGroup:
 
     Args:
         run: name of the run.
+        details: makes the details of steps.
         known: evaluations that earlier starts recorded.
         close_s: how long `close` waits.
     """
@@ -51,12 +56,15 @@ class TrackerGroup:
         trackers: Iterable[Tracker],
         *,
         buffer: BufferClient,
+        details: DetailsMaker | None = None,
         known: Iterable[str] = (),
         max_pending: int,
         close_s: float,
     ) -> None:
         self._run, self._buffer, self._known, self._close_s = run, buffer, set(known), close_s
         self._threads = [TrackerThread(tracker, max_pending=max_pending) for tracker in trackers]
+        self._details = details if any(thread.takes_details for thread in self._threads) else None
+        self._num_details_failed = 0
         self._closed = threading.Event()
         self._evaluations = threading.Thread(target=self._watch, name="tracking-evaluations", daemon=True)
 
@@ -70,11 +78,30 @@ class TrackerGroup:
         """Record a step; `skipped` says why its batch was not applied."""
         self._submit(step_record(self._run, version, metrics, skipped=skipped))
 
+    def details(self, version: PolicyVersion, results: Sequence[ForwardResult]) -> None:
+        """Record the histograms and sample rollouts of a step, where they are due.
+
+        Args:
+            results: what the step found of each rollout.
+        """
+        if self._details is None:
+            return
+        try:
+            details = self._details.make(version, results)
+        except Exception as error:  # what is only for people must not end a run
+            self._num_details_failed += 1
+            if self._num_details_failed == 1:
+                log.warning("details_failed", error=f"{type(error).__name__}: {error}")
+            return
+        for thread in self._threads:
+            if details is not None and thread.takes_details:
+                thread.submit(details)
+
     def gauges(self) -> dict[str, float]:
         """Return the counts of lost records."""
         return {
             "num_tracking_dropped": float(sum(thread.num_dropped for thread in self._threads)),
-            "num_tracking_failed": float(sum(thread.num_failed for thread in self._threads)),
+            "num_tracking_failed": float(sum(thread.num_failed for thread in self._threads) + self._num_details_failed),
         }
 
     def close(self) -> None:
@@ -118,17 +145,23 @@ class TrackerThread:
 
     def __init__(self, tracker: Tracker, *, max_pending: int) -> None:
         self._tracker = tracker
-        self._queue: queue.Queue[Record] = queue.Queue(max_pending)
+        self._log_details = tracker.log_details if isinstance(tracker, DetailTracker) else None
+        self._queue: queue.Queue[Record | Details] = queue.Queue(max_pending)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{tracker.name}", daemon=True)
         self.num_dropped = 0
-        """Records that found the queue full."""
+        """Records and details that found the queue full."""
         self.num_failed = 0
-        """Records that the tracker could not keep."""
+        """Records and details that the tracker could not keep."""
         self._thread.start()
 
-    def submit(self, record: Record) -> None:
-        """Hand over a record."""
+    @property
+    def takes_details(self) -> bool:
+        """Whether the tracker draws histograms and tables."""
+        return self._log_details is not None
+
+    def submit(self, record: Record | Details) -> None:
+        """Hand over a record; details only where it takes them."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -153,16 +186,22 @@ class TrackerThread:
             except queue.Empty:
                 continue
             try:
-                if record.kind == "start":
-                    self._tracker.start(record)
-                else:
-                    self._tracker.log(record)
+                self._hand_over(record)
             except Exception as error:
                 self._count_failure(error)
         try:
             self._tracker.close()
         except Exception as error:
             self._count_failure(error)
+
+    def _hand_over(self, record: Record | Details) -> None:
+        if isinstance(record, Details):
+            assert self._log_details is not None
+            self._log_details(record)
+        elif record.kind == "start":
+            self._tracker.start(record)
+        else:
+            self._tracker.log(record)
 
     def _count_failure(self, error: Exception) -> None:
         self.num_failed += 1
@@ -185,6 +224,8 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
         trackers.append(WandbTracker(section.wandb, shown))
     if section.trackio is not None:
         trackers.append(TrackioTracker(section.trackio, shown))
+    if section.mlflow is not None:
+        trackers.append(MlflowTracker(section.mlflow, shown))
     for name in section.trackers:
         made = plugins.build(name, shown, group="tba.trackers", what="tracking.trackers", kind=Tracker)
         trackers.append(made)
@@ -192,6 +233,11 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
         recipe.run.name,
         [JsonlTracker(path), *trackers],
         buffer=buffer,
+        details=DetailsMaker(
+            texts=PromptTexts(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code),
+            histogram_interval=section.histogram_interval,
+            sample_interval=section.sample_interval,
+        ),
         known=known_evaluations(path, recipe.run.name),
         max_pending=section.max_pending,
         close_s=section.close_s,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba.config.trainer import TrackioSection
+from tba_trainer.tracking.details import COLUMNS, Cell, Details
 from tba_trainer.tracking.tracker import Record, require
 
 
@@ -34,9 +35,19 @@ class TrackioTracker:
 
     def log(self, record: Record) -> None:
         """Add the numbers of a record."""
-        if self._run is None:
-            self._run = self._init()
-        self._run.log(record.numbers, step=record.step)
+        self._opened().log(record.numbers, step=record.step)
+
+    def log_details(self, details: Details) -> None:
+        """Add the histograms of a step, and a trace for each sample rollout."""
+        import trackio  # pyright: ignore[reportMissingImports]  # see requirements-trackers.txt
+
+        found: dict[str, Any] = {
+            f"histogram/{name}": trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
+            for name, histogram in details.histograms.items()
+        }
+        if details.samples:
+            found["samples"] = [trackio.Trace(*_trace(row)) for row in details.rows()]
+        self._opened().log(found, step=details.version.step)
 
     def close(self) -> None:
         """Finish the run."""
@@ -44,8 +55,14 @@ class TrackioTracker:
         if run is not None:
             run.finish()
 
+    def _opened(self) -> Any:
+        """Return the run; begin it where there is none yet."""
+        if self._run is None:
+            self._run = self._init()
+        return self._run
+
     def _init(self) -> Any:
-        import trackio  # pyright: ignore[reportMissingImports]  # does not go with the pins of constraints.txt
+        import trackio  # pyright: ignore[reportMissingImports]  # see requirements-trackers.txt
 
         assert self._start is not None
         return trackio.init(
@@ -59,3 +76,10 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+
+
+def _trace(row: list[Cell]) -> tuple[list[dict[str, Cell]], dict[str, Cell]]:
+    """Return the messages and the metadata of a trace: the texts of a row, and the rest of it."""
+    cells: dict[str, Cell] = dict(zip(COLUMNS, row, strict=True))
+    texts = {"user": cells.pop("prompt"), "assistant": cells.pop("completion")}
+    return [{"role": role, "content": text} for role, text in texts.items() if text is not None], cells

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tba.config.trainer import WandbSection
+from tba_trainer.tracking.details import COLUMNS, Details
 from tba_trainer.tracking.tracker import Record, require
 
 
@@ -35,10 +39,21 @@ class WandbTracker:
 
     def log(self, record: Record) -> None:
         """Add the numbers of a record."""
-        if self._run is None:
-            self._run = self._init()
         # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
-        self._run.log({"step": record.step, **record.numbers})
+        self._opened().log({"step": record.step, **record.numbers})
+
+    def log_details(self, details: Details) -> None:
+        """Add the histograms and the table of a step."""
+        import wandb
+
+        found: dict[str, Any] = {
+            f"histogram/{name}": wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
+            for name, histogram in details.histograms.items()
+        }
+        if details.samples:
+            rows: list[Any] = details.rows()
+            found["samples"] = wandb.Table(columns=list(COLUMNS), data=rows)
+        self._opened().log({"step": details.version.step, **found})
 
     def close(self) -> None:
         """Finish the run."""
@@ -46,11 +61,19 @@ class WandbTracker:
         if run is not None:
             run.finish()
 
+    def _opened(self) -> Any:
+        """Return the run; begin it where there is none yet."""
+        if self._run is None:
+            self._run = self._init()
+        return self._run
+
     def _init(self) -> Any:
         import wandb
 
         assert self._start is not None
         Path(self._section.folder).mkdir(parents=True, exist_ok=True)
+        # a table is copied there first; W&B's own choice is the home folder, which a container may not be able to write
+        os.environ.setdefault("WANDB_DATA_DIR", str(Path(self._section.folder).absolute()))
         run = wandb.init(
             project=self._section.project,
             entity=self._section.entity,

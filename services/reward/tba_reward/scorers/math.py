@@ -41,5 +41,5 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"reward kind 'math' needs the package {package}, which is not installed; install tba-reward[math]"
+            f"reward kind 'math' needs the package {package}, which is not installed; pip install 'tba[math]'"
         ) from error

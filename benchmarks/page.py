@@ -46,7 +46,7 @@ SHOWN = (
         "grad_norm_limit",
         "loss",
     ),
-    *("policy_age_mean", "policy_age_max", "tied_group_share", "step_s", "wait_s", "num_tokens", "num_rollouts"),
+    *("policy_age_mean", "policy_age_max", "tied_group_share", "step_s", "wait_s", "waited_s_total", "train_s"),
 )
 """Metrics that the page asks for."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

@@ -22,6 +22,8 @@ seed = 0
 # Where the starting model is kept. `tba run` makes it in seconds: it is tiny, knows the characters 0123456789+=, and
 # writes sums backwards (46 as 64). For words, name a Hugging Face folder or ORG/NAME here, remove [model.warm_start],
 # and raise the limits of [searcher].
+# In minutes this model learns tasks of sums written backwards, since it knows those. Other tasks of digits start near
+# reward 0, and a run learns nothing while every reward is the same: give part credit, or take a model that knows more.
 path = "models/{task}-{{seed}}"
 policy_temperature = 1.0
 
@@ -33,7 +35,8 @@ task = "addition"
 path = "prompts.jsonl"
 
 [reward.tasks.{task}]
-# The function `score` of scorer.py. The name of the task is that of the prompts.
+# The function `score` of scorer.py. The name of the task is that of the prompts. test_scorer.py and examples.jsonl
+# hold rewards of this function: change them with it.
 scorers = [{{kind = "python", function = "scorer:score"}}]
 
 [buffer]
@@ -75,10 +78,15 @@ every_steps = 50
 num_prompts = {num_heldout}
 num_prompts_final = {num_heldout}
 success_reward = 1.0 # a completion with this reward counts as a success
+# The best version is the one with the highest mean reward: so part credit counts too, and not only full successes.
+best_metric = "mean_reward"
 """
 
 SCORER = '''\
-"""The reward of the task {task}: sums, written backwards, with part credit."""
+"""The reward of the task {task}: sums, written backwards, with part credit.
+
+test_scorer.py and examples.jsonl hold rewards of this function: change them with it.
+"""
 
 
 def score(prompts: list[str], completions: list[str], answer: list[str], **columns: object) -> list[float | None]:

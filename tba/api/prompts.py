@@ -74,8 +74,8 @@ class PromptInfo(StrictModel):
     text: str
     text_cut: bool
     """Whether `text` is only the beginning."""
-    data: dict[str, Any]
-    """What the scorer gets beside the text, such as the gold answer."""
+    data: dict[str, Any] | None
+    """What the scorer gets beside the text, such as the gold answer; None: in a page it is longer than texts may be."""
     num_rollouts: int
     num_scored: int
     reward_mean: float | None

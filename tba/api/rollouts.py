@@ -86,6 +86,9 @@ class RolloutInfo(StrictModel):
     """Optimizer steps between `version` and the active lineage now."""
     prompt_text: str | None
     """Cut to the same limit as the response text; None: the run no longer has the prompt."""
+    prompt_data: dict[str, Any] | None = None
+    """What the scorer gets beside the text, such as the gold answer; None: the run no longer has the prompt, or in a
+    page it is longer than texts may be."""
     num_prompt_tokens: int
     num_response_tokens: int
     response_text: str
@@ -133,8 +136,6 @@ class RolloutDetail(RolloutInfo):
     response_tokens: list[int]
     sampler_logprobs: list[float]
     ref_logprob: RefLogprobInfo | None
-    prompt_data: dict[str, Any] | None = None
-    """What the scorer gets beside the text, such as the gold answer; None: the run no longer has the prompt."""
     token_texts: list[str] | None = None
     """The text that each response token adds; None: this service has no tokenizer of the model."""
     trained: list[TrainedStep] = Field(default_factory=list)

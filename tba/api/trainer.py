@@ -159,6 +159,8 @@ class LedgerReply(StrictModel):
 
     entries: list[LedgerLine]
     next: int | None
+    num_lines: int = 0
+    """Of the whole ledger, damaged ones too."""
 
 
 class SampleRequest(StrictModel):

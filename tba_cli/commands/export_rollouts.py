@@ -62,8 +62,9 @@ def _write_jsonl(client: BufferClient, path: Path, filters: RolloutFilters) -> i
 
 
 def _with_whole_texts(client: BufferClient, rollout: RolloutInfo) -> RolloutInfo:
-    # of the prompt nothing says that it is cut
+    # of the prompt nothing says that it is cut; its data is left out of a page where it is long
     is_cut = rollout.response_text_cut or len(rollout.prompt_text or "") >= MAX_TEXT_CHARS
+    is_cut |= rollout.prompt_text is not None and rollout.prompt_data is None
     if not is_cut:
         return rollout
     detail = client.get_rollout(rollout.rollout_id)

@@ -135,7 +135,7 @@ def _newer(
 
 
 def lines_of(rollout: RolloutInfo) -> list[str]:
-    """Return a rollout of a list in three lines."""
+    """Return a rollout of a list in three lines, or four where its prompt has gold data."""
     why = f" ({rollout.reward_reason})" if rollout.reward_reason else ""
     prompt = "not among the prompts of the run" if rollout.prompt_text is None else repr(rollout.prompt_text)
     more = " ..." if rollout.response_text_cut else ""
@@ -144,8 +144,17 @@ def lines_of(rollout: RolloutInfo) -> list[str]:
         f"{rollout.policy_age_steps} steps, {rollout.num_response_tokens} tokens, {rollout.finish_reason}",
         # a model may write anything, also the escapes that rewrite a terminal
         escape_controls(f"  prompt {rollout.prompt_id}: {prompt}"),
+        *_gold_lines(rollout),
         escape_controls(f"  completion: {rollout.response_text!r}{more}"),
     ]
+
+
+def _gold_lines(rollout: RolloutInfo) -> list[str]:
+    # where the prompt is gone, the line of the prompt says so
+    if rollout.prompt_text is None or rollout.prompt_data == {}:
+        return []
+    gold = "not in the list; see `tba rollouts show`" if rollout.prompt_data is None else str(rollout.prompt_data)
+    return [escape_controls(f"  gold data: {gold}")]
 
 
 def show_command(args: argparse.Namespace) -> int:

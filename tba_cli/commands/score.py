@@ -49,7 +49,9 @@ class Scored(StrictModel):
     """Line of the file, or id of the rollout."""
     task: str
     response: str
+    data: dict[str, Any]
     expected: float | None
+    """Of a rollout: the stored reward."""
     took_s: float
     result: ScoreResult
 
@@ -79,7 +81,8 @@ def score_command(args: argparse.Namespace) -> int:
         rows = [{**each.model_dump(mode="json"), "mismatch": each.is_mismatch} for each in scored]
         print(json.dumps({"examples": rows, "num_mismatches": len(wrong), "num_errors": num_errors}, indent=1))
     else:
-        lines = [*table_lines(scored), *(mismatch_line(each) for each in wrong)]
+        of_run = args.file is None
+        lines = [*table_lines(scored, of_run=of_run), *(mismatch_line(each, of_run=of_run) for each in wrong)]
         lines.append(f"{len(scored)} scored, mismatches: {len(wrong)}, errors: {num_errors}")
         print("\n".join(map(escape_controls, lines)))
     return EXIT_FAILED if wrong or num_errors else 0
@@ -185,37 +188,48 @@ def _score(client: RewardClient, recipe: Recipe, name: str, example: Example) ->
         name=name,
         task=example.task,
         response=example.response,
+        data=example.data,
         expected=example.expected,
         took_s=time.monotonic() - began_s,
         result=result,
     )
 
 
-def table_lines(scored: list[Scored]) -> list[str]:
-    """Return a row per example below a head; columns are as wide as what stands in them."""
-    rows = [["example", "task", "response", "reward", "expected", "parts", "ms", "error"]]
+def table_lines(scored: list[Scored], *, of_run: bool) -> list[str]:
+    """Return a row per example below a head; columns are as wide as what stands in them.
+
+    Args:
+        of_run: the examples are rollouts, whose stored rewards and gold data are shown.
+    """
+    gold = ["gold data"] if of_run else []
+    rows = [["example", "task", "response", *gold, "reward", _expected(of_run), "parts", "ms", "error"]]
     for each in scored:
         result = each.result
         parts = ", ".join(f"{name} {score:.4g}" for name, score in (result.parts or {}).items())
         error = "" if result.error is None else f"{result.error.reason}: {result.error.detail}"
+        texts = [_short(each.response), *([_short(each.data)] if of_run else [])]
         numbers = [_number(result.reward), _number(each.expected)]
-        rows.append([each.name, each.task, _short(each.response), *numbers, parts, f"{each.took_s * 1e3:.0f}", error])
+        rows.append([each.name, each.task, *texts, *numbers, parts, f"{each.took_s * 1e3:.0f}", error])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def mismatch_line(each: Scored) -> str:
-    """Return what one example got, and what was expected."""
+def mismatch_line(each: Scored, *, of_run: bool) -> str:
+    """Return what one example got, and what was expected, or stored."""
     return (
-        f"mismatch, {each.name}: expected {_number(each.expected)}, got {_number(each.result.reward)} for "
+        f"mismatch, {each.name}: {_expected(of_run)} {_number(each.expected)}, got {_number(each.result.reward)} for "
         f"{_short(each.response)}"
     )
+
+
+def _expected(of_run: bool) -> str:
+    return "stored" if of_run else "expected"
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _short(text: str) -> str:
-    shown = repr(text)
+def _short(value: object) -> str:
+    shown = repr(value)
     return shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[: MAX_SHOWN_CHARS - 4]} ..."

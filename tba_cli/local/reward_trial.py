@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tba.api import Prompt, ScoreItem
 from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
-from tba.config.reward import ModelScorerSpec, TaskReward
+from tba.config.reward import THINK, ModelScorerSpec, TaskReward
 from tba.errors import ChildError, ConfigError, WaitTimeoutError
 from tba_cli.console import Console
 from tba_cli.doctor.checks.recipe import Trial
@@ -28,7 +28,10 @@ SERVICE = "tba_reward"
 LARGE_BYTES = 2**30
 """Models above this size are not loaded only for the trial."""
 ANSWER_FIELD = "answer"
-WRONG_ANSWER = "1"
+WRONG_ANSWERS = ("1", "2")
+"""The second one is for prompts whose answer is the first one."""
+BARE_ANSWER_KINDS = frozenset({"exact", "last_number", "python"})
+"""Scorers for which the bare answer is a right response, as far as anyone can know; `math` asks for a box."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -52,6 +55,10 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, networks: bool, ht
     items = [
         item for prompt in firsts.values() for item in _items(prompt, has_tokens=tried.reward.takes_tokens(prompt.task))
     ]
+    for prompt in firsts.values():
+        answer, reward = _answer_of(prompt), tried.reward.tasks.get(prompt.task)
+        if answer is not None and reward is not None and _takes_bare_answers(reward, prompt):
+            trial.right[prompt.task] = answer
     results = ask_scorers(tried, lambda client: client.score(items).results if items else [])
     for item, result in zip(items, results, strict=True):
         trial.scored.setdefault(item.task, []).append(result)
@@ -106,9 +113,10 @@ def made_up_tokens(response: str) -> list[int]:
 
 def _items(prompt: Prompt, *, has_tokens: bool) -> list[ScoreItem]:
     """Return a response that is hardly right, and the answer where the prompt has one, with made-up token ids."""
-    answer = prompt.data.get(ANSWER_FIELD)
-    # two responses: a scorer that gives everything the same score is well, but one that raises for both is not
-    responses = [WRONG_ANSWER, *([str(answer)] if isinstance(answer, str | int) else [])]
+    answer = _answer_of(prompt)
+    first, second = WRONG_ANSWERS
+    # two responses: one that raises for both is broken; one that scores both the same is too, if it reads the answer
+    responses = [first] if answer is None else [second if answer.strip() == first else first, answer]
     return [
         ScoreItem(
             item_id=f"{prompt.task}-{number}",
@@ -120,6 +128,21 @@ def _items(prompt: Prompt, *, has_tokens: bool) -> list[ScoreItem]:
         )
         for number, response in enumerate(responses)
     ]
+
+
+def _answer_of(prompt: Prompt) -> str | None:
+    answer = prompt.data.get(ANSWER_FIELD)
+    return str(answer) if isinstance(answer, str | int) else None
+
+
+def _takes_bare_answers(reward: TaskReward, prompt: Prompt) -> bool:
+    """Return whether the answer alone should be a right response: not in reasoning, and for every scorer."""
+    if prompt.text.rstrip().endswith(tuple(begin for begin, _ in THINK)):
+        return False
+    return all(
+        spec.kind in BARE_ANSWER_KINDS and getattr(spec, "field", ANSWER_FIELD) == ANSWER_FIELD
+        for spec in reward.scorers
+    )
 
 
 def _without(recipe: Recipe, left_out: dict[str, str], *, networks: bool, http: bool) -> Recipe:

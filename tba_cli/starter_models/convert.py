@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from tba.config.sections import TOKENIZER_FILES
 from tba.errors import ConfigError
+from tba_cli.starter_models.lessons import MAX_SHOWN_UNKNOWN
 
 PICKLED = "pytorch_model*.bin*"
 
@@ -25,10 +27,11 @@ def check(folder: Path, texts: list[str]) -> dict[str, Any]:
     """Check a model folder.
 
     Args:
-        texts: prompts whose lengths in tokens are returned.
+        texts: prompts whose lengths in tokens are returned, and whether the tokenizer knows all of them.
 
     Returns:
-        Architecture, number of parameters, vocabulary size, longest sequence in tokens (or none), tokens of each text.
+        Architecture, number of parameters, vocabulary size, longest sequence in tokens (or none), tokens of each text,
+        number of texts with something unknown, and what that is.
 
     Raises:
         ConfigError: something is missing, unreadable or cut short.
@@ -51,6 +54,30 @@ def check(folder: Path, texts: list[str]) -> dict[str, Any]:
         "vocab_size": config.get_text_config().vocab_size,
         "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
         "text_tokens": [len(row) for row in rows],
+        **_unknown(tokenizer, texts),
+    }
+
+
+def _unknown(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
+    """Return how many texts the tokenizer knows only in part, and what it does not know, the most frequent first."""
+    # byte-level tokenizers know everything, also those that name an unknown token
+    if not texts or tokenizer.unk_token_id is None or not tokenizer.is_fast:
+        return {"num_unknown_texts": 0, "unknown": []}
+    # a text may hold the unknown token by name, as for models whose end of text it is as well
+    plain = [text.replace(tokenizer.unk_token, "") for text in texts]
+    coded = tokenizer(plain, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = [
+        {
+            text[start:end]
+            for token, (start, end) in zip(tokens, offsets, strict=True)
+            if token == tokenizer.unk_token_id and end > start
+        }
+        for text, tokens, offsets in zip(plain, coded["input_ids"], coded["offset_mapping"], strict=True)
+    ]
+    pieces = Counter(piece for unknown in found for piece in sorted(unknown))
+    return {
+        "num_unknown_texts": sum(map(bool, found)),
+        "unknown": [piece for piece, _ in pieces.most_common(MAX_SHOWN_UNKNOWN)],
     }
 
 

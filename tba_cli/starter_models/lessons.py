@@ -19,6 +19,8 @@ Pair = tuple[str, str]
 """Prompt and response."""
 NUM_VALIDATION = 300
 """Most problems of a validation."""
+MAX_SHOWN_UNKNOWN = 5
+"""At most this many things are named that a tokenizer does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +149,7 @@ LESSONS: Mapping[str, Lesson] = MappingProxyType(
                 "3m": Shape(
                     hidden=256,
                     layers=4,
-                    # with 4 it takes twice as long to find the term of a label
+                    # with 4 it took longer to find the term of a label (one run each, at two rates)
                     heads=8,
                     intermediate=640,
                     initializer_range=0.05,

@@ -6,6 +6,8 @@ The code of the run itself reads the prompts, measures the model and asks the sc
 from __future__ import annotations
 
 import importlib.util
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +26,14 @@ from tba_cli.prompts.reader import check_tasks, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.resolve import check_model, custom_objects
 from tba_cli.setup.prepare import measure_model
+from tba_cli.starter_models.lessons import LESSONS, MAX_SHOWN_UNKNOWN
 
 MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
 INCONCLUSIVE_REASONS = frozenset({"abstained", "ambiguous", "too_long"})
 """Reasons for no score that the made-up response may have caused."""
+EXAMPLES = "examples.jsonl"
+"""The file for `tba score` that `tba init` writes beside a recipe."""
 FIX = "correct what the message names"
 SLACK_S = 60.0
 """Time for everything beside the start of the scorers and their answers."""
@@ -45,6 +50,8 @@ class Trial:
     """Results by task."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Tasks whose scorers were not all asked, and why."""
+    right: dict[str, str] = field(default_factory=dict)
+    """Tasks whose second response should be right, and that response."""
 
     def check(self) -> None:
         """Raise ConfigError where a task scored nothing."""
@@ -74,12 +81,14 @@ class RecipeChecks:
         offline: skip what needs a network.
         full: load the models of scorers, however large they are.
         try_scorers: `tba_cli.local.reward_trial.try_scorers`; None: there is no launcher here.
+        file: where the recipe is, as it was named.
     """
 
     recipe: Recipe
     offline: bool
     full: bool
     try_scorers: Callable[..., Trial] | None
+    file: Path
     prompts: list[Prompt] = field(default_factory=list)
 
     @property
@@ -154,6 +163,7 @@ class RecipeChecks:
         try:
             if self._is_fetched_at_start() or check_model(self.recipe):
                 yield skip("tokenizer", f"{self.recipe.model.path} is not there yet; `tba run` fetches or makes it")
+                yield from self._check_characters()
                 return
         except ConfigError:
             yield skip("tokenizer", f"there is no model at {self.recipe.model.path} to tokenize with")
@@ -169,6 +179,7 @@ class RecipeChecks:
             yield _failed("tokenizer", error)
             return
         yield ok("tokenizer", f"{answer['architecture']}, vocabulary of {answer['vocab_size']:,}")
+        yield from _unknown_results(answer["num_unknown_texts"], len(measured), answer["unknown"])
         num_over = sum(tokens > self.recipe.searcher.max_prompt_tokens for tokens in answer["text_tokens"])
         # a warning: the run works without them, since searchers refuse such prompts
         if num_over:
@@ -189,7 +200,7 @@ class RecipeChecks:
         except TbaError as error:
             yield _failed("scorer", error)
             return
-        yield from _scorer_results(trial)
+        yield from _scorer_results(trial, self.file)
 
     def check_plugins(self, target: Target) -> Iterator[CheckResult]:
         """Find the modules of what the recipe names by import path or entry point. They are not imported."""
@@ -238,6 +249,18 @@ class RecipeChecks:
         else:
             yield from check_store(target)
 
+    def _check_characters(self) -> Iterator[CheckResult]:
+        """Compare the prompts with the characters of a starting model that is not made yet."""
+        section = self.recipe.model.warm_start
+        lesson = None if section is None else LESSONS.get(section.task)
+        if lesson is None:
+            return
+        found = [set(prompt.text) - set(lesson.characters) for prompt in self.prompts]
+        unknown = Counter(character for characters in found for character in sorted(characters))
+        yield from _unknown_results(
+            sum(map(bool, found)), len(found), [character for character, _ in unknown.most_common(MAX_SHOWN_UNKNOWN)]
+        )
+
     def _is_fetched_at_start(self) -> bool:
         """Whether the starting model is not there yet, and `tba run` fetches it."""
         path = self.recipe.model.path
@@ -260,7 +283,23 @@ def _failed(code: str, error: TbaError) -> CheckResult:
     return CheckResult(code, "fail", found or fix, fix if found else FIX)
 
 
-def _scorer_results(trial: Trial) -> Iterator[CheckResult]:
+def _unknown_results(num_texts: int, num_prompts: int, unknown: Sequence[str]) -> Iterator[CheckResult]:
+    """Warn where prompts hold what the tokenizer does not know.
+
+    Args:
+        unknown: what most of these prompts hold, the most frequent first.
+    """
+    if num_texts:
+        named = " or ".join(map(repr, unknown))
+        yield warn(
+            "tokenizer",
+            f"{num_texts} of {num_prompts} prompts contain {named}, which the tokenizer does not know; the model reads "
+            "all that is unknown as one and the same token",
+            "write the prompts without it, or take a starting model that knows it (model.path)",
+        )
+
+
+def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:
     for task, why in trial.left_out.items():
         yield skip("scorer", f"task {task!r}: {why}; `tba config check --full` asks it, without --offline")
     for task, results in trial.scored.items():
@@ -276,6 +315,18 @@ def _scorer_results(trial: Trial) -> Iterator[CheckResult]:
                 "scorer",
                 f"task {task!r}: {len(errors)} of {len(results)} made-up responses have no score ({errors[0]})",
                 "nothing, if such a response should have no score; otherwise correct the scorer",
+            )
+        elif task in trial.right and len({result.reward for result in results}) == 1:
+            examples = recipe_file.with_name(EXAMPLES)
+            is_there = examples.is_file()
+            yield warn(
+                "scorer",
+                f"task {task!r}: a wrong response and the answer {trial.right[task]!r:.60} both score "
+                f"{results[0].reward:g}; a run learns nothing from a reward that is the same for all responses",
+                f"see what the scorer gives: `tba score {shlex.quote(str(examples)) if is_there else 'FILE'} --recipe "
+                f"{shlex.quote(str(recipe_file))}`"
+                + ("" if is_there else ", where FILE holds responses of your own (docs/cli.md)")
+                + "; nothing, if the reward is not about the answer, or asks for more than the bare answer",
             )
         else:
             rewards = ", ".join(f"{result.reward:g}" for result in results)

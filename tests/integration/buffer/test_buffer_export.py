@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from tests.support.buffer import make_payloads, make_prompts, make_rollout, star
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
+
+TABLE = parquet.RolloutExports._table
 
 
 @pytest.fixture
@@ -187,3 +191,12 @@ def test_a_client_that_hangs_up_makes_room_for_the_next(
 
     until("the first export ends", is_written)
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 20
+
+
+def test_requests_that_come_at_once_are_all_counted(served: BufferThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "MAX_EXPORTS", 1)
+    monkeypatch.setattr(parquet.RolloutExports, "_table", lambda self, *args: time.sleep(1) or TABLE(self, *args))
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(httpx2.get, [f"{served.url}/v1/rollouts.parquet"] * 6))
+    assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429, 429, 429]
+    assert next(reply for reply in replies if reply.status_code == 200).content[-4:] == b"PAR1"

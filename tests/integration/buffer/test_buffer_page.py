@@ -244,6 +244,7 @@ def test_searchers_settings_and_ledger_are_there(trained: BufferThread, open_pag
     page.click("nav >> text=Ledger")
     page.wait_for_selector(f"text=1-{NUM_STEPS}")
     assert page.locator("main tbody tr").count() == NUM_STEPS + 1
+    assert trained.client().ledger(limit=1).num_lines == NUM_STEPS + 1
     assert watched.errors == []
 
 
@@ -269,7 +270,14 @@ def test_buttons_act_and_leave_their_reason_in_the_audit(trained: BufferThread, 
     page.fill("dialog #ask-value", "-1")
     page.click("dialog button.primary")
     until(page, "document.querySelector('dialog [role=alert]').textContent.includes('learning_rate')")
+    # a decimal comma is no number; as null it would set the recipe's value
+    page.fill("dialog #ask-value", "0,0005")
+    page.click("dialog button.primary")
+    until(page, "document.querySelector('dialog [role=alert]').textContent.includes('no number')")
     page.click("dialog >> text=Cancel")
+    assert trained.client().settings().now["learning_rate"] == pytest.approx(0.0007)
+    # shown at once, though the run is paused and makes no step
+    until(page, "document.querySelector('main').innerText.includes('7.00e-4')")
     # the browser itself reports the refused request, and nothing else
     assert all("422" in error or "400" in error for error in watched.errors)
 
@@ -293,6 +301,73 @@ def test_a_token_is_asked_for_and_the_service_checks_the_role(serve_buffer: Serv
     assert TOKENS["operator"] not in page.url
     assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
     page.close()
+
+
+def test_the_page_survives_cut_answers_and_addresses_that_are_none(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained, "#/prompt/%E0%A4%A")
+    page.wait_for_selector("text=was never uploaded")
+    page.route("**/v1/run", lambda route: route.fulfill(body='{"run": ', content_type="application/json"))
+    page.wait_for_selector("#problem >> text=was cut")
+    page.unroute("**/v1/run")
+    until(page, "document.getElementById('problem').hidden")
+    assert [error for error in watched.errors if "404" not in error] == []
+
+
+def test_prompts_with_odd_ids_have_a_page(serve_buffer: ServeBuffer, open_page: Open) -> None:
+    served = serve_buffer()
+    client = served.client()
+    ids = ["a/b?c#d", "100%", "%2F", "/", " x  y ", "é🦆&=+", "<b>"]
+    client.upload_prompts(
+        [one.model_copy(update={"prompt_id": each}) for one, each in zip(make_prompts(len(ids)), ids, strict=True)]
+    )
+    page, watched = open_page(served, "#/prompts")
+    for number, each in enumerate(ids):
+        page.goto(f"{served.url}/#/prompts")
+        page.click(f"main tbody tr:nth-child({number + 1}) a")
+        page.wait_for_selector("main h2 code")
+        assert page.text_content("main h2 code") == each
+    assert watched.errors == []
+
+
+def test_without_a_known_token_the_page_asks_once_and_stops(serve_buffer: ServeBuffer, browser: Browser) -> None:
+    served = serve_buffer(tokens=TOKENS)
+    page = browser.new_page()
+    refused: list[str] = []
+    page.on("response", lambda response: refused.append(response.url) if response.status == 401 else None)
+    page.goto(served.url)
+    page.wait_for_selector("dialog #token")
+    page.wait_for_timeout(5000)
+    assert len(refused) == 3
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog #token")
+    # the address of `tba view` in the tab that is open already
+    page.goto(f"{served.url}/#token={TOKENS['viewer']}")
+    until(page, "document.getElementById('run-state').textContent === 'running'")
+    assert page.locator("dialog").count() == 0
+    assert TOKENS["viewer"] not in page.url
+    page.close()
+
+
+def test_another_run_is_compared_without_what_its_resume_abandoned(
+    trained: BufferThread, open_page: Open, tmp_path: Path
+) -> None:
+    page, watched = open_page(trained)
+    page.wait_for_selector(".uplot canvas")
+    start = {"kind": "start", "run": "other", "lineage": 1, "step": 0, "parent": "0-0"}
+    steps = [
+        {"kind": "step", "run": "other", "lineage": 1, "step": step, "metrics": {"loss": step}} for step in (1, 2, 3)
+    ]
+    again = {**steps[1], "lineage": 2, "metrics": {"loss": 20}}
+    lines = [start, *steps, {**start, "lineage": 2, "step": 1, "parent": "1-1"}, again]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "bad.json").write_text('{"steps": [1], "values": {"loss": 5}}')
+    page.set_input_files("#compare", [tmp_path / "bad.json", tmp_path / "metrics.jsonl"])
+    chart = page.locator("section", has=page.get_by_role("heading", name="Loss", exact=True)).locator(".plot")
+    until(page, "document.body.innerText.includes('other')")
+    assert "loss: other: 2 values" in (chart.get_attribute("aria-label") or "")
+    assert "highest 20" in (chart.get_attribute("aria-label") or "")
+    assert watched.errors == []
 
 
 def test_empty_states_say_what_is_awaited(serve_buffer: ServeBuffer, open_page: Open) -> None:

@@ -26,6 +26,9 @@ def same(prompts, completions, answer, **kwargs):
 def lengths(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
+def flat(prompts, completions, **kwargs):
+    return [0.0 for _ in completions]
+
 def broken(prompts, completions, **kwargs):
     raise KeyError("gold")
 """
@@ -91,7 +94,51 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
 
 def test_a_function_of_token_ids_gets_some(check: Check) -> None:
     _, out = check(function="graders:lengths", model={"path": "nowhere"})
-    assert "ok   scorer: task 'mine': made-up responses score 1, 1" in out
+    # it is not about the answer: the fix says so
+    assert "WARN scorer: task 'mine': a wrong response and the answer '2' both score 1;" in out
+
+
+def test_a_reward_that_never_differs_is_a_warning_with_a_command(check: Check, tmp_path: Path) -> None:
+    _, out = check(function="graders:flat", model={"path": "nowhere"})
+    assert "WARN scorer: task 'mine': a wrong response and the answer '2' both score 0;" in out
+    assert "`tba score FILE --recipe recipe.json`, where FILE holds responses of your own" in out
+    (tmp_path / "examples.jsonl").touch()
+    _, out = check(function="graders:flat", model={"path": "nowhere"})
+    assert "`tba score examples.jsonl --recipe recipe.json`;" in out
+
+
+@pytest.mark.parametrize(
+    ("reward", "data", "text"),
+    [
+        # no answer among the responses; one that has to stand in a box, behind reasoning, or in a format
+        ({"kind": "python", "function": "graders:flat"}, {"gold": "2"}, "1+1="),
+        ({"kind": "math"}, {"answer": "2"}, "1+1="),
+        ({"kind": "last_number"}, {"answer": "2"}, "1+1=<think>\n"),
+        ({"kind": "format", "pattern": "=.*"}, {"answer": "2"}, "1+1="),
+        ({"kind": "exact", "field": "gold"}, {"answer": "2", "gold": "3"}, "1+1="),
+        # the answer is what is else the wrong response
+        ({"kind": "exact"}, {"answer": "1"}, "1*1="),
+    ],
+)
+def test_a_right_answer_that_cannot_be_known_is_no_reason_to_warn(
+    check: Check, tmp_path: Path, reward: dict[str, Any], data: dict[str, Any], text: str
+) -> None:
+    changed = [row | {"data": data, "text": text} for row in rows()]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, changed)))
+    _, out = check(reward={"tasks": {"mine": {"scorers": [reward]}}}, model={"path": "nowhere"})
+    assert "ok   scorer: task 'mine': made-up responses score" in out
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_named(check: Check, tmp_path: Path) -> None:
+    changed = [row | {"text": text} for row, text in zip(rows(), ("1\u00d71=", "1\u00d7\u00d71\u00f7"), strict=True)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, [*changed, rows()[0] | {"prompt_id": "c"}])))
+    _, out = check(reward={"tasks": {}})
+    expected = "WARN tokenizer: 2 of 3 prompts contain '\u00d7' or '\u00f7', which the tokenizer does not know;"
+    assert expected in out, out
+    # a warm start knows its characters before its model is made
+    _, out = check(reward={"tasks": {}}, model={"path": "later", "warm_start": {"task": "addition"}})
+    assert expected in out, out
+    assert "later is not there yet" in out
 
 
 @pytest.mark.parametrize(

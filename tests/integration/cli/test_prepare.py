@@ -183,6 +183,15 @@ def test_weights_that_were_cut_short_are_found(tmp_path):
         check(tmp_path / "m", [])
 
 
+def test_an_end_of_text_by_name_is_not_unknown(tmp_path):
+    from tba_cli.starter_models.convert import check
+    from tba_cli.starter_models.tiny import make
+
+    make("qwen2", tmp_path / "m", seed=0)  # its tokenizer names the end of text as the unknown token
+    found = check(tmp_path / "m", ["4 apples<|endoftext|>", "\u4e2d"])
+    assert (found["num_unknown_texts"], found["unknown"]) == (0, [])
+
+
 def test_a_maker_that_does_not_exist_is_named(tmp_path):
     item = {"path": "m", "kind": "model", "maker": "lama"}
     code, output = prepare(tmp_path, "http://127.0.0.1:9", [item])

@@ -222,10 +222,10 @@ def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
     (found,) = json.loads(capsys.readouterr().out)["rollouts"]
     assert found["reward"] == 3.0
     assert main(["rollouts", "list", run, "--min-reward", "2", "--max-reward", "3", "--order", "best"]) == 0
-    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[::3]] == ["3,", "2,"]
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[::4]] == ["3,", "2,"]
     # it is over, so nothing new comes
     assert main(["rollouts", "list", run, "--follow", "--limit", "2"]) == 0
-    assert [line.strip() for line in capsys.readouterr().out.splitlines()[2::3]] == [
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[3::4]] == [
         "completion: 'answer 3'",
         "completion: 'answer 4'",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tba_buffer.monitoring.summary import CURVE_NAMES, REMEDY_OF_WAIT, summarise
 
-from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
+from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, StoredStats, WaitInfo
 
 OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 
@@ -93,18 +93,19 @@ def test_it_says_how_a_run_ended_and_gives_no_advice_then() -> None:
         state_reason="out of memory",
         waits=[WaitInfo(owner="s", name="rollouts", for_s=99, deadline_in_s=1)],
     )
-    said = about(over, stats(num_failed=7))
+    said = about(over, values={"wait_s": [9.0], "step_s": [1.0]})
     assert said.doing.startswith("The run has failed (out of memory) at step 40 of 500")
-    assert (said.waiting, said.advice) == (None, None)
+    assert (said.waiting, said.advice) == (None, None)  # nothing that a running system could do
+    assert "failed rollouts" in (about(over, stats(num_failed=7)).advice or "")
 
 
 @pytest.mark.parametrize(
     ("rewards", "said"),
     [
-        ([0.1] * 10 + [0.5] * 10, "rises: 0.1 before, 0.5 now"),
-        ([0.5] * 10 + [0.1] * 10, "falls: 0.5 before, 0.1 now"),
-        ([0.0, 1.0] * 10, "flat at 0.5"),
-        ([0.3] * 20, "flat at 0.3"),
+        ([0.1] * 10 + [0.5] * 10, "began at 0.1, is 0.5, and rises lately"),
+        ([0.5] * 10 + [0.1] * 10, "began at 0.5, is 0.1, and falls lately"),
+        ([0.0, 1.0] * 10, "is 0.5, and is flat lately"),
+        ([0.3] * 20, "is 0.3, and is flat lately"),
         ([None, 0.25], "is 0.25"),
         ([None, None], "No step knows a reward"),
     ],
@@ -148,7 +149,7 @@ def test_advice_is_the_most_urgent_one() -> None:
         about(run(components=[gone]), values=everything).advice,
         about(values=everything).advice,
         about(values={**everything, "tied_group_share": [0.1]}).advice,
-        about(values={"ess": [0.1]}).advice,
+        about(values={"wait_s": [9.0], "step_s": [1.0]}).advice,
         about(values={"ess": [0.9]}).advice,
     ]
     words = [
@@ -156,15 +157,37 @@ def test_advice_is_the_most_urgent_one() -> None:
         "Alarm ess_collapse",
         "searcher-3",
         "all rewards are equal",
-        "waits 90 %",
         "size is 0.10",
+        "waits 90 %",
     ]
     assert [word in (text or "") for word, text in zip(words, said[:-1], strict=True)] == [True] * len(words)
     assert said[-1] is None
 
 
+def test_a_scorer_that_always_says_the_same_is_named_also_when_the_run_is_over() -> None:
+    stored = StoredStats.model_construct(reward_deciles=[0.0] * 11)
+    counted = stats(num_scored=960).model_copy(update={"stored": stored})
+    for state in ("running", "done", "failed"):
+        said = about(run(state=state), counted, {"tied_group_share": [1.0]}).advice
+        assert said is not None
+        assert said.startswith("All 960 stored rewards are 0, so nothing can be learned. Is the scorer right?")
+    few = stats(num_scored=3).model_copy(update={"stored": stored})
+    assert about(run(), few).advice is None
+
+
 def test_one_that_ended_is_not_silent() -> None:
     assert about(run(components=[component("searcher-3", alive=False, state="ended")])).advice is None
+
+
+def test_of_the_files_of_a_killed_run_it_says_that_nothing_is_alive() -> None:
+    waits = [WaitInfo(owner="buffer", name="rollouts", for_s=99, deadline_in_s=1)]
+    killed = run(read_only=True, components=[component("searcher-3", alive=False)], waits=waits)
+    said = about(killed)
+    assert said.doing == (
+        "Nothing of this run is alive; it was not brought to an end at step 40 of 500. 0 rollouts are stored."
+    )
+    assert (said.waiting, said.advice) == (None, None)
+    assert "size is 0.10" in (about(killed, values={"ess": [0.1]}).advice or "")
 
 
 def test_every_wait_with_a_remedy_is_one_of_the_product() -> None:

@@ -45,6 +45,7 @@ def test_a_new_task_has_prompts_of_both_splits_for_the_task_of_its_recipe(
     )
     assert {prompt.task for prompt in prompts} == set(recipe.reward.tasks) == {"sums"}
     assert all(len(prompt.text) <= recipe.searcher.max_prompt_tokens for prompt in prompts)
+    assert recipe.eval.best_metric == "mean_reward"
     known = set("0123456789+=")
     assert all(set(prompt.text) <= known for prompt in prompts)
 
@@ -194,20 +195,30 @@ def test_stored_rollouts_are_scored_again_and_compared(
     capsys.readouterr()
     words = ["score", "--from-run", "any", "--recipe", "sums.toml"]
     assert main(words) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "2 scored, mismatches: 0, errors: 0"
+    head, row, _, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["example", "task", "response", "gold", "data", "reward", "stored", "parts", "ms", "error"]
+    assert row.split()[2:7] == ["'0.75'", "{'answer':", "2}", "0.75", "0.75"]
+    assert last == "2 scored, mismatches: 0, errors: 0"
     first, second = service.items
     assert (first.item_id, first.finish_reason, first.response_tokens) == ("0" * 32, "length", [7, 8, 9])
     assert (first.prompt, first.data) == ("1+1=", {"answer": 2})
     assert second.response == "3"
+    monkeypatch.setattr(service, "_result", lambda item: ScoreResult(item_id=item.item_id, reward=0.5))
+    assert main(words) == 1
+    assert f"mismatch, {'0' * 32}: stored 0.75, got 0.5 for '0.75'" in capsys.readouterr().out
     assert main([*words, "--num", "0"]) == 2
     assert "--num 0 is out of range" in capsys.readouterr().err
 
 
 def test_a_stored_reward_of_single_precision_is_the_same_reward() -> None:
     result = ScoreResult(item_id="x", reward=1 / 3)
-    same = Scored(name="x", task="t", response="r" * 50, expected=0.3333333432674408, took_s=0.0015, result=result)
+    same = Scored(
+        name="x", task="t", response="r" * 50, data={}, expected=0.3333333432674408, took_s=0.0015, result=result
+    )
     assert not same.is_mismatch
     other = same.model_copy(update={"expected": 0.3334})
     assert other.is_mismatch
-    assert mismatch_line(other) == "mismatch, x: expected 0.3334, got 0.333333 for 'rrrrrrrrrrrrrrrrrrr ..."
-    assert table_lines([same])[1].split()[-1] == "2"
+    assert (
+        mismatch_line(other, of_run=False) == "mismatch, x: expected 0.3334, got 0.333333 for 'rrrrrrrrrrrrrrrrrrr ..."
+    )
+    assert table_lines([same], of_run=False)[1].split()[-1] == "2"

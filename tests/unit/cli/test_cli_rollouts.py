@@ -147,15 +147,30 @@ def test_a_list_continues_over_pages_that_hold_fewer(run: FakeRun, capsys: pytes
     run.stored, run.max_per_page = [info_of(number) for number in range(8)], 2
     assert main(["rollouts", "list", "--limit", "5"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert [line[:32] for line in out[:-1:3]] == [f"{number:032x}" for number in (7, 6, 5, 4, 3)]
+    assert [line[:32] for line in out[:-1:4]] == [f"{number:032x}" for number in (7, 6, 5, 4, 3)]
     assert out[-1] == "there are more: --cursor 5"
-    assert out[2] == r"  completion: '2\n\x1b[2J'"
+    assert out[2] == "  gold data: {'answer': 2}"
+    assert out[3] == r"  completion: '2\n\x1b[2J'"
     assert main(["rollouts", "list", "--limit", "50", "--json"]) == 0
     page = json.loads(capsys.readouterr().out)
     assert (len(page["rollouts"]), page["next"], page["num_read"]) == (8, None, 8)
     run.stored = []
     assert main(["rollouts", "list"]) == 0
     assert capsys.readouterr().out == "no stored rollout matches\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"prompt_data": {"answer": "\x1b[2J"}}, r"  gold data: {'answer': '\x1b[2J'}"),
+        ({"prompt_data": None}, "  gold data: not in the list; see `tba rollouts show`"),
+        ({"prompt_data": None, "prompt_text": None}, None),
+        ({"prompt_data": {}}, None),
+    ],
+)
+def test_a_list_shows_the_gold_data_where_there_is_some(changes: dict[str, Any], line: str | None) -> None:
+    lines = rollouts.lines_of(info_of(0, **changes))
+    assert lines[2:-1] == ([] if line is None else [line])
 
 
 def test_follow_shows_each_new_rollout_once_until_the_run_is_over(
@@ -266,16 +281,18 @@ def test_json_lines_have_whole_texts_and_leave_out_what_was_evicted(
         info_of(1, response_text="cut", response_text_cut=True),
         info_of(2, response_text="cut", response_text_cut=True),
         info_of(3, prompt_text="x" * 10_000),
+        info_of(4, prompt_data=None),
     ]
     run.max_per_page = 3
-    for number, text in ((1, "whole"), (3, "2")):
+    for number, text in ((1, "whole"), (3, "2"), (4, "2")):
         changes = {"rollout_id": f"{number:032x}", "response_text": text, "prompt_text": "y" * 20_000}
         run.details[f"{number:032x}"] = RolloutDetail.model_validate({**DETAIL, **changes})
     out = tmp_path / "r.jsonl"
     assert main(["rollouts", "export", "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"wrote 3 rollouts to {out}, {out.stat().st_size:,} bytes\n"
+    assert capsys.readouterr().out == f"wrote 4 rollouts to {out}, {out.stat().st_size:,} bytes\n"
     lines = [RolloutInfo.model_validate_json(line) for line in out.read_text().splitlines()]
-    assert [int(line.rollout_id, 16) for line in lines] == [0, 1, 3]
+    assert [int(line.rollout_id, 16) for line in lines] == [0, 1, 3, 4]
+    assert lines[3].prompt_data == {"answer": 2}, "a page leaves out long data"
     assert (lines[1].response_text, len(lines[2].prompt_text or "")) == ("whole", 20_000)
 
 

@@ -113,7 +113,7 @@ def test_doctor_looks_at_a_container_before_it_loads_anything(files: tuple[str, 
         has_card = "reservations" in parts[-1]["deploy"]["resources"]
         wanted = ["--check", "hub"] if name == "setup-models" else ["--check", "gpu", "--gpus", "1"] if has_card else []
         assert words == [*wanted, "--check", "disk"], name
-        build_parser().parse_args(["doctor", "--config", "x", *words])
+        build_parser().parse_args(["doctor", "--config", "x.toml", *words])
         assert {words[i + 1] for i, word in enumerate(words) if word == "--check"} <= CHECKS.keys()
         doctor, service = f"tba doctor --config /etc/tba/recipe.toml {environ['DOCTOR']}", parts[0]
         assert checked(service, {"DOCTOR": environ["DOCTOR"], "FAILS": "1"}) == [doctor]

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from tba.api import (
     ACKNOWLEDGED_HEADER,
     AcceptLoss,
-    Curves,
     EvalInfo,
     EvaluateRequest,
     LoadRequest,
@@ -30,10 +29,8 @@ from tba.api import (
 )
 from tba.api.run import SETTINGS_HEADER, Role
 from tba.errors import BusyError, ConflictError, ForbiddenError, WireError
-from tba.fields import MAX_STEP
 from tba.server import MSGPACK_BODY, Authenticator, problems, raw_body
 from tba.wire import decode_heartbeat
-from tba_buffer.monitoring.curves import MAX_NAMES_CHARS, MAX_POINTS
 from tba_buffer.run.event_streams import EventStreamResponse
 from tba_buffer.service import Buffer
 
@@ -122,22 +119,6 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def stats() -> Stats:
         """Return the counts of the whole run."""
         return await buffer.stats.read()
-
-    @api.get(
-        "/curves",
-        operation_id="curves",
-        dependencies=[Depends(auth.require("viewer", "trainer"))],
-        responses=problems(400),
-    )
-    async def curves(
-        names: Annotated[str | None, Query(max_length=MAX_NAMES_CHARS)] = None,
-        from_step: Annotated[int | None, Query(ge=0, le=MAX_STEP)] = None,
-        to_step: Annotated[int | None, Query(ge=0, le=MAX_STEP)] = None,
-        max_points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = 500,
-    ) -> Curves:
-        """Return the metrics of the steps, thinned to `max_points`; `names` are those of metrics, with commas between
-        them."""
-        return await buffer.curves.read(names=names, from_step=from_step, to_step=to_step, max_points=max_points)
 
     return api
 

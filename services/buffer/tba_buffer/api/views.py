@@ -1,26 +1,47 @@
-"""Endpoints that only people read: where the run stands, and which weight versions there are."""
+"""Endpoints that show a run: its curves, where it stands, and which weight versions there are."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends
+from typing import Annotated
 
-from tba.api import RunSummary, WeightVersionList
-from tba.server import Authenticator
+from fastapi import APIRouter, Depends, Query
+
+from tba.api import Curves, RunSummary, WeightVersionList
+from tba.fields import MAX_STEP
+from tba.server import Authenticator, problems
+from tba_buffer.monitoring.curves import MAX_NAMES_CHARS, MAX_POINTS
 from tba_buffer.monitoring.summary import CURVE_NAMES, NUM_POINTS, summarise
 from tba_buffer.service import Buffer
 
 
-def summary_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints of the summary and the versions."""
-    api = APIRouter(prefix="/v1", dependencies=[Depends(auth.require("viewer"))])
+def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints of the curves, the summary and the versions."""
+    api = APIRouter(prefix="/v1")
+    viewer = [Depends(auth.require("viewer"))]
 
-    @api.get("/summary", operation_id="summary")
+    @api.get(
+        "/curves",
+        operation_id="curves",
+        dependencies=[Depends(auth.require("viewer", "trainer"))],
+        responses=problems(400),
+    )
+    async def curves(
+        names: Annotated[str | None, Query(max_length=MAX_NAMES_CHARS)] = None,
+        from_step: Annotated[int | None, Query(ge=0, le=MAX_STEP)] = None,
+        to_step: Annotated[int | None, Query(ge=0, le=MAX_STEP)] = None,
+        max_points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = 500,
+    ) -> Curves:
+        """Return the metrics of the steps, thinned to `max_points`; `names` are those of metrics, with commas between
+        them."""
+        return await buffer.curves.read(names=names, from_step=from_step, to_step=to_step, max_points=max_points)
+
+    @api.get("/summary", operation_id="summary", dependencies=viewer)
     async def summary() -> RunSummary:
         """Say in sentences what the run does, how it learns, what waits for what, and what to try."""
         curves = await buffer.curves.read(names=",".join(CURVE_NAMES), max_points=NUM_POINTS)
         return summarise(await buffer.run_info(), await buffer.stats.read(), curves)
 
-    @api.get("/versions", operation_id="list_versions")
+    @api.get("/versions", operation_id="list_versions", dependencies=viewer)
     async def list_versions() -> WeightVersionList:
         """Return the newest weight versions that the object store has."""
         return await buffer.weight_versions.newest()

@@ -22,6 +22,8 @@ MIN_WAIT_S = 5.0
 FLAT = 0.01
 """A reward whose two means differ by less, relative to its range, neither rises nor falls."""
 NUM_NAMED = 3
+MIN_SCORED = 64
+"""With fewer stored rewards, equal ones may be chance."""
 STARVED_SHARE = 0.5
 LOW_ESS = 0.3
 TIED_SHARE = 0.8
@@ -73,6 +75,8 @@ def _doing(info: RunInfo, stats: Stats) -> str:
     if info.state != "running":
         why = f" ({info.state_reason})" if info.state_reason else ""
         return f"The run is {info.state}{why} at {at}; {stored}."
+    if info.read_only:
+        return f"Nothing of this run is alive; it was not brought to an end at {at}. {stored[0].upper()}{stored[1:]}."
     who = "1 searcher makes" if len(searchers) == 1 else f"{len(searchers)} searchers make"
     trainer = next((item for item in info.components if item.kind == "trainer" and item.alive), None)
     doing = "no trainer is there" if trainer is None else f"the trainer is {trainer.state}"
@@ -95,27 +99,30 @@ def _reward_trend(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "No step knows a reward so far."
-    now = _mean(known[-NUM_RECENT:])
+    first, now = _mean(known[:NUM_RECENT]), _mean(known[-NUM_RECENT:])
     if len(known) < 2 * NUM_RECENT:
         return f"The mean reward of a batch is {now:.3g}."
     before, spread = _mean(known[-2 * NUM_RECENT : -NUM_RECENT]), max(known) - min(known)
-    if abs(now - before) <= FLAT * spread:
-        return f"The mean reward of a batch is flat at {now:.3g}."
-    return f"The mean reward of a batch {'rises' if now > before else 'falls'}: {before:.3g} before, {now:.3g} now."
+    how = "is flat" if abs(now - before) <= FLAT * spread else "rises" if now > before else "falls"
+    return f"The mean reward of a batch began at {first:.3g}, is {now:.3g}, and {how} lately."
 
 
 def _evaluation(done: Sequence[EvalInfo]) -> str:
     first, last = done[0], done[-1]
     if first is last:
         return f"Held-out accuracy is {last.accuracy:.3f} (version {last.version})."
-    return (
+    said = (
         f"Held-out accuracy went from {first.accuracy:.3f} (version {first.version}) to {last.accuracy:.3f} "
-        f"(version {last.version})."
+        f"(version {last.version})"
     )
+    # with part credit the mean reward tells more: an accuracy of 0 may hide that the answers grow better
+    if None not in (first.mean_reward, last.mean_reward) and last.mean_reward != last.accuracy:
+        said += f", mean reward from {first.mean_reward:.3f} to {last.mean_reward:.3f}"
+    return said + "."
 
 
 def _longest_wait(info: RunInfo) -> WaitInfo | None:
-    if info.state in ("done", "failed"):
+    if info.read_only or info.state in ("done", "failed"):
         return None
     long = [wait for wait in info.waits if wait.for_s >= MIN_WAIT_S]
     # the trainer's first: while it waits nothing is learned
@@ -128,11 +135,20 @@ def _waiting(wait: WaitInfo) -> str:
 
 
 def _advice(info: RunInfo, stats: Stats, curves: Curves, wait: WaitInfo | None) -> str | None:
-    """Return the most urgent thing to try."""
-    if info.state in ("done", "failed"):
-        return None
+    """Return the most urgent thing to try; of a run that is over, what its data calls for."""
+    if info.read_only or info.state in ("done", "failed"):
+        return _advice_on_data(stats, curves)
+    parts = _advice_on_parts(info, wait)
+    return _advice_on_failures(stats) or parts or _advice_on_data(stats, curves) or _advice_on_pace(curves)
+
+
+def _advice_on_failures(stats: Stats) -> str | None:
     if stats.num_failed and stats.num_failed >= max(stats.num_scored, 1):
-        return "Try: look at the failed rollouts (below: status failed) and why their scores failed."
+        return "Try: look at the failed rollouts (Rollouts, Failed) and why their scores failed."
+    return None
+
+
+def _advice_on_parts(info: RunInfo, wait: WaitInfo | None) -> str | None:
     for item in info.components:
         for name, text in REMEDIES.items():
             if item.gauges.get(f"alarm_on_{name}"):
@@ -143,17 +159,35 @@ def _advice(info: RunInfo, stats: Stats, curves: Curves, wait: WaitInfo | None) 
     if silent:
         names = ", ".join(silent[:NUM_NAMED]) + (", ..." if len(silent) > NUM_NAMED else "")
         return f"Try: look at the logs of {names}: silent without having ended; others do their work meanwhile."
+    return None
+
+
+def _advice_on_data(stats: Stats, curves: Curves) -> str | None:
+    if (failures := _advice_on_failures(stats)) is not None:
+        return failures
+    deciles = stats.stored.reward_deciles if stats.stored is not None else None
+    # over all prompts: that says more than groups of equal rewards, which easy or hard prompts make too
+    if deciles is not None and deciles[0] == deciles[-1] and stats.num_scored >= MIN_SCORED:
+        return (
+            f"All {stats.num_scored:,} stored rewards are {deciles[0]:g}, so nothing can be learned. Is the scorer "
+            "right? Compare completions with their gold data (Rollouts), and try it on examples (`tba score`)."
+        )
     if (tied := _recent(curves, "tied_group_share")) is not None and tied > TIED_SHARE:
         return (
-            f"In {100 * tied:.0f} % of the groups all rewards are equal, so little can be learned: the prompts are too "
-            'easy or too hard; try `data.selection = "posterior"`, or look at the scorer with the rollouts below.'
+            f"In {100 * tied:.0f} % of the groups all rewards are equal, so little can be learned: prompts that are "
+            'too easy or too hard (`data.selection = "posterior"` leaves them out), or a scorer that sees no '
+            "difference (Rollouts)."
         )
+    if (ess := _recent(curves, "ess")) is not None and ess < LOW_ESS:
+        return f"The effective sample size is {ess:.2f}: {REMEDIES['ess_collapse']}."
+    return None
+
+
+def _advice_on_pace(curves: Curves) -> str | None:
     waited, took = _recent(curves, "wait_s"), _recent(curves, "step_s")
     if waited is not None and took is not None and waited > STARVED_SHARE * (waited + took):
         share = 100 * waited / (waited + took)
         return f"The trainer waits {share:.0f} % of its time for rollouts: add searchers (`tba scale`)."
-    if (ess := _recent(curves, "ess")) is not None and ess < LOW_ESS:
-        return f"The effective sample size is {ess:.2f}: {REMEDIES['ess_collapse']}."
     return None
 
 

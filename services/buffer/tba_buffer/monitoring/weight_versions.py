@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Callable
 
 from tba.api.versions import WeightVersionInfo, WeightVersionList
-from tba.concurrency import in_thread
-from tba.errors import ObjectNotFoundError, StoreUnavailableError, UnavailableError
+from tba.concurrency import SingleFlight, in_thread
+from tba.errors import ObjectNotFoundError, StoreError, UnavailableError, WireError
+from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 
 MAX_SHOWN = 50
+log = get_logger("weight_versions")
 
 
 class WeightVersionReader:
@@ -26,8 +28,12 @@ class WeightVersionReader:
     def __init__(self, open_store: Callable[[], ObjectStore], run: str) -> None:
         self._open_store = open_store
         self._run = run
-        self._known: dict[PolicyVersion, WeightVersionInfo] = {}
-        self._reading = asyncio.Lock()
+        self._store: ObjectStore | None = None
+        self._known: dict[PolicyVersion, WeightVersionInfo | None] = {}
+        """None: a manifest that cannot be read."""
+        self._newest = WeightVersionList(versions=[], num_older=0)
+        # one reading for all who ask at once: a list of a bucket costs a request
+        self._reading = SingleFlight(self._read_newest, asyncio.Lock())
 
     async def newest(self) -> WeightVersionList:
         """Return the newest MAX_SHOWN versions.
@@ -35,24 +41,32 @@ class WeightVersionReader:
         Raises:
             UnavailableError: the store did not answer.
         """
-        # one reading for all who ask at once: a list of a bucket costs a request
-        async with self._reading:
-            try:
-                return await in_thread(self._read)
-            except StoreUnavailableError as error:
-                raise UnavailableError(f"the object store did not list the weight versions: {error}") from None
+        await self._reading.run()
+        return self._newest
+
+    async def _read_newest(self) -> None:
+        try:
+            self._newest = await in_thread(self._read)
+        except StoreError as error:
+            raise UnavailableError(f"the object store did not list the weight versions: {error}") from None
 
     def _read(self) -> WeightVersionList:
-        versions = WeightVersions(self._open_store(), self._run)
+        if self._store is None:
+            self._store = self._open_store()
+        versions = WeightVersions(self._store, self._run)
         found = sorted(versions.versions(), reverse=True)
-        shown, known = found[:MAX_SHOWN], dict[PolicyVersion, WeightVersionInfo]()
+        shown, known = found[:MAX_SHOWN], dict[PolicyVersion, WeightVersionInfo | None]()
         for version in shown:
             try:
-                known[version] = self._known.get(version) or _info(versions, version)
+                known[version] = self._known[version] if version in self._known else _info(versions, version)
             except ObjectNotFoundError:
                 continue  # deleted by the trainer since it was listed
+            except WireError as error:
+                log.warning("unreadable_manifest", version=str(version), problem=str(error))
+                known[version] = None
         self._known = known
-        return WeightVersionList(versions=list(known.values()), num_older=len(found) - len(shown))
+        readable = [info for info in known.values() if info is not None]
+        return WeightVersionList(versions=readable, num_older=len(found) - len(shown))
 
 
 def _info(versions: WeightVersions, version: PolicyVersion) -> WeightVersionInfo:

@@ -20,6 +20,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -297,3 +298,9 @@ def _values_of(values: Ints, numbers: Ints) -> Ints:
     known = numbers < len(values)
     found[known] = values[numbers[known]]
     return found
+
+
+def bounded_data(data: dict[str, Any], num_chars: int | None) -> dict[str, Any] | None:
+    """Return the data of a prompt, or None where its JSON is longer than `num_chars`."""
+    is_long = num_chars is not None and len(json.dumps(data, ensure_ascii=False)) > num_chars
+    return None if is_long else data

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,18 +68,24 @@ class RolloutExports:
                 "an export to Parquet needs pyarrow, which this buffer service does not have; install its extra "
                 "`parquet` (tba-buffer[parquet]), or read GET /v1/rollouts page by page"
             ) from None
+        groups = await self._reader.groups(wanted, GROUP_ROLLOUTS)
         if self._num_running >= MAX_EXPORTS:
             raise BusyError(f"{MAX_EXPORTS} exports run already", retry_after_s=BUSY_RETRY_S, wait="exports")
-        return self._write(await self._reader.groups(wanted, GROUP_ROLLOUTS), tokens=tokens)
+        pieces = self._write(groups, tokens=tokens)
+        # begun here, so that it counts before the next request is looked at: it waits for nothing until then
+        return _chained(await anext(pieces), pieces)
 
-    async def _write(self, groups: AsyncIterator[list[tuple[Any, Rollout]]], *, tokens: bool) -> AsyncIterator[bytes]:
+    async def _write(
+        self, groups: AsyncIterator[list[tuple[Any, Rollout]]], *, tokens: bool
+    ) -> AsyncGenerator[bytes, None]:
         from pyarrow import parquet
 
-        # counted here and not by the caller: an iterator that nobody begins must not count for ever
+        # counted here and not by the caller: the loop closes an iterator that has begun, however its request ends
         self._num_running += 1
         try:
             sink, layout = _Sink(), schema(tokens=tokens)
             writer = parquet.ParquetWriter(sink, layout, compression="zstd")
+            yield sink.take()
             async for group in groups:
                 infos = await self._reader.infos(group, text_chars=None)
                 rollouts = [rollout for _, rollout in group]
@@ -120,6 +127,13 @@ class RolloutExports:
             "step": version.step,
             "prompt_data": None if found is None else json.dumps(found[1].data, ensure_ascii=False),
         }
+
+
+async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(rest):
+        yield first
+        async for piece in rest:
+            yield piece
 
 
 def schema(*, tokens: bool) -> pa.Schema:

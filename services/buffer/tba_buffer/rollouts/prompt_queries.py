@@ -21,7 +21,7 @@ from tba.versions import PolicyVersion
 from tba_buffer.index.log import SCORED
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
-from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.prompts.catalog import Catalog, bounded_data
 
 Numbers = NDArray[np.int64]
 CHARS_PER_TURN = 2_000_000
@@ -122,7 +122,7 @@ class PromptReader:
             "split": prompt.split,
             "text": prompt.text[:text_chars],
             "text_cut": text_chars is not None and len(prompt.text) > text_chars,
-            "data": prompt.data,
+            "data": bounded_data(prompt.data, text_chars),
             "num_rollouts": len(rows),
             "num_scored": len(rewards),
             "reward_mean": float(rewards.mean()) if len(rewards) else None,
@@ -171,6 +171,7 @@ def by_version(index: Index, number: int) -> list[PromptVersion]:
     rows = index.prompt_rows(number, scored_only=False)
     columns = [index.column(name, rows).astype(np.int64) for name in ("lineage", "step")]
     versions, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    which = which.reshape(-1)  # numpy 2.0 returns a column
     is_scored = index.column("status", rows) == SCORED
     sums = np.bincount(which[is_scored], index.column("reward", rows)[is_scored], len(versions))
     counts = zip(

@@ -6,7 +6,9 @@ filters and order  ->  rows of the index, as log positions: row numbers do not o
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Rows
-from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.prompts.catalog import Catalog, bounded_data
 from tba_buffer.rollouts.lost_payloads import placeholders
 from tba_buffer.rollouts.selection import Cursor, PayloadFilter, RolloutFilter, Selection, select_rows
 from tba_buffer.rollouts.token_texts import TokenTexts
@@ -42,6 +44,8 @@ from tba_buffer.storage.redis_client import redis_errors
 
 MAX_READ = 20_000
 """Most rollouts that one page reads to find those that pass a filter of their payloads."""
+MAX_SCANS = 4
+"""Such pages at once; further ones wait. Each holds a chunk, and keeps Redis and a thread busy."""
 CHUNK_ROLLOUTS = 500
 CHUNK_BYTES = 32 * 1024 * 1024
 """Most payload bytes in memory at once (a larger payload is a chunk of its own)."""
@@ -100,6 +104,7 @@ class RolloutReader:
         self._run_state = run_state
         self._trained_steps = trained_steps
         self._token_texts = token_texts
+        self._scans = asyncio.Semaphore(MAX_SCANS)
         self._weights = {
             (task, spec.part): spec.factor
             for task, reward in context.recipe.reward.tasks.items()
@@ -117,6 +122,10 @@ class RolloutReader:
         """
         selection = Selection.of(request.wanted, self._catalog, order=request.order, cursor=request.cursor)
         payload_filter = PayloadFilter(request.wanted, self._catalog)
+        async with self._scans if payload_filter.is_needed else nullcontext():
+            return await self._page(request, selection, payload_filter)
+
+    async def _page(self, request: PageRequest, selection: Selection, payload_filter: PayloadFilter) -> RolloutPage:
         index = await self._view.catch_up()
         most = MAX_READ if payload_filter.is_needed else request.limit
         # one more than is read: is there a next page?
@@ -274,14 +283,13 @@ class RolloutReader:
             rollout = self._placeholders(row)[0]
         ref = rollout.ref_logprob
         trained, trained_since = await self._trained_steps.of(bytes.fromhex(rollout_id))
-        prompt, tokens = self._catalog.find(rollout.prompt_id), rollout.response_tokens.tolist()
+        tokens = rollout.response_tokens.tolist()
         return RolloutDetail(
             **self._fields(rollout, await self._trainer(), None, num_batches=num_batches),
             prompt_tokens=rollout.prompt_tokens.tolist(),
             response_tokens=tokens,
             sampler_logprobs=rollout.sampler_logprobs.tolist(),
             ref_logprob=None if ref is None else RefLogprobInfo(value=ref.value, version=str(ref.version)),
-            prompt_data=None if prompt is None else prompt[1].data,
             token_texts=await self._token_texts.of(tokens),
             trained=trained,
             trained_since=trained_since,
@@ -308,6 +316,7 @@ class RolloutReader:
             ],
             "policy_age_steps": self._lineages.tree.policy_age(rollout.version, trainer),
             "prompt_text": None if found is None else found[1].text[:text_chars],
+            "prompt_data": None if found is None else bounded_data(found[1].data, text_chars),
             "num_prompt_tokens": len(rollout.prompt_tokens),
             "num_response_tokens": rollout.version_spans[-1].end,
             "response_text": rollout.response_text[:text_chars],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -26,8 +26,6 @@ DROPPED = "trained_steps:dropped"
 """The counter of records that ack.lua has trimmed: the position of the first stored one."""
 RECORDS_PER_READ = 32
 """A record has 12 KB with 512 rollouts, and at most 1.6 MB."""
-RECORDS_PER_TURN = 64
-"""Records that `many` looks through before other requests get their turn."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -149,23 +147,6 @@ class TrainedSteps:
         records, history = await self._follow()
         steps = [record.trained(row, history) for record in records for row in record.rows_of(rollout_id)]
         return steps, str(records[0].version) if records else None
-
-    async def many(self, rollout_ids: Collection[bytes]) -> dict[bytes, list[TrainedStep]]:
-        """Return the same steps for many rollouts; without those that no kept step consumed.
-
-        Raises:
-            UnavailableError: Redis did not answer.
-        """
-        records, history = await self._follow()
-        wanted, found = set(rollout_ids), dict[bytes, list[TrainedStep]]()
-        for number, record in enumerate(records, 1):
-            ids = record.rollout_ids
-            for row, at in enumerate(range(0, len(ids), ID_BYTES)):
-                if (rollout_id := ids[at : at + ID_BYTES]) in wanted:
-                    found.setdefault(rollout_id, []).append(record.trained(row, history))
-            if number % RECORDS_PER_TURN == 0:
-                await asyncio.sleep(0)
-        return found
 
     async def _follow(self) -> tuple[list[StepRecord], dict[int, int]]:
         """Catch up with Redis; return the records, oldest first, and the history of the active lineage."""

@@ -235,7 +235,7 @@ class BatchLedger:
                 entries.append(entry)
         # damaged lines count too: a position in the ledger never changes
         end = after + len(lines)
-        return LedgerReply(entries=entries, next=end if lines and end < num_lines else None)
+        return LedgerReply(entries=entries, next=end if lines and end < num_lines else None, num_lines=num_lines)
 
 
 def _check_counts(record: BatchRecord, request: AckRequest) -> None:

@@ -74,9 +74,10 @@ def objective_loss(
 
 def _row_means(values: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " B"]:
     """Return the mean over the tokens of each rollout, in float64."""
-    sums = torch.zeros(tokens.num_rows, dtype=torch.float64, device=values.device)
-    lengths = torch.bincount(tokens.row, minlength=tokens.num_rows).clamp(min=1)
-    return sums.index_add(0, tokens.row, values.double()) / lengths
+    zeros = torch.zeros(tokens.num_rows, dtype=torch.float64, device=values.device)
+    # no bincount: it waits for the device
+    lengths = zeros.index_add(0, tokens.row, torch.ones_like(values, dtype=torch.float64)).clamp(min=1)
+    return zeros.index_add(0, tokens.row, values.double()) / lengths
 
 
 def _divisor(tokens: Tokens, objective: Objective, totals: Totals) -> Float[Tensor, " T"] | int:

@@ -11,12 +11,14 @@ export class ApiError extends Error {
   }
 }
 
-/** Take the token that `tba view` puts behind the `#`, which a browser never sends, and remove it from the address. */
+/** Take the token that `tba view` puts behind the `#`, which a browser never sends, and remove it from the address.
+ * Returns whether there was one. */
 export function takeToken() {
   const match = location.hash.match(/[#&]token=([^&]+)/);
-  if (!match) return;
+  if (!match) return false;
   token = decoded(match[1]);
   history.replaceState(null, "", `${location.pathname}${location.search}#/`);
+  return true;
 }
 
 /** A part of an address as text; one that was cut or written by hand may be no valid encoding, and stays as it is. */

@@ -79,14 +79,21 @@ function signIn() {
   signingIn = h("dialog", { class: "signin", "aria-labelledby": "signin-title" },
     h("h2", { id: "signin-title" }, hasToken() ? "That token is unknown here" : "This run asks for a token"),
     h("p", {}, "A viewer's token shows everything; an operator's can also act. `tba view` opens this page with a token. It stays in this page's memory."),
-    h("form", { onsubmit: (event) => { event.preventDefault(); setToken(field.value); close(); refresh(); show(); } },
+    h("form", { onsubmit: (event) => { event.preventDefault(); setToken(field.value); signedIn(); show(); } },
       h("label", { for: "token" }, "Token "), field, " ", h("button", {}, "Sign in")));
-  const close = () => { const dialog = signingIn; signingIn = null; dialog.close(); dialog.remove(); };
   signingIn.addEventListener("cancel", (event) => event.preventDefault());
   // a browser lets a second Escape close it all the same
-  signingIn.addEventListener("close", () => { if (signingIn) { close(); signIn(); } });
+  signingIn.addEventListener("close", () => signingIn?.showModal());
   document.body.append(signingIn);
   signingIn.showModal();
+}
+
+/** Ask with the token that is there now. */
+function signedIn() {
+  const dialog = signingIn;
+  signingIn = null;
+  dialog?.remove();
+  refresh();
 }
 
 /** A link to another page, in a tab of its own: with this page its token would be gone. */
@@ -96,7 +103,7 @@ function away(href, text) {
 
 takeToken();
 subscribe(header);
-addEventListener("hashchange", () => { takeToken(); show(); main.focus({ preventScroll: true }); scrollTo(0, 0); });
+addEventListener("hashchange", () => { if (takeToken()) signedIn(); show(); main.focus({ preventScroll: true }); scrollTo(0, 0); });
 // a link to where the page is already asks again: the newest rollouts are other ones by now
 addEventListener("click", (event) => {
   const link = event.target.closest?.("a[href^='#/']");

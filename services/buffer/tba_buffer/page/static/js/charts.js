@@ -76,7 +76,7 @@ export class Chart {
       width: this.width(),
       height: HEIGHT,
       cursor: { sync: { key: sync().key }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: this.options.range ? { range: () => this.options.range } : {} },
+      scales: { x: { time: false }, y: { range: this.options.range ? () => this.options.range : around } },
       axes: [axis, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
       series: [
         { label: "step", value: (plot, step) => number(step ?? plot.data[0].at(-1)) },
@@ -99,6 +99,12 @@ export class Chart {
     this.plot = null;
     this.key = "";
   }
+}
+
+/** The range of an axis: a constant curve lies in the middle of one unit. */
+function around(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  return low === high ? [low - 0.5, high + 0.5] : window.uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function last(values) {

@@ -13,12 +13,12 @@ export function compareControls(onChange, beside) {
   const message = h("span", { role: "status" });
   const input = h("input", { type: "file", id: "compare", multiple: true, accept: ".json,.jsonl", class: "hidden",
     onchange: async () => {
+      message.textContent = "";
       for (const file of input.files) {
         try {
           others.push(parseCurves(file.name, await file.text()));
-          message.textContent = "";
         } catch (error) {
-          message.textContent = `${file.name} cannot be read: ${error.message}`;
+          message.textContent += `${file.name} cannot be read: ${error.message}. `;
         }
       }
       input.value = "";

@@ -3,16 +3,16 @@
 import { get } from "../api.js";
 import { fill, h, panel, table } from "../dom.js";
 import { number, percent, time } from "../format.js";
-import { state } from "../state.js";
 
 const PAGE = 20, MAX_LINKS = 4;
 
 export function ledger(place) {
   let alive = true;
   fill(place, h("p", { class: "empty" }, "Asking for the ledger."));
-  const show = async (end) => {
+  const show = async (wanted) => {
     try {
       // the ledger counts lines from its beginning: the newest page begins PAGE before its end
+      const end = wanted ?? (await get("/v1/ledger", { limit: 1 })).num_lines;
       const after = Math.max(0, end - PAGE);
       const page = await get("/v1/ledger", { after, limit: Math.max(1, Math.min(PAGE, end)) });
       if (alive) fill(place, content(page.entries, after, show));
@@ -20,17 +20,7 @@ export function ledger(place) {
       if (alive) fill(place, h("p", { class: "problem", role: "alert" }, error.message));
     }
   };
-  const lines = () => {
-    const curves = state.curves, run = state.run;
-    return curves === null || run === null ? null : curves.num_steps + curves.num_abandoned + run.lineage;
-  };
-  const wait = () => {
-    const end = lines();
-    if (!alive) return;
-    if (end === null) setTimeout(wait, 200);
-    else show(end);
-  };
-  wait();
+  show();
   return () => { alive = false; };
 }
 
@@ -43,7 +33,7 @@ function content(entries, after, show) {
         .filter((part) => part && part.length !== 0).map((part, at) => [at ? ", " : "", part])]);
   return panel("Ledger", "Every optimizer step of the run, exactly once, with the batch that it consumed: what a resume continues from. Newest first.",
     table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", ""], rows, "The first optimizer step is awaited."),
-    h("p", { class: "tools" }, after > 0 ? h("button", { onclick: () => show(after) }, "Older") : null));
+    h("p", { class: "tools" }, h("button", { onclick: () => show() }, "Newest"), after > 0 ? h("button", { onclick: () => show(after) }, "Older") : null));
 }
 
 function slots(counts) {

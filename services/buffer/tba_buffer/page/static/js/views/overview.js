@@ -14,7 +14,7 @@ const CHARTS = [
     "The first optimizer step is awaited.", [["policy_age_mean", "mean age"], ["policy_age_max", "oldest"]], null],
   ["Effective sample size", "1: the data is as good as fresh; towards 0: a few rollouts rule the batch, since the policy has moved away from its data.",
     "The first optimizer step is awaited.", [["ess", "ESS"], ["clipped_share", "clipped tokens"]], [0, 1]],
-  ["KL to the reference", "How far the policy has moved from its reference, in nats per response. A sudden rise often comes before a collapse.",
+  ["KL to the reference", "How far the policy has moved from its reference, in nats per response. A sudden rise often comes before a collapse; a fall to 0 is a reset of the reference.",
     "No step has computed the reference's log-probs; some objectives do without.", [["kl_to_ref", "KL"]], null],
   ["Entropy", "How undecided the policy is, in nats per token. Near 0 it answers always the same, and nothing new is found.",
     "The first optimizer step is awaited.", [["entropy", "entropy"]], null],
@@ -73,25 +73,25 @@ function evaluationSeries(evals) {
 function throughput(run, stats, curves) {
   const searchers = run.components.filter((item) => item.kind === "searcher" && item.alive);
   const tokens = searchers.reduce((sum, item) => sum + (item.gauges.tokens_per_s ?? 0), 0);
-  const waited = sum(curves?.values.wait_s), worked = sum(curves?.values.step_s);
+  // counters of the run, as in summary.json
+  const waited = newest(curves?.values.waited_s_total), trained = newest(curves?.values.train_s);
   const rates = stats.rates;
   return panel("Throughput", "What is made, trained on and lost per second. Generated and trained should be alike, up to samples per insert.",
     facts([
       ["generated", `${number(stats.rollouts_generated)} rollouts${rates ? `, ${number(rates.generated_per_s)}/s` : ""}`],
       ["trained", `${number(stats.rollouts_trained)} rollouts${rates ? `, ${number(rates.trained_per_s)}/s` : ""}`],
       ["stored", `${number(stats.num_rollouts)} rollouts (${number(stats.num_pending)} pending, ${number(stats.num_failed)} failed)`],
-      ["tokens", `${number(Math.round(tokens))}/s by ${searchers.length} searcher${searchers.length === 1 ? "" : "s"}`],
+      ["tokens", run.read_only ? null : `${number(Math.round(tokens))}/s by ${searchers.length} searcher${searchers.length === 1 ? "" : "s"}`],
       ["samples per insert", number(stats.samples_per_insert)],
       ["realised m", number(stats.realised_most_on_policy)],
-      ["trainer idle", !(waited + worked) ? "-" : percent(waited / (waited + worked))],
+      ["trainer idle", trained ? percent(waited / trained) : "-"],
       ["best version", run.best === null ? null : `${run.best.version} (${number(run.best.value)})`],
-      ["time of the trained steps", worked === null || curves === null ? null : duration((waited + worked) * curves.num_steps_per_point)],
+      ["time of training", trained === null ? null : duration(trained)],
     ]));
 }
 
-function sum(values) {
-  const known = (values ?? []).filter((value) => value !== null);
-  return known.length ? known.reduce((total, value) => total + value, 0) : null;
+function newest(values) {
+  return (values ?? []).findLast((value) => value !== null) ?? null;
 }
 
 function composition(run, stats) {

@@ -32,8 +32,9 @@ function content(item, isAlive) {
       facts([["task", item.task], ["split", item.split], ["stored rollouts", number(item.num_rollouts)], ["mean reward", number(item.reward_mean)],
         ["lowest", number(item.reward_min)], ["highest", number(item.reward_max)]])),
     panel("Side by side", "Answers to this prompt by an older and a newer version: what has the training changed?",
-      versions.length ? h("div", { class: "grid two" }, side(item, versions[0].version, isAlive, "older"), side(item, versions.at(-1).version, isAlive, "newer"))
-        : h("p", { class: "empty" }, item.split === "heldout" ? "Held-out prompts are only evaluated; their answers are not stored." : "The first rollout of this prompt is awaited.")),
+      versions.length === 1 ? h("p", { class: "how" }, `Only version ${versions[0].version} has answered this prompt so far; order the prompts by most rollouts to find others.`) : null,
+      versions.length ? h("div", { class: "grid two" }, side(item, versions[0].version, isAlive, "older"), versions.length > 1 ? side(item, versions.at(-1).version, isAlive, "newer") : null)
+        : h("p", { class: "empty" }, item.split === "heldout" ? "Held-out prompts are only evaluated, and their answers are not stored; `tba evaluate RUN --version 0-0` and `tba evaluate RUN` write them to completions.jsonl." : "The first rollout of this prompt is awaited.")),
     panel("By version", "The stored rollouts of this prompt by the version that made them; the mean reward should rise down the table.",
       table("Versions", ["version", "rollouts", "scored", "mean reward"],
         versions.map((one) => [one.version, number(one.num_rollouts), number(one.num_scored), number(one.reward_mean)]), "Nothing is stored.")),

@@ -52,6 +52,6 @@ function promptTable(items) {
     items.map((item) => [
       h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, oneLine(item.text, 80)),
       number(item.reward_mean), number(item.reward_min), number(item.reward_max), number(item.num_rollouts), number(item.num_scored),
-      item.task, item.split, oneLine(JSON.stringify(item.data), 60),
+      item.task, item.split, item.data === null ? "(long)" : oneLine(JSON.stringify(item.data), 60),
     ]), "No prompt matches; or none has been uploaded yet (`tba prompts upload`).");
 }

@@ -83,12 +83,12 @@ export function fieldsOf(form) {
 
 /** A table of rollouts, each with a link to all that is known of it. */
 export function rolloutTable(items) {
-  return table("Rollouts", ["reward", "completion", "prompt", "version", "age", "tokens", "ended by", "batches", "searcher", "finished"],
+  return table("Rollouts", ["reward", "completion", "prompt", "data", "version", "age", "tokens", "ended by", "batches", "searcher", "finished"],
     items.map((item) => [
       rewardText(item),
       h("a", { href: `#/rollout/${item.rollout_id}` }, oneLine(item.response_text) || "(empty)"),
       h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, item.prompt_text === null ? item.prompt_id : oneLine(item.prompt_text, 60)),
-      item.version, item.policy_age_steps, item.num_response_tokens, item.finish_reason, item.num_batches, item.searcher_id,
+      item.prompt_data === null || !Object.keys(item.prompt_data).length ? "" : oneLine(JSON.stringify(item.prompt_data), 60), item.version, item.policy_age_steps, item.num_response_tokens, item.finish_reason, item.num_batches, item.searcher_id,
       time(item.finished_at_s),
     ]),
     state.stats?.num_rollouts !== 0 ? "No stored rollout matches; leave out a filter." : "The first rollout is awaited: searchers generate once the trainer has published its starting model.");

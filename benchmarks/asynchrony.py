@@ -3,7 +3,7 @@
     python benchmarks/asynchrony.py plan   [--json FILE] [--cells TEXT]           what can be run now, best first
     python benchmarks/asynchrony.py run    [--json FILE] [--cells TEXT] [--max-minutes N] [--workers N]
     python benchmarks/asynchrony.py report [--json FILE] [--out FOLDER]           tables and plots from the data
-    python benchmarks/asynchrony.py adopt DIGEST [--json FILE]                    take over the lines of older code
+    python benchmarks/asynchrony.py adopt DIGEST [--json FILE] [--checkout FOLDER]  take over the lines of older code
 
 `make study` runs all of it, in hours. One thread per worker, no services. Every finished cell is one JSON line with the
 digest of the code that decided it, and a cell that has a line of this code is not run again: stop it at any time, and
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes side by side: one for each free core")
     parser.add_argument("--models", type=Path, default=ROOT / "models" / "study", help="folder of starting models")
     parser.add_argument("--out", type=Path, default=DATA.parent, help="folder of tables and plots")
+    parser.add_argument("--checkout", type=Path, help="of adopt: a checkout of the older code, on another machine")
     args = parser.parse_args()
     if (args.command == "adopt") != (args.digest is not None):
         parser.error("adopt, and no other command, takes the digest of the older code")
@@ -67,7 +68,7 @@ def main() -> None:
         from benchmarks.study.adopt import adopt
 
         torch.set_num_threads(1)
-        adopt(args.json, args.digest)
+        adopt(args.json, args.digest, checkout=args.checkout)
     else:
         from benchmarks.study.report import write_report
 

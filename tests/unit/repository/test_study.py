@@ -266,6 +266,38 @@ def test_study_lines_of_older_code_stay_that_where_one_cell_comes_out_differentl
     assert [each.name for each in tmp_path.iterdir()] == ["cells.jsonl"]
 
 
+@pytest.mark.parametrize("says", ["the same", "another result", "another digest"])
+def test_study_on_another_machine_a_checkout_of_the_older_code_says_what_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, Line], says: str
+) -> None:
+    path, old = tmp_path / "cells.jsonl", list(whole.values())[:3]
+    for each in old:
+        append_line(path, each.cell, each.result, digest="older")
+    here = {"clip_share": 0.25}  # what both codes make on this machine
+    package = tmp_path / "checkout" / "benchmarks" / "study"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "data.py").write_text(f"""
+import json
+from types import SimpleNamespace
+def sources_digest(): return {"newer" if says == "another digest" else "older"!r}
+def read_lines(path):
+    lines = map(json.loads, path.read_text().splitlines())
+    return {{line["key"]: SimpleNamespace(cell=line["result"]) for line in lines}}
+""")
+    made = {"clip_share": 0.5} if says == "another result" else here
+    (package / "run.py").write_text(f"def run_cell(cell, models): return {{**cell, **{made!r}}}\n")
+    monkeypatch.setattr("benchmarks.study.adopt.run_cell", lambda cell, _: {**whole[cell.key].result, **here})
+    if says == "the same":
+        adopt(path, "older", checkout=tmp_path / "checkout")
+        assert read_lines(path, sources_digest()) == {each.cell.key: each for each in old}
+        return
+    with pytest.raises(SystemExit, match="came out differently" if says == "another result" else "a checkout of newer"):
+        adopt(path, "older", checkout=tmp_path / "checkout")
+    assert read_lines(path, sources_digest()) == {}
+
+
 def test_study_the_cells_that_are_run_again_have_every_method_at_every_lag(whole: dict[str, Line]) -> None:
     chosen = covering(whole.values())
     assert len(chosen) < len(whole) / 10

@@ -6,7 +6,6 @@ Bulk data is msgpack (`tba.wire`): POST /v1/rollouts takes a push, POST /v1/batc
 
 from __future__ import annotations
 
-from tba.api.curves import Curves
 from tba.api.evaluations import (
     BestVersion,
     EvalInfo,
@@ -87,8 +86,7 @@ from tba.api.scores import (
     ScoreResult,
 )
 from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList, SnapshotRequest
-from tba.api.stats import Rates, Stats, StoredStats
-from tba.api.summary import RunSummary
+from tba.api.stats import Curves, Rates, RunSummary, Stats, StoredStats, WeightVersionInfo, WeightVersionList
 from tba.api.trainer import (
     AckRequest,
     BatchRequest,
@@ -104,7 +102,6 @@ from tba.api.trainer import (
     VersionReply,
     VersionRequest,
 )
-from tba.api.versions import WeightVersionInfo, WeightVersionList
 from tba.fields import Name, Problem, RunState, Split, VersionText
 
 __all__ = [

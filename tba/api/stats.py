@@ -1,4 +1,4 @@
-"""GET /v1/stats."""
+"""What people look at: counts, curves, where the run stands in sentences, weight versions."""
 
 from __future__ import annotations
 
@@ -108,3 +108,63 @@ class Stats(StrictModel):
     rates: Rates | None = None
     """None during the first second."""
     stored: StoredStats | None = None
+
+
+class Curves(StrictModel):
+    """Metrics of the acked steps of the active history, oldest first; abandoned steps are left out.
+
+    Point i stands for the steps from `first_steps[i]` to `steps[i]`: with more steps than points, `num_steps_per_point`
+    neighbours are one point, with the mean of their known values.
+    """
+
+    names: list[str]
+    """Every metric that any step has."""
+    num_steps: int
+    """Steps in the range that was asked for."""
+    num_steps_per_point: int = Field(ge=1)
+    first_steps: list[int]
+    steps: list[int]
+    at_s: list[float]
+    """When the last step of each point was acked, Unix seconds."""
+    values: dict[str, list[float | None]]
+    """Name -> one value per point; None: no step of the point knows it."""
+    num_abandoned: int
+    """Steps that resumes have abandoned."""
+
+
+class RunSummary(StrictModel):
+    """What a run does, how it learns, what waits for what, and what to try; each one sentence or none."""
+
+    doing: str
+    learning: str | None
+    """None: no step has been made."""
+    waiting: str | None
+    """None: nothing has waited for longer than a moment."""
+    advice: str | None
+    """None: nothing calls for it."""
+
+    @property
+    def text(self) -> str:
+        """The sentences, one after the other."""
+        return " ".join(part for part in (self.doing, self.learning, self.waiting, self.advice) if part)
+
+
+class WeightVersionInfo(StrictModel):
+    """One published weight version, as its manifest says."""
+
+    version: VersionText
+    parent: VersionText | None
+    """The version that its lineage continued from, or None."""
+    published_at_s: float
+    """When its manifest was made, Unix seconds."""
+    num_bytes: int
+    """Of its tensors; config and tokenizer are shared by versions and small."""
+    dtype: str
+
+
+class WeightVersionList(StrictModel):
+    """GET /v1/versions: the newest versions first."""
+
+    versions: list[WeightVersionInfo]
+    num_older: int
+    """Versions in the store that the list leaves out."""

@@ -166,12 +166,29 @@ def test_zoom_and_hover_of_a_chart_stay_while_the_page_updates(trained: BufferTh
     over.wait_for()
     box = over.bounding_box()
     assert box is not None
-    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 40)
-    until(page, "/reward, batch:?\\s*0\\.\\d/.test(document.querySelector('.u-legend').innerText)")
+
+    def point_at(share: float) -> None:
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + 40)
+
+    def step_at(share: float) -> int:
+        point_at(share)
+        page.wait_for_timeout(100)
+        return page.evaluate("Number(/step:?\\s*(\\d+)/.exec(document.querySelector('.u-legend').innerText)[1])")
+
+    assert (step_at(0.01), step_at(0.99)) == (1, NUM_STEPS)
+    assert "0.9167" in page.inner_text(".u-legend >> nth=0")
+    step_at(0.5)
+    assert "0.9167" not in page.inner_text(".u-legend >> nth=0")  # of the step under the cursor, not the last one
+    point_at(0.3)
     page.mouse.down()
     page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 40, steps=4)
     page.mouse.up()
-    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40)
+    zoomed = (step_at(0.01), step_at(0.99))
+    assert 1 < zoomed[0] < zoomed[1] < NUM_STEPS
+    for _ in range(2):
+        with page.expect_response("**/v1/run"):
+            pass
+    assert (step_at(0.01), step_at(0.99)) == zoomed
     assert watched.errors == []
 
 

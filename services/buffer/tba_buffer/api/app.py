@@ -68,7 +68,7 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         run.searchers_router,
         run.snapshots_router,
         run.events_router,
-        views.views_router,
+        views.progress_router,
     ):
         app.include_router(router(buffer, auth), dependencies=guards)
     app.include_router(page_router())

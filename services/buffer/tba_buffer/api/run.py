@@ -25,7 +25,6 @@ from tba.api import (
     SnapshotInfo,
     SnapshotList,
     SnapshotRequest,
-    Stats,
 )
 from tba.api.run import SETTINGS_HEADER, Role
 from tba.errors import BusyError, ConflictError, ForbiddenError, WireError
@@ -47,7 +46,7 @@ _SENTENCES = {
 
 
 def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for heartbeats, state, commands, stats."""
+    """Build the endpoints for heartbeats, state, commands."""
     api = APIRouter(prefix="/v1")
 
     _add_heartbeat(api, buffer, auth)
@@ -114,11 +113,6 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         # the path names the command; only operators reach it here
         await buffer.run.control.command(command, body, "operator")
         return await buffer.run_info()
-
-    @api.get("/stats", operation_id="stats", dependencies=[Depends(auth.require("viewer", "trainer"))])
-    async def stats() -> Stats:
-        """Return the counts of the whole run."""
-        return await buffer.stats.read()
 
     return api
 

@@ -1,4 +1,4 @@
-"""Endpoints that show a run: its curves, where it stands, and which weight versions there are."""
+"""Endpoints that show a run: its counts and curves, where it stands, and which weight versions there are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from tba.api import Curves, RunSummary, WeightVersionList
+from tba.api import Curves, RunSummary, Stats, WeightVersionList
 from tba.fields import MAX_STEP
 from tba.server import Authenticator, problems
 from tba_buffer.monitoring.curves import MAX_NAMES_CHARS, MAX_POINTS
@@ -14,10 +14,15 @@ from tba_buffer.monitoring.summary import CURVE_NAMES, NUM_POINTS, summarise
 from tba_buffer.service import Buffer
 
 
-def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints of the curves, the summary and the versions."""
+def progress_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
+    """Build the endpoints of the counts, the curves, the summary and the versions."""
     api = APIRouter(prefix="/v1")
     viewer = [Depends(auth.require("viewer"))]
+
+    @api.get("/stats", operation_id="stats", dependencies=[Depends(auth.require("viewer", "trainer"))])
+    async def stats() -> Stats:
+        """Return the counts of the whole run."""
+        return await buffer.stats.read()
 
     @api.get(
         "/curves",

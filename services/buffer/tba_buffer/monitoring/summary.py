@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, Stats, WaitInfo
-from tba.api.summary import RunSummary
+from tba.api import ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
 from tba.config.trainer import REMEDIES
 from tba_buffer.run.components import ENDED
 

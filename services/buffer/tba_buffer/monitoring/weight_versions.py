@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tba.api.versions import WeightVersionInfo, WeightVersionList
+from tba.api import WeightVersionInfo, WeightVersionList
 from tba.concurrency import SingleFlight, in_thread
 from tba.errors import ObjectNotFoundError, StoreError, UnavailableError, WireError
 from tba.logs import get_logger

@@ -6,6 +6,15 @@ import { number } from "./format.js";
 const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6"];
 const HEIGHT = 190;
 const sync = () => window.uPlot.sync("steps");
+const drawn = new Set();
+
+// uPlot reads its colours once: when the reader's theme changes, every chart is made again
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const chart of [...drawn]) {
+    chart.destroy();
+    chart.draw(...chart.last);
+  }
+});
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -59,7 +68,9 @@ export class Chart {
       this.host.replaceChildren();
       this.key = key;
       this.plot = new window.uPlot(this.plotOptions(known), data, this.host);
+      drawn.add(this);
     }
+    this.last = [steps, series];
     this.host.setAttribute("role", "img");
     this.host.setAttribute("aria-label", known.map((one) => describe(one, steps)).join("; "));
   }
@@ -95,6 +106,7 @@ export class Chart {
   }
 
   destroy() {
+    drawn.delete(this);
     this.plot?.destroy();
     this.plot = null;
     this.key = "";

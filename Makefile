@@ -7,7 +7,7 @@ SERVICES := services/buffer services/reward services/searcher services/trainer
 EDITABLE := -e '.[service,local]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs cli-docs chart-docs
+.PHONY: images images-gpu test-compose test-cluster test-trackers help demo wheels-check docs-site minimal table control overlap study test unit chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-cpu maths lint fix types audit clean golden api-docs cli-docs python-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -120,7 +120,7 @@ test-trackers: $(VENV)/trackers/.done  ## trackio and MLflow, which do not go wi
 test-cluster: $(VENV)/.test  ## the chart on the Kubernetes that kubectl reaches: install, kill, scale, upgrade, roll back, uninstall
 	$(BIN)/python -m tests.system.cluster --json test-cluster.json
 
-wheels-check:  ## build the five wheels, install them without the clone, run `tba demo` there (minutes): WHEELS_ARGS=--oldest
+wheels-check:  ## build the five wheels, install them without the clone, run `tba demo` there (minutes): WHEELS_ARGS=--oldest or --newest
 	$(PYTHON) tools/check_wheels.py $(WHEELS_ARGS)
 
 ##@ Measure
@@ -154,6 +154,9 @@ api-docs: $(VENV)/.test  ## write the tables of docs/api.md and docs/security.md
 
 cli-docs: $(VENV)/.test  ## write docs/cli.md again, the reference of the command line
 	$(BIN)/python tools/cli_docs.py
+
+python-docs: $(VENV)/.test  ## write docs/python-api.md again, the reference of Python
+	$(BIN)/python tools/python_docs.py
 
 chart-docs: $(VENV)/.test  ## write the chart's README and dashboard and the table of alerts again (charts/tools)
 	$(BIN)/python -m charts.tools.readme

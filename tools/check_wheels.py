@@ -1,9 +1,10 @@
 """Build tba's five wheels, install them where there is no clone, and run `tba demo` there: `make wheels-check`.
 
-    python tools/check_wheels.py [--wheels DIR] [--oldest] [--steps 20] [--keep DIR]
+    python tools/check_wheels.py [--wheels DIR] [--oldest | --newest] [--steps 20] [--keep DIR]
 
 Everything happens in a temporary folder. Packages of others come from where this machine's pip looks; `constraints.txt`
-pins them, or with --oldest the lower bounds of every pyproject.toml do. Uses the standard library alone.
+pins them, or with --oldest the lower bounds of every pyproject.toml do, or with --newest nothing does. With these two
+tests/contract is run as well, since the demo uses no S3, and `make test` has only the pins. Uses the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 import tomllib
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,22 +26,30 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward", "searcher", "trainer"))]
 BUILD_REQUIREMENTS = ROOT / "deploy" / "build-requirements.txt"
 INSTALLED_EXTRAS = "local,math"
+TEST_TOOLS = ("hypothesis", "msgpack", "pytest", "pytest-asyncio", "pytest-timeout")
+S3_SERVER = "ministack"
+"""It needs a newer boto3 than tba does, so it gets an environment of its own, with the pins."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Build, install and run; return 0, or 1 with the output of the command that failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wheels", metavar="DIR", type=Path, help="check these wheels instead of building them")
-    parser.add_argument("--oldest", action="store_true", help="install the lower bounds, not what constraints.txt pins")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--oldest", action="store_true", help="install the lower bounds, not what constraints.txt pins")
+    group.add_argument("--newest", action="store_true", help="install the newest that pip finds, not the pins")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps of the demo (20)")
     parser.add_argument(
         "--keep", metavar="DIR", type=Path, help="work in this folder and leave it (default: temporary)"
     )
     args = parser.parse_args(argv)
+    packages = "oldest" if args.oldest else "newest" if args.newest else "pinned"
     with _folder(args.keep) as folder:
         try:
             wheels = args.wheels.resolve() if args.wheels else build(folder / "wheels", folder / "build")
-            check(wheels, folder, oldest=args.oldest, num_steps=args.steps)
+            check(wheels, folder, packages=packages, num_steps=args.steps)
+            if packages != "pinned":
+                contract_tests(folder)
         except subprocess.CalledProcessError as error:
             print(f"error: this command failed with {error.returncode}: {error.cmd}\n{error.output}", file=sys.stderr)
             return 1
@@ -60,15 +69,19 @@ def build(wheels: Path, environment: Path) -> Path:
     return wheels
 
 
-def check(wheels: Path, folder: Path, *, oldest: bool, num_steps: int) -> None:
-    """Install the wheels into a new environment in `folder`, and run the demo in an empty folder beside it."""
+def check(wheels: Path, folder: Path, *, packages: str, num_steps: int) -> None:
+    """Install the wheels into a new environment in `folder`, and run the demo in an empty folder beside it.
+
+    Args:
+        packages: pinned, oldest or newest.
+    """
     environment, empty = folder / "installed", folder / "empty"
     venv.create(environment, with_pip=True)
     constraints = folder / "constraints.txt"
-    pins = lower_bounds() if oldest else (ROOT / "constraints.txt").read_text()
-    constraints.write_text(pins)
+    pins = {"pinned": (ROOT / "constraints.txt").read_text(), "oldest": lower_bounds(), "newest": ""}
+    constraints.write_text(pins[packages])
     pip = [environment / "bin" / "python", "-m", "pip", "install", "-q", "--find-links", wheels, "-c", constraints]
-    with _timed(f"installed tba[{INSTALLED_EXTRAS}] from the wheels, {'the oldest' if oldest else 'pinned'} packages"):
+    with _timed(f"installed tba[{INSTALLED_EXTRAS}] from the wheels, the {packages} packages"):
         # `==`: another tba that an index may have is not what is checked
         _run(*pip, f"tba[{INSTALLED_EXTRAS}]=={version_of(wheels)}")
         _run(environment / "bin" / "python", "-m", "pip", "check")
@@ -84,6 +97,23 @@ def check(wheels: Path, folder: Path, *, oldest: bool, num_steps: int) -> None:
         report = empty / "runs" / "quickstart-seed0" / "report.html"
         if not report.is_file():
             raise subprocess.CalledProcessError(1, "tba demo", f"there is no {report}")
+
+
+def contract_tests(folder: Path) -> None:
+    """Run tests/contract (the object store, weights, wire formats) with the packages that `check` has installed."""
+    server = folder / "server"
+    venv.create(server, with_pip=True)
+    python, own = folder / "installed" / "bin" / "python", server / "bin" / "python"
+    with _timed("installed pytest and an S3 server"):
+        _run(python, "-m", "pip", "install", "-q", "-c", folder / "constraints.txt", *TEST_TOOLS)
+        _run(own, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", S3_SERVER)
+    with _timed("ran tests/contract"):
+        output = _run(
+            *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract"),
+            cwd=ROOT,
+            environ={"TBA_TEST_S3_PYTHON": str(own)},
+        )
+    print(f"  {output.splitlines()[-1]}", flush=True)
 
 
 def version_of(wheels: Path) -> str:
@@ -116,18 +146,18 @@ def lower_bounds() -> str:
     return "".join(f"{name}=={bound}\n" for name, bound in sorted(bounds.items()) if not name.startswith("tba"))
 
 
-def _run(*words: str | Path, cwd: Path | None = None) -> str:
+def _run(*words: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
     """Run a command without this checkout on its path; return its output.
 
     Raises:
         subprocess.CalledProcessError: it failed; carries its output.
     """
     command = [str(word) for word in words]
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
         command,
         cwd=cwd,
-        env=environ,
+        env={**kept, **(environ or {})},
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

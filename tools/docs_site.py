@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "charts/tba/README.md", "services/*/README.md")
+PAGES = (
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "charts/tba/README.md", "services/*/README.md"),
+    "docs/site.css",
+)
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 
 

@@ -23,6 +23,8 @@ from tests.support.redis_process import free_port
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-test-secret-0123"}
 READ_ONLY = {"AWS_ACCESS_KEY_ID": "tba-test-read", "AWS_SECRET_ACCESS_KEY": "tba-test-read-secret"}
+PYTHON = os.environ.get("TBA_TEST_S3_PYTHON", sys.executable)
+"""tools/check_wheels.py tests packages that the server does not go with."""
 PROGRAM = Path(__file__).parents[2] / "deploy/objectstore/serve.py"
 CODES = {302: "Found", 403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}
 
@@ -44,7 +46,7 @@ class S3Server:
         environ.pop(self._without or "", None)
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(PROGRAM)], env=environ, stdout=log, stderr=log, cwd=self._folder
+                [PYTHON, str(PROGRAM)], env=environ, stdout=log, stderr=log, cwd=self._folder
             )
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:

@@ -39,6 +39,7 @@ from tests.support.tiny_model import make_tiny_model, make_tiny_tokenizer
 from tests.support.trainer_values import RecordedBuffer, make_recipe, make_rollout
 from tests.support.waits import until
 from tests.support.wandb_files import history_of
+from tests.support.wandb_server import WandbServer
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +294,35 @@ def test_weights_and_biases_keeps_histograms_and_tables_without_a_network(
         ("1+1=", "20.0"),
     ]
     assert (tmp_path / "artifacts" / "staging").is_dir()  # not in the home folder
+
+
+def test_weights_and_biases_gets_numbers_histograms_and_tables_over_a_network(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    with WandbServer().running() as server:
+        environ = {"BASE_URL": server.url, "API_KEY": "0" * 40, "ERROR_REPORTING": "false", "DATA_DIR": str(tmp_path)}
+        for name, value in environ.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        wandb.teardown()  # its process keeps the address that it began with
+        tracker = WandbTracker(WandbSection(folder=str(tmp_path)), {"seed": 5})
+        tracker.start(start_record("demo", 1, START))
+        tracker.log(step_record("demo", PolicyVersion(1, 4), {"loss": 2.0}, skipped=None))
+        tracker.log_details(details_of(tokenizer_folder, [0.0, 1.0, 1.0]))
+        tracker.close()
+        wandb.teardown()
+    [run] = server.runs.values()
+    assert (run["project"], run["groupName"], run["displayName"]) == ("tba", "demo", "demo-1")
+    assert json.loads(run["config"])["seed"]["value"] == 5
+    numbers, details = server.history
+    assert (numbers["step"], numbers["train/loss"]) == (4, 2.0)
+    assert details["histogram/reward"]["values"] == [1, 2]
+    # once for the run, and once as an artifact with all versions of the table
+    tables = [json.loads(body) for name, body in server.files.items() if name.endswith(".table.json")]
+    assert [table["columns"] for table in tables] == [list(COLUMNS)] * 2
+    assert [row[COLUMNS.index("completion")] for row in tables[0]["data"]] == ["21.0", "21.0", "20.0"]
+    assert server.unknown == []
 
 
 NEEDS = "`make test-trackers` installs it: it does not go with the pins of constraints.txt"

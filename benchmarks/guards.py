@@ -2,9 +2,10 @@
 
     python benchmarks/guards.py runs/*/history.json [--json FILE]
 
-For every run: the largest gradient norm beside the median of the window before it, the smallest effective sample size,
-the largest |mean log-ratio per token|, and how often each alarm would have gone off with the thresholds of
-`[trainer.guards]` (their defaults, or those of `--config recipe.toml`). Thresholds for a new kind of run: from here.
+For every run: the largest gradient norm beside the median of the window before it (batches with a reward signal), the
+smallest effective sample size, the largest |mean log-ratio per token|, and how often each alarm would have gone off
+with the thresholds of `[trainer.guards]` (their defaults, or those of `--config recipe.toml`). Thresholds for a new
+kind of run: from here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def replay(entries: list[LedgerEntry], guards: GuardsSection) -> dict[str, Any]:
         metrics = dict(entry.metrics)
         if metrics.get("log_ratio_token_mean") is None:  # ledgers of older releases
             metrics["log_ratio_token_mean"] = _per_token(metrics)
-        norm, usual = metrics.get("grad_norm"), state.grad_norms
+        norm, usual = metrics.get("grad_norm"), state.signal_grad_norms
         if norm is not None and 4 * len(usual) >= guards.grad_spike.window_steps:
             spike = max(spike, norm / statistics.median(usual))
         ess = min(ess, metrics.get("ess") or 1.0)

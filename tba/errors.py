@@ -22,6 +22,7 @@
     |  |- ConflictError                      409: the state of the run forbids it
     |  |  |- FencedError                     a newer lineage owns the run; this trainer must stop
     |  |  |- VoidBatchError                  the batch is past its deadline or unknown; draw a new one
+    |  |  |- RollbackError                   an operator has asked for a rollback, and the trainer must begin it now
     |  |  `- RunOverError                    the run is stopping, done or failed: nothing new is started
     |  |     `- RunFailedError               it has failed, and this trainer has not said so
     |  |- BusyError                          429: come back after `retry_after_s`
@@ -190,6 +191,13 @@ class VoidBatchError(ConflictError):
     """The batch is past its deadline or unknown: draw a new one for the same step."""
 
     slug = "void-batch"
+    status = 409
+
+
+class RollbackError(ConflictError):
+    """An operator has asked for a rollback: until the trainer has begun a new lineage, no step of this one is made."""
+
+    slug = "rollback"
     status = 409
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import tba
 from tba_cli.parser_help import add_help, add_json
 from tba_cli.parser_tasks import add_completion, add_init, add_score
-from tba_cli.parser_views import add_rescore, add_rollouts, add_target, add_top, add_view
+from tba_cli.parser_views import add_prompt_views, add_rescore, add_rollouts, add_target, add_top, add_view
 from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "pause": "pause a run: no new leases, no new batches",
         "resume": "let a paused run continue",
         "stop": "end a run after the step in progress, with its last checkpoint and evaluation",
+        "rollback": "return to an older checkpoint, or show which ones there are",
         "retry-versions": "make searchers retry at once the weight versions that they have refused",
     }
     for name, text in helps.items():
@@ -120,8 +121,13 @@ def _add_control(commands: Subparsers, common: argparse.ArgumentParser) -> None:
             )
         else:
             command.add_argument("--reason", metavar="TEXT", help="shown to people who look at the run")
+        if name == "rollback":
+            command.add_argument(
+                "--step", type=int, metavar="N", help="to the newest checkpoint at or before it. None: show them"
+            )
         # a name and not the function: its module, with all that it imports, is loaded for this command alone
-        command.set_defaults(command=f"tba_cli.commands.status:{name.replace('-', '_')}_command")
+        module = "control" if name == "rollback" else "status"
+        command.set_defaults(command=f"tba_cli.commands.{module}:{name.replace('-', '_')}_command")
 
 
 def _add_set(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -260,7 +266,7 @@ def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     doctor = commands.add_parser(
         "doctor", parents=[common], help="check everything that a run needs, and say how to fix what is wrong"
     )
-    _add_config_file(doctor)
+    _add_config_file(doctor, default_is="none: check this machine alone")
     doctor.add_argument(
         "--for",
         dest="service",
@@ -273,17 +279,16 @@ def _add_doctor(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     doctor.set_defaults(command="tba_cli.commands.doctor:doctor_command")
 
 
-def _add_config_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", type=recipe_path, help="recipe, as the services read it"
-    )
+def _add_config_file(parser: argparse.ArgumentParser, *, default_is: str = "") -> None:
+    help = "recipe, as the services read it" + (f" (default: {default_is})" if default_is else "")
+    parser.add_argument("--config", required=not default_is, metavar="FILE", type=recipe_path, help=help)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as store.url=s3://bucket/prefix"
     )
 
 
 def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-    prompts = commands.add_parser("prompts", help="upload prompts to a run")
+    prompts = commands.add_parser("prompts", help="upload, list and show the prompts of a run")
     kinds = prompts.add_subparsers(metavar="WHAT", required=True)
     upload = kinds.add_parser("upload", parents=[common], help="upload a file or a data set; it is safe to repeat")
     upload.add_argument(
@@ -310,6 +315,7 @@ def _add_prompts(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     add_target(upload)
     add_json(upload)
     upload.set_defaults(command="tba_cli.commands.prompts:upload_command")
+    add_prompt_views(kinds, common)
 
 
 def _add_ledger(commands: Subparsers, common: argparse.ArgumentParser) -> None:
@@ -354,7 +360,7 @@ def _add_buffer(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     accept.add_argument("--reason", metavar="TEXT", help="kept in the audit")
     add_json(accept)
     accept.set_defaults(command="tba_cli.commands.buffer:accept_loss_command")
-    snapshots = kinds.add_parser("snapshots", parents=[common], help="list the snapshots of a run in progress")
+    snapshots = kinds.add_parser("snapshots", parents=[common], help="list the snapshots of a run")
     add_target(snapshots)
     add_json(snapshots)
     snapshots.set_defaults(command="tba_cli.commands.buffer:snapshots_command")
@@ -366,7 +372,7 @@ def _add_export(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     )
     add_target(export)
     export.add_argument(
-        "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, best, or last (default): which version"
+        "--version", default="last", metavar="VERSION", help="LINEAGE-STEP, a step, start, best, or last (default)"
     )
     export.add_argument("--recipe", metavar="RECIPE", type=recipe_path, help="recipe of the run; needed with --url")
     export.add_argument("--out", metavar="DIR", help="folder to write; must not exist, or be empty")
@@ -391,11 +397,23 @@ def _add_evaluate(commands: Subparsers, common: argparse.ArgumentParser) -> None
         help="a recipe (.toml): its starting model, or --model; a run under runs/: one of its versions",
     )
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this Hugging Face folder, for example an export")
-    evaluate.add_argument("--version", metavar="VERSION", help="of the run: LINEAGE-STEP, best, or last (default)")
+    evaluate.add_argument(
+        "--version", metavar="VERSION", help="of the run: LINEAGE-STEP, a step, start, best, or last (default)"
+    )
+    evaluate.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="evaluate two versions, and show both answers to each prompt, those that changed first",
+    )
+    evaluate.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="with --compare: how many prompts to show (default: 20)"
+    )
     evaluate.add_argument(
         "--reward-url", metavar="URL", help="address of the reward service (default: reward.url, or one that it starts)"
     )
     evaluate.add_argument("--out", metavar="DIR", help="where to write (default: evaluations/RUN/VERSION or the like)")
+    add_json(evaluate)
     evaluate.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override, as eval.published.num_prompts=50"
     )

@@ -43,6 +43,10 @@ tba resume --reason "the judge is back" quickstart-seed0""",
         "stop": """\
 tba stop
 tba stop --reason "good enough" quickstart-seed0""",
+        "rollback": """\
+tba rollback                      # show the checkpoints
+tba rollback --step 200 --reason "the reward fell"
+tba rollback --step 200 quickstart-seed0""",
         "retry-versions": """\
 tba retry-versions
 tba retry-versions --reason "the disk was full" quickstart-seed0""",
@@ -90,23 +94,30 @@ tba model pull --config recipe.toml --for searcher --wait-s 60""",
 tba model list --config recipe.toml
 tba model list --config recipe.toml --json""",
         "doctor": """\
-tba doctor --config recipe.toml
+tba doctor                        # this machine alone
 tba doctor --config recipe.toml --for searcher --gpus 1
 tba doctor --config recipe.toml --check disk --json""",
         "prompts": """\
-tba prompts upload prompts.jsonl""",
+tba prompts upload prompts.jsonl
+tba prompts list --order worst""",
         "prompts upload": """\
 tba prompts upload prompts.jsonl
 tba prompts upload hf:openai/gsm8k:main --task gsm8k --text question --data answer=answer --dry-run
 tba prompts upload more.parquet quickstart-seed0 --task exact --text question --data answer=gold --split train""",
+        "prompts list": """\
+tba prompts list --order worst    # which prompts fail
+tba prompts list quickstart-seed0 --split train --contains "47+" --limit 50""",
+        "prompts show": """\
+tba prompts show addition-58-25
+tba prompts show addition-58-25 quickstart-seed0 --json""",
         "ledger": """\
 tba ledger check""",
         "ledger check": """\
 tba ledger check
 tba ledger check quickstart-seed0 --json""",
         "view": """\
-tba view                          # the newest run under runs/
-tba view seed0 seed1 --no-open    # print the addresses of two pages
+tba view seed0 seed1              # two pages; without a name: that of the newest run under runs/
+tba view seed0 --snapshot end     # what `tba buffer save end` has saved
 tba view --url https://buffer:8700 --token-file operator.token""",
         "top": """\
 tba top
@@ -116,17 +127,17 @@ tba top --once                    # one frame, for a script""",
 tba rollouts list --order best
 tba rollouts export --out rollouts.parquet""",
         "rollouts list": """\
-tba rollouts list --order best
 tba rollouts list quickstart-seed0 --max-reward 0 --contains "I don't know" --limit 20
+tba rollouts list --recipe recipe.toml --snapshot end --order best    # without a run folder, from its store
 tba rollouts list --follow --finish-reason length""",
         "rollouts show": """\
 tba rollouts show 0123456789abcdef0123456789abcdef
 tba rollouts show 0123456789abcdef0123456789abcdef quickstart-seed0 --tokens
 tba rollouts show 0123456789abcdef0123456789abcdef --json | jq .trained""",
         "rollouts export": """\
-tba rollouts export --out rollouts.parquet
 tba rollouts export quickstart-seed0 --out good.jsonl --min-reward 1 --from-version 1-100
-tba rollouts export --out rollouts.jsonl --force --task gsm8k""",
+tba rollouts export --out rollouts.jsonl --force --task gsm8k
+tba rollouts export quickstart-seed0 --push-to-hub me/answers --license mit""",
         "rescore": """\
 tba rescore --wait
 tba rescore quickstart-seed0 --only failed
@@ -155,7 +166,7 @@ tba export quickstart-seed0 --version best --out model
 tba export quickstart-seed0 --push-to-hub me/my-model""",
         "evaluate": """\
 tba evaluate my.toml              # the starting model
-tba evaluate quickstart-seed0 --version best
+tba evaluate quickstart-seed0 --compare start best    # answers before and after, side by side
 tba evaluate my.toml --model model --set eval.published.num_prompts=50""",
         "report": """\
 tba report runs/quickstart-seed0""",

@@ -1,4 +1,4 @@
-"""The flags of `tba` commands that look at a run: view, top, rollouts and rescore; and those that name a run.
+"""The flags of `tba` commands that look at a run: view, top, prompts, rollouts and rescore; and those that name a run.
 
 As tba_cli/parser.py it imports nothing heavy.
 """
@@ -9,6 +9,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tba_cli.parser_help import add_json
+from tba_cli.shipped_recipes import recipe_path
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -31,7 +32,7 @@ def add_view(commands: Subparsers, common: argparse.ArgumentParser) -> None:
     view = commands.add_parser(
         "view",
         parents=[common],
-        help="show the page of a run in a browser; a run that is over is served read-only until Ctrl-C",
+        help="show the page of a run in a browser; a run that is over, or a snapshot, is served read-only until Ctrl-C",
     )
     where = view.add_mutually_exclusive_group()
     where.add_argument("--url", metavar="URL", help="address of the buffer service")
@@ -40,11 +41,13 @@ def add_view(commands: Subparsers, common: argparse.ArgumentParser) -> None:
         "runs", metavar="RUN", nargs="*", default=[], help="names of runs under runs/, each a page; default: the newest"
     )
     _add_trust(view)
+    _add_snapshot(view)
     view.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
     )
     view.add_argument("--no-open", action="store_true", help="only print the address")
-    add_json(view, 'print {"urls": [...]} once the pages are there')
+    view.add_argument("--show-token", action="store_true", help="print the address with the token of the operator")
+    add_json(view, 'print {"urls": [...]}, with tokens, once the pages are there')
     view.set_defaults(command="tba_cli.commands.view:view_command")
 
 
@@ -77,6 +80,7 @@ def _add_rollouts_list(kinds: Subparsers, common: argparse.ArgumentParser) -> No
         help="list stored rollouts: prompt, completion, reward, version, age",
     )
     add_target(listed)
+    _add_snapshot(listed)
     orders = ["newest", "oldest", "best", "worst"]
     listed.add_argument("--order", choices=orders, default="newest", help="which ones to show first (default: newest)")
     _add_filters(listed)
@@ -101,6 +105,7 @@ def _add_rollouts_show(kinds: Subparsers, common: argparse.ArgumentParser) -> No
     )
     show.add_argument("rollout_id", metavar="ROLLOUT_ID", help=ROLLOUT_ID_HELP)
     add_target(show)
+    _add_snapshot(show)
     show.add_argument("--tokens", action="store_true", help="also a table of the response tokens with log-probs")
     add_json(show)
     show.set_defaults(command="tba_cli.commands.rollouts:show_command")
@@ -110,14 +115,42 @@ def _add_rollouts_export(kinds: Subparsers, common: argparse.ArgumentParser) -> 
     export = kinds.add_parser(
         "export",
         parents=[common],
-        help="write stored rollouts to a file, the oldest first: JSON Lines without tokens, or Parquet with them",
+        help="write stored rollouts, the oldest first: JSON Lines without tokens, Parquet with them, or a data set on "
+        "the Hugging Face hub",
     )
     add_target(export)
-    export.add_argument("--out", required=True, metavar="FILE", help="a name that ends with .jsonl or .parquet")
+    _add_snapshot(export)
+    export.add_argument(
+        "--out",
+        metavar="FILE",
+        help="a name that ends with .jsonl or .parquet; with --push-to-hub: a folder to keep the data set in",
+    )
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
+    export.add_argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="upload a data set (Parquet and a card) to this repository of the Hugging Face hub, made private where it "
+        "does not exist; token: HF_TOKEN, or `hf auth login`",
+    )
+    export.add_argument("--public", action="store_true", help="with --push-to-hub: everybody may read the repository")
+    export.add_argument(
+        "--license", metavar="ID", help="with --push-to-hub: the licence of the data (default: unknown)"
+    )
     _add_filters(export)
     add_json(export)
     export.set_defaults(command="tba_cli.commands.export_rollouts:export_command")
+
+
+def _add_snapshot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--snapshot", metavar="NAME", help="read this snapshot of the run (`tba buffer save`), not what is stored now"
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        type=recipe_path,
+        help="recipe of a run whose folder is not here; its store holds the snapshot",
+    )
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +166,36 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     filters.add_argument("--searcher", metavar="ID", help="of this searcher, for example searcher-0")
     filters.add_argument("--finish-reason", choices=["stop", "stop_string", "length", "abort"], help="that ended so")
     filters.add_argument("--contains", metavar="TEXT", help="with this text in prompt or completion, in any case")
+
+
+def add_prompt_views(kinds: Subparsers, common: argparse.ArgumentParser) -> None:
+    """Add `tba prompts list|show`."""
+    listed = kinds.add_parser(
+        "list", parents=[common], help="list prompts with the number and the rewards of their stored rollouts"
+    )
+    add_target(listed)
+    orders = ["upload", "best", "worst", "most"]
+    listed.add_argument(
+        "--order", choices=orders, default="upload", help="by mean reward, or most rollouts (default: upload)"
+    )
+    filters = listed.add_argument_group("filters", "only prompts that match all of them")
+    filters.add_argument("--split", choices=["train", "heldout"], help="of this split")
+    filters.add_argument("--task", metavar="NAME", help="of this task")
+    filters.add_argument("--contains", metavar="TEXT", help="with this text in id or prompt, in any case")
+    listed.add_argument("--limit", type=int, default=20, metavar="N", help="how many, at most 100 (default: 20)")
+    listed.add_argument("--after", type=int, default=0, metavar="N", help="leave out the first N of this order")
+    listed.add_argument(
+        "--text-chars", type=int, default=60, metavar="N", help="how much of each text to show (default: 60)"
+    )
+    add_json(listed)
+    listed.set_defaults(command="tba_cli.commands.prompts:list_command")
+    show = kinds.add_parser(
+        "show", parents=[common], help="show all of one prompt: text, gold data, rewards by policy version"
+    )
+    show.add_argument("prompt_id", metavar="PROMPT_ID", help="as `tba prompts list` prints it")
+    add_target(show)
+    add_json(show)
+    show.set_defaults(command="tba_cli.commands.prompts:show_command")
 
 
 def add_rescore(commands: Subparsers, common: argparse.ArgumentParser) -> None:

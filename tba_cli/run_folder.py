@@ -86,6 +86,14 @@ class RunFolder:
         return False
 
     @property
+    def locked_at_ns(self) -> int:
+        """When a start last took the lock: another time means that the run was started since; 0: never."""
+        try:
+            return self.marker_path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    @property
     def is_finished(self) -> bool:
         """Whether the run reached its end and was written up."""
         return self.summary_path.exists()

@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from tba.errors import ConfigError, ServiceError, WaitTimeoutError
@@ -23,6 +23,7 @@ RUNS_DIR = Path("runs")
 RETRY_S = 3.0
 POLL_S = 0.3
 SILENCE_S = 300.0
+TOKEN_MARK = "#token="
 MAX_NAMED = 10
 """An error about a run that does not exist names at most this many others, the newest first."""
 
@@ -50,9 +51,37 @@ def open_target(args: argparse.Namespace) -> tuple[BufferClient, str]:
     return client, page_url(url, None if token is None else token.value[0])
 
 
+class Page(NamedTuple):
+    """The page of a run that somebody serves."""
+
+    url: str
+    """With the token, if there is one."""
+    token_file: str | None
+    """Where the token comes from, if a file holds it; `-`: stdin."""
+
+    @property
+    def address(self) -> str:
+        """The address without the token."""
+        return self.url.partition(TOKEN_MARK)[0]
+
+
 def page_url(buffer_url: str, token: str | None) -> str:
     """Return the address of the page of a run. A browser keeps the token behind `#` to itself."""
-    return f"{buffer_url.rstrip('/')}/" + ("" if token is None else f"#token={quote(token, safe='')}")
+    return f"{buffer_url.rstrip('/')}/" + ("" if token is None else f"{TOKEN_MARK}{quote(token, safe='')}")
+
+
+def snapshot_name(args: argparse.Namespace) -> str | None:
+    """Return the name of the snapshot to look at, if one is named.
+
+    Raises:
+        ConfigError: --recipe is given without it.
+    """
+    name = getattr(args, "snapshot", None)
+    # a data set for the hub has the recipe in its card
+    is_of_card = getattr(args, "push_to_hub", None) is not None
+    if name is None and getattr(args, "recipe", None) is not None and not is_of_card:
+        raise ConfigError("--recipe says which store holds a snapshot; add --snapshot NAME")
+    return name
 
 
 def ended_run(args: argparse.Namespace) -> RunFolder | None:

@@ -13,6 +13,7 @@ from tba.api.evaluations import (
     EvalRequest,
     EvalResult,
     EvalResults,
+    EvaluateReply,
     EvaluateRequest,
 )
 from tba.api.prompts import (
@@ -56,6 +57,8 @@ from tba.api.run import (
     DamagedInfo,
     DamagedItem,
     EventName,
+    RollbackInfo,
+    RollbackRequest,
     RunChange,
     RunChanges,
     RunCommand,
@@ -86,10 +89,21 @@ from tba.api.scores import (
     ScoreResult,
 )
 from tba.api.snapshots import LoadRequest, OriginInfo, SnapshotInfo, SnapshotList, SnapshotRequest
-from tba.api.stats import Curves, Rates, RunSummary, Stats, StoredStats, WeightVersionInfo, WeightVersionList
+from tba.api.stats import (
+    CostInfo,
+    Curves,
+    Rates,
+    RunSummary,
+    Stats,
+    StoredStats,
+    TokenTotals,
+    WeightVersionInfo,
+    WeightVersionList,
+)
 from tba.api.trainer import (
     AckRequest,
     BatchRequest,
+    CheckpointList,
     CheckpointRequest,
     LedgerEntry,
     LedgerLine,
@@ -114,9 +128,11 @@ __all__ = [
     "AckRequest",
     "BatchRequest",
     "BestVersion",
+    "CheckpointList",
     "CheckpointRequest",
     "ComponentInfo",
     "ComponentWait",
+    "CostInfo",
     "Curves",
     "DamagedInfo",
     "DamagedItem",
@@ -125,6 +141,7 @@ __all__ = [
     "EvalRequest",
     "EvalResult",
     "EvalResults",
+    "EvaluateReply",
     "EvaluateRequest",
     "EventName",
     "Lease",
@@ -160,6 +177,8 @@ __all__ = [
     "RewardInfo",
     "RewardPart",
     "RewardsReply",
+    "RollbackInfo",
+    "RollbackRequest",
     "RolloutDetail",
     "RolloutInfo",
     "RolloutOrder",
@@ -195,6 +214,7 @@ __all__ = [
     "Split",
     "Stats",
     "StoredStats",
+    "TokenTotals",
     "TrainedRollouts",
     "TrainedStep",
     "VersionReply",

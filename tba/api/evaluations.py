@@ -102,8 +102,15 @@ class EvalInfo(EvalNumbers):
     finished_at_s: float | None = None
 
 
+class EvaluateReply(EvalInfo):
+    """The evaluation that an operator asked for."""
+
+    existed: bool
+    """It was there before; where it is done, nothing is evaluated again."""
+
+
 class BestVersion(StrictModel):
-    """The version with the best `metric` so far (`eval.best_metric`); the first of equal ones.
+    """The version with the best `metric` so far (`eval.best_metric`); the newest of equal ones.
 
     The compared evaluations have the same `num_samples`, each on the first `num_prompts` held-out prompts.
     """

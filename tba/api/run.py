@@ -11,7 +11,7 @@ from tba.api.evaluations import BestVersion, EvalInfo
 from tba.api.snapshots import OriginInfo
 from tba.config.live_settings import LIVE_NAMES, LiveName, LiveSettings, setting_text
 from tba.config.schedules import Schedule
-from tba.fields import Integer, Name, Reason, RunState, StrictModel, VersionText
+from tba.fields import MAX_STEP, Integer, Name, Reason, RunState, StrictModel, VersionText
 from tba.wire.codec import new_id
 
 Role = Literal["operator", "trainer"]
@@ -229,9 +229,9 @@ class RunChange(StrictModel):
 
     number: int
     at_s: float
-    command: Literal["pause", "resume", "stop", "done", "fail", "lineage", "accept-loss", "retry-versions"]
-    """`lineage`: a trainer continued a run that was stopping or over. `accept-loss` and `retry-versions` leave
-    the state as it is."""
+    command: Literal["pause", "resume", "stop", "done", "fail", "lineage", "accept-loss", "retry-versions", "rollback"]
+    """`lineage`: a trainer continued a run that was stopping or over, or did what `rollback` asked for. `accept-loss`,
+    `retry-versions` and `rollback` leave the state as it is."""
     role: AuditRole
     reason: str | None
     old: RunState
@@ -241,6 +241,9 @@ class RunChange(StrictModel):
     """The last acked step at the time; no batch is drawn after a pause or stop, and the step under way is finished."""
     num_lost: int | None = None
     """accept-loss: acknowledged changes that Redis did not have; 0: their number is unknown."""
+    rollback: VersionText | None = None
+    """The checkpoint that an operator's rollback was to return to: it was asked for (`rollback`), done (`lineage`), or
+    withdrawn because the run ended before (`stop`, `fail`)."""
 
 
 class RunChanges(StrictModel):
@@ -269,8 +272,33 @@ class DamagedInfo(StrictModel):
     """The last 20 that were found."""
 
 
+class RollbackRequest(StrictModel):
+    """POST /v1/run/rollback: return to the newest checkpoint of the active lineage, or of those that it descends from,
+    that is at or before `step`. The trainer does so at its next step boundary, in a new lineage.
+
+    The same request again (same `request_id`) changes nothing, and neither does another one for the checkpoint that a
+    waiting one returns to.
+    """
+
+    step: Integer = Field(ge=0, le=MAX_STEP)
+    reason: Reason | None = None
+    request_id: Name = Field(default_factory=partial(new_id, "request"))
+
+
+class RollbackInfo(StrictModel):
+    """A rollback that waits for the trainer."""
+
+    version: VersionText
+    """The checkpoint that it returns to; where that turns out to be gone or damaged, an older one."""
+    step: int
+    """As it was asked for."""
+    reason: str | None
+    at_s: float
+    request_id: Name
+
+
 class RunInfo(StrictModel):
-    """GET /v1/run."""
+    """GET /v1/run: the state of the run, its weight versions, components, waits and evaluations."""
 
     run: str
     state: RunState
@@ -300,7 +328,10 @@ class RunInfo(StrictModel):
     constants: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings that are constant within a run (`run.name`, `model.path`, ...), as the buffer's recipe has them."""
     num_rollbacks: int = 0
-    """Lineages that began with a rollback."""
+    """Lineages that began with the rollback of an alarm; an operator's are not counted (`trainer.guards.max_rollbacks`
+    bounds what guards do by themselves)."""
+    rollback: RollbackInfo | None = None
+    """The rollback that an operator has asked for and no trainer has begun."""
     components: list[ComponentInfo]
     waits: list[WaitInfo]
     evals: list[EvalInfo]

@@ -11,13 +11,15 @@ NUM_DECILES = 11
 
 
 class Rates(StrictModel):
-    """Rollouts per second over the last `window_s` seconds, as this process has counted them."""
+    """Rollouts and completion tokens per second over the last `window_s` seconds, as this process has counted them."""
 
     window_s: float
     generated_per_s: float
     evicted_per_s: float
     drawn_per_s: float
     trained_per_s: float
+    generated_tokens_per_s: float | None = None
+    trained_tokens_per_s: float | None = None
 
 
 class StoredStats(StrictModel):
@@ -39,6 +41,44 @@ class StoredStats(StrictModel):
     """Bucket of the number of response tokens -> rollouts."""
     reward_deciles: list[float] | None = Field(min_length=NUM_DECILES, max_length=NUM_DECILES)
     """Of the scored rollouts."""
+
+
+class TokenTotals(StrictModel):
+    """Completion tokens since the run began, of the rollouts that the fields of these names in GET /v1/stats count."""
+
+    generated: int
+    """Of rollouts that the buffer has stored."""
+    trained: int
+    """Of what steps trained on; a rollout that was trained on twice counts twice."""
+    evicted: dict[str, int]
+    """Reason -> tokens; they may have been trained on before."""
+    refused: dict[str, int]
+    """Reason -> tokens that the buffer has not stored."""
+    refused_by_trainer: dict[str, int]
+    """Reason -> tokens of batches that the trainer could not use."""
+    skipped: dict[str, int]
+    """Reason -> tokens of batches that a step consumed without training on them."""
+    not_counted: dict[str, int]
+    """Name of a field above -> rollouts (`skipped`: batches) whose tokens are not in it: those that an older release
+    has counted, and those that could not be read. Fields that hold everything are absent."""
+
+
+class CostInfo(StrictModel):
+    """What the run has cost so far: `component_seconds` times the prices of the recipe (section `cost`).
+
+    All of it is priced with the prices that the buffer was started with.
+    """
+
+    currency: str
+    total: float
+    by_kind: dict[str, float]
+    """Kind of component -> cost, of those with a price."""
+    per_1000_trained: float | None
+    """Per 1,000 completions that steps trained on while the time was counted; None: there is none."""
+    since_s: float | None
+    """When the counting of the time began, Unix seconds; None: no heartbeat has come."""
+    rollouts_trained_before: int
+    """Trained on before that, by an older release, or before the times were damaged; 0: the cost is that of the run."""
 
 
 class Stats(StrictModel):
@@ -105,6 +145,11 @@ class Stats(StrictModel):
     mean_reward_recent: float | None
     policy_age_histogram: dict[int, int]
     """Policy age in steps when a step consumed them -> rollouts."""
+    tokens: TokenTotals | None = None
+    component_seconds: dict[str, float] = Field(default_factory=dict)
+    """Kind of component -> seconds that components of this kind were there, added up, as their heartbeats show."""
+    cost: CostInfo | None = None
+    """None: the recipe has no prices."""
     rates: Rates | None = None
     """None during the first second."""
     stored: StoredStats | None = None

@@ -23,13 +23,17 @@ class LineageRequest(StrictModel):
 
     A resume no longer starts from a registered checkpoint of a later step than `parent`, but from the checkpoint of
     `parent` at `checkpoint_key`, or from the start of the run if there is none. `rollback`: an alarm of the previous
-    lineage led to this start, which is counted.
+    lineage led to this start, which is counted. `obeys`: the request id of the operator's rollback that this start
+    does; it no longer waits. `in_process`: the trainer's process has trained the lineage before this one; a stop that
+    came between the two stays one, where a process that starts continues the run.
     """
 
     trainer_id: Name
     parent: VersionText
     checkpoint_key: str | None = Field(default=None, min_length=1, max_length=1024)
     rollback: bool = False
+    obeys: Name | None = None
+    in_process: bool = False
     # drawn by `secrets`, since a request with it is answered with the fencing token
     request_id: Name = Field(default_factory=partial(secrets.token_hex, 16))
 
@@ -60,6 +64,13 @@ class CheckpointRequest(StrictModel):
     version: VersionText
     token: Name
     key: Name
+
+
+class CheckpointList(StrictModel):
+    """GET /v1/checkpoints: what a rollback can return to."""
+
+    versions: list[VersionText]
+    """The complete checkpoints of the active lineage and of those that it descends from, newest first."""
 
 
 class BatchRequest(StrictModel):
@@ -98,7 +109,8 @@ class AckRequest(StrictModel):
 
     `settings_revision`: of the live settings that the step was made with; their changes took effect with it at the
     latest. `skipped`: why this step left the weights as they were; none of the rollouts counts as trained.
-    `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others. `trained`: what
+    `refused`: reason -> rollouts that the trainer could not use; `policy_ages` are those of the others.
+    `refused_tokens`: reason -> their response tokens; a reason is left out where they are not known. `trained`: what
     became of each rollout, for people; the newest steps are kept (GET /v1/rollouts/{rollout_id}).
     """
 
@@ -110,6 +122,7 @@ class AckRequest(StrictModel):
     settings_revision: Integer = Field(default=0, ge=0, le=MAX_STEP)
     skipped: Reason | None = None
     refused: dict[Reason, Annotated[Integer, Field(ge=1)]] = Field(default_factory=dict, max_length=MAX_REASONS)
+    refused_tokens: dict[Reason, Annotated[Integer, Field(ge=0)]] = Field(default_factory=dict, max_length=MAX_REASONS)
     trained: TrainedRollouts | None = None
 
 

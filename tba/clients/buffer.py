@@ -12,10 +12,12 @@ from tba.api import (
     AcceptLoss,
     AckRequest,
     BatchRequest,
+    CheckpointList,
     CheckpointRequest,
     EvalInfo,
     EvalRequest,
     EvalResults,
+    EvaluateReply,
     EvaluateRequest,
     LeaseRenewal,
     LeaseRenewalReply,
@@ -32,6 +34,7 @@ from tba.api import (
     PushReply,
     RescoreInfo,
     RescoreRequest,
+    RollbackRequest,
     RunChanges,
     RunCommand,
     RunEvent,
@@ -129,13 +132,13 @@ class BufferClient(RunReader):
         """Ask for an evaluation of a published version; the same request again returns the same evaluation."""
         return self._post("/v1/evals", request, EvalInfo)
 
-    def evaluate(self, request: EvaluateRequest) -> EvalInfo:
-        """Have a version evaluated now, as an operator.
+    def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Have a version evaluated now, as an operator; an evaluation that exists is returned as it is.
 
         Raises:
             ConflictError: no such version, or no held-out prompts.
         """
-        return self._post("/v1/run/evaluate", request, EvalInfo)
+        return self._post("/v1/run/evaluate", request, EvaluateReply)
 
     def get_eval(self, eval_id: str) -> EvalInfo:
         """Return one evaluation."""
@@ -171,6 +174,7 @@ class BufferClient(RunReader):
         Raises:
             BusyError: none can be drawn yet; `wait` names what is waited for.
             RunOverError: the run is stopping, done or failed.
+            RollbackError: an operator has asked for a rollback.
             FencedError: a newer lineage owns the run.
         """
         response = self._call(
@@ -203,6 +207,7 @@ class BufferClient(RunReader):
 
         Raises:
             VoidBatchError: draw a new batch for this step. FencedError: a newer lineage owns the run.
+            RollbackError: an operator has asked for a rollback.
             ConflictError: the step has acked another batch, or a step was left out.
         """
         self._note_revision(self._call("POST", f"/v1/batches/{batch_id}/ack", json=request.model_dump_json().encode()))
@@ -339,6 +344,18 @@ class BufferClient(RunReader):
     def command(self, name: Command, command: RunCommand) -> RunInfo:
         """Change the state of the run."""
         return self._post(f"/v1/run/{name}", command, RunInfo)
+
+    def checkpoints(self) -> list[str]:
+        """Return the versions of the checkpoints that a rollback can return to, newest first."""
+        return parse_reply(self._call("GET", "/v1/checkpoints"), CheckpointList).versions
+
+    def rollback(self, request: RollbackRequest) -> RunInfo:
+        """Have the trainer return to the newest checkpoint at or before `request.step`.
+
+        Raises:
+            ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
+        """
+        return self._post("/v1/run/rollback", request, RunInfo)
 
     def accept_loss(self, request: AcceptLoss) -> RunInfo:
         """Continue without the acknowledged changes that Redis has lost; does nothing if nothing is lost."""

@@ -33,23 +33,22 @@ PARQUET_END = b"PAR1"
 
 
 class RolloutFilters(TypedDict, total=False):
-    """Filters of stored rollouts; None: any. Bounds are inclusive.
-
-    `min_reward` and `max_reward` select scored rollouts. `contains` is looked for in the response and in the prompt,
-    whatever the case.
-    """
+    """Filters of stored rollouts; None: any. Bounds are inclusive."""
 
     prompt_id: str | None
     task: str | None
     version: str | None
+    """The policy version that made it."""
     from_version: str | None
     to_version: str | None
     status: RewardStatus | None
     min_reward: float | None
+    """Of scored rollouts."""
     max_reward: float | None
     searcher_id: str | None
     finish_reason: FinishReason | None
     contains: str | None
+    """Looked for in the response and in the prompt, whatever the case."""
 
 
 class RunReader(ServiceClient):

@@ -182,6 +182,16 @@ class EvalSection(StrictModel):
                 )
         return self
 
+    def succeeds(self, task: str, reward: float) -> bool:
+        """Return whether a completion with this reward counts as a success in `tba evaluate`."""
+        above = self.published.success_above.get(task)
+        return reward > above if above is not None else reward >= self.success_reward
+
+    def success_rule(self, task: str) -> str:
+        """Return the rule of `succeeds` in words."""
+        above = self.published.success_above.get(task)
+        return f"> {above:g}" if above is not None else f">= {self.success_reward:g}"
+
     @property
     def num_prompts_compared(self) -> int:
         """How many held-out prompts every evaluation has in common: versions are compared on those."""

@@ -27,6 +27,7 @@ from tba.config.searcher import VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSe
 from tba.config.sections import (
     AuthSection,
     BufferSection,
+    CostSection,
     LocalSection,
     ModelSection,
     RunSection,
@@ -77,6 +78,7 @@ class Recipe(StrictModel):
     auth: AuthSection = AuthSection()
     tls: TlsSection = TlsSection()
     scaling: ScalingSection = ScalingSection()
+    cost: CostSection = CostSection()
     local: LocalSection = LocalSection()
     log_format: Literal["auto", "console", "json"] = "auto"
     """Log lines: JSON, console, or console on a terminal and JSON otherwise."""
@@ -111,7 +113,9 @@ class Recipe(StrictModel):
         return self
 
     def _check_snapshot(self) -> None:
-        if self.run.snapshot is not None and self.objective.reference_placement == "searcher":
+        # a view of the snapshot draws nothing
+        is_drawn = self.run.snapshot is not None and self.buffer.read_only is None
+        if is_drawn and self.objective.reference_placement == "searcher":
             raise ValueError(
                 f'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and the rollouts of '
                 f"run.snapshot = {self.run.snapshot!r} have none of this run's starting model, so each of them would "

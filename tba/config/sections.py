@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Probability, Schedule
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError
-from tba.fields import StrictModel
+from tba.fields import Number, StrictModel
 
 
 class TlsSection(StrictModel):
@@ -173,7 +173,8 @@ class BufferSection(StrictModel):
     read_only: str | None = Field(default=None, min_length=1, max_length=1000)
     """Why this buffer only shows what Redis holds; none: it serves the run. With it nothing is scored, evicted, probed
     or scaled, the run is not taken from its buffer, every write is answered with 409 and this text, and GET /v1/run has
-    it as its note. `tba view` and the commands that read a run that is over set it, over a copy of its files."""
+    it as its note. `tba view` and the commands that read a run that is over set it, over a copy of its files. With
+    `run.snapshot`, over an empty Redis, it loads that snapshot and shows it."""
 
     @model_validator(mode="after")
     def _check_near_duplicates(self) -> BufferSection:
@@ -259,6 +260,23 @@ class StoreSection(StrictModel):
     shard_bytes: int = Field(default=2 * 1024**3, ge=1)
     """Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own):
     at most that much of a gathered model is in the trainer's memory at once."""
+
+
+class CostSection(StrictModel):
+    """Prices, for what a run has cost so far (docs/operations.md). Without any price no cost is shown."""
+
+    searcher_per_hour: Number | None = Field(default=None, ge=0)
+    """Price of one searcher with its GPUs for an hour; none: searchers are not in the cost."""
+    trainer_per_hour: Number | None = Field(default=None, ge=0)
+    """Price of the trainer, with all its processes and GPUs, for an hour; none: it is not in the cost."""
+    currency: str = Field(default="USD", pattern=r"^[A-Za-z\p{Sc}]{1,16}$")
+    """Name of the currency, as it is shown behind a cost."""
+
+    @property
+    def prices_per_hour(self) -> dict[str, float]:
+        """Kind of component -> its price, of those that have one."""
+        found = {"searcher": self.searcher_per_hour, "trainer": self.trainer_per_hour}
+        return {kind: price for kind, price in found.items() if price is not None}
 
 
 class GpuSection(StrictModel):

@@ -56,8 +56,8 @@ class GradSpikeSection(AlarmSection):
     """The gradient norm is far above what it was."""
 
     factor: float = Field(default=10.0, gt=1)
-    """The condition: norm before clipping > this * median of the norms of the last batches (a spike counts as this *
-    median there)."""
+    """The condition: norm before clipping > this * median of the norms of the last batches with a reward signal, whose
+    rewards differ within a group (a spike counts as this * median there)."""
     window_steps: int = Field(default=32, ge=4, le=10_000)
     """Batches that the median is taken over, applied ones and spikes; with fewer than a quarter of them nothing is
     known."""

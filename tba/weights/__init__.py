@@ -2,6 +2,8 @@
 
 from tba.weights.repository import (
     WeightVersions,
+    checkpoint_prefix,
+    complete_versions,
     delete_incomplete,
     params_sha256_of_files,
     sha256_of_file,
@@ -11,6 +13,8 @@ from tba.weights.repository import (
 
 __all__ = [
     "WeightVersions",
+    "checkpoint_prefix",
+    "complete_versions",
     "delete_incomplete",
     "params_sha256_of_files",
     "sha256_of_file",

@@ -66,7 +66,7 @@ def render_card(manifest: Manifest, facts: RunFacts) -> str:
         _training(manifest, recipe),
         *_changes(facts.changes),
         "The recipe, as far as it differs from the defaults of this release of tba:",
-        "```json\n" + json.dumps(_public_recipe(recipe), indent=1) + "\n```",
+        "```json\n" + json.dumps(public_recipe(recipe), indent=1) + "\n```",
         "## Use",
         _use(recipe),
     ]
@@ -189,7 +189,8 @@ def _changes(changes: Sequence[SettingsAudit]) -> list[str]:
     return [text, "```text\n" + "\n".join(lines) + "\n```"]
 
 
-def _public_recipe(recipe: Recipe) -> dict[str, Any]:
+def public_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return what a card may show of a recipe: what differs from the defaults, without addresses and secrets."""
     document = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_PRIVATE)
     document = with_replaced(document, {item.path: PurePath(item.path).name for item in recipe.prepare})
     for section, key in _PATHS:

@@ -43,6 +43,24 @@ from tba.wire.weight_manifest import (
 MANIFEST_NAME = "manifest.json"
 
 
+def checkpoint_prefix(run: str) -> str:
+    """Return what the keys of a run's checkpoints begin with."""
+    return f"runs/{run}/checkpoints/"
+
+
+def complete_versions(store: ObjectStore, prefix: str) -> list[PolicyVersion]:
+    """Return the versions whose folders under `prefix` have a manifest, oldest lineage first.
+
+    Args:
+        prefix: ends with a slash.
+
+    Raises:
+        StoreUnavailableError
+    """
+    names = [key.removeprefix(prefix).split("/") for key in store.list(prefix)]
+    return sorted(PolicyVersion.parse(name[0]) for name in names if name[1:] == [MANIFEST_NAME])
+
+
 def delete_incomplete(
     store: ObjectStore, prefix: str, *, before_lineage: int, keep: Collection[PolicyVersion]
 ) -> list[PolicyVersion]:
@@ -193,9 +211,7 @@ class WeightVersions:
 
     def versions(self) -> list[PolicyVersion]:
         """Return every version that exists, oldest lineage first."""
-        prefix = f"runs/{self._run}/weights/"
-        names = [key.removeprefix(prefix).split("/") for key in self._store.list(prefix)]
-        return sorted(PolicyVersion.parse(name[0]) for name in names if name[1:] == ["manifest.json"])
+        return complete_versions(self._store, f"runs/{self._run}/weights/")
 
     def download(self, version: PolicyVersion, folder: Path) -> Manifest:
         """Download tensors and files into `folder`, all or none, each verified; several files of tensors get an index.

@@ -42,6 +42,8 @@ class RefusedRollout:
     prompt_id: str
     reason: str
     detail: str
+    num_tokens: int | None = None
+    """Response tokens; None: it could not be decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from tba import __version__
 from tba.errors import ConfigError, MalformedError
 from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_STEP, StrictModel
+from tba.store import ObjectStore
 from tba.versions import PolicyVersion
 from tba.wire.weight_manifest import Sha256, StoredObject
 
@@ -135,6 +136,17 @@ def check_snapshot_name(name: str) -> None:
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise ConfigError(f"snapshot name {name!r} cannot be used: {NAME_SENTENCE}")
+
+
+def snapshot_names(store: ObjectStore, run: str) -> list[str]:
+    """Return the names of the complete snapshots of a run.
+
+    Raises:
+        StoreError
+    """
+    prefix = f"runs/{run}/snapshots/"
+    found = [key.removeprefix(prefix).split("/") for key in store.list(prefix)]
+    return [parts[0] for parts in found if parts[1:] == [MANIFEST_NAME]]
 
 
 def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:

@@ -1,4 +1,4 @@
-"""Uploads a model folder to the Hugging Face hub, with errors that say what to do."""
+"""Uploads the folder of a model or a data set to the Hugging Face hub, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import hub_library
 
-_REPLACED = ["*.safetensors", "*.safetensors.index.json"]
+Kind = Literal["model", "dataset"]
+_REPLACED: dict[Kind, list[str]] = {
+    "model": ["*.safetensors", "*.safetensors.index.json"],
+    "dataset": ["data/*.parquet"],
+}
 """Deleted from the repository where the folder does not have them: an earlier version may have had more shards."""
 
 
-class ModelRepository:
-    """A model repository on the hub; the token is that of HF_TOKEN, or of `hf auth login`.
+class HubRepository:
+    """A repository on the hub; the token is that of HF_TOKEN, or of `hf auth login`.
 
     Args:
         name: OWNER/NAME.
+        kind: of what it holds.
 
     Raises:
         ConfigError: huggingface_hub is not installed.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kind: Kind) -> None:
         self._name, self._api = name, hub_library("uploading to").HfApi()
+        self._kind: Kind = kind
 
     def open(self, *, public: bool) -> None:
         """Make the repository where there is none yet.
@@ -38,8 +44,8 @@ class ModelRepository:
             ConfigError: it exists and everybody can read it, without `public`; or as `push`.
         """
         with self._explained():
-            self._api.create_repo(self._name, private=not public, exist_ok=True)
-            is_private = self._api.repo_info(self._name).private
+            self._api.create_repo(self._name, repo_type=self._kind, private=not public, exist_ok=True)
+            is_private = self._api.repo_info(self._name, repo_type=self._kind).private
         if not is_private and not public:
             raise ConfigError(
                 f"{self._name} exists on the hub and everybody can read it; add --public if that is meant, or name "
@@ -54,7 +60,11 @@ class ModelRepository:
         """
         with self._explained():
             commit: Any = self._api.upload_folder(
-                repo_id=self._name, folder_path=folder, commit_message=message, delete_patterns=_REPLACED
+                repo_id=self._name,
+                repo_type=self._kind,
+                folder_path=folder,
+                commit_message=message,
+                delete_patterns=_REPLACED[self._kind],
             )
         return commit.commit_url
 

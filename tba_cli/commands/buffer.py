@@ -16,11 +16,13 @@ from tba.api import AcceptLoss, LoadRequest, SnapshotInfo
 from tba.config import load_recipe
 from tba.errors import ConfigError, ServiceError
 from tba.fields import escape_controls
+from tba.store import open_store
 from tba.versions import PolicyVersion
-from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name
+from tba.wire.snapshot_manifest import SnapshotSource, check_snapshot_name, snapshot_names
 from tba_cli.child_processes import child_environ
 from tba_cli.console import Console
 from tba_cli.prompts.reader import prompts_of
+from tba_cli.resolve import absolute_store_url
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, run_folder, save_snapshot
 
@@ -100,12 +102,18 @@ def seed_command(args: argparse.Namespace) -> int:
 
 
 def snapshots_command(args: argparse.Namespace) -> int:
-    """List the complete snapshots of a running run."""
-    client = open_client(args)
-    try:
-        names = client.snapshots()
-    finally:
-        client.close()
+    """List the complete snapshots of a run: those of a local run that is over are asked of its store."""
+    folder = ended_run(args)
+    if folder is not None:
+        recipe = load_recipe(folder.recipe_path, environ={})
+        store = recipe.store.model_copy(update={"url": absolute_store_url(recipe.store.url, folder)})
+        names = snapshot_names(open_store(store), recipe.run.name)
+    else:
+        client = open_client(args)
+        try:
+            names = client.snapshots()
+        finally:
+            client.close()
     if args.json:
         print(json.dumps(names, indent=1))
         return 0

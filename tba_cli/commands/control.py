@@ -1,4 +1,4 @@
-"""`tba set` and `tba scale`: change live settings, or the number of searchers, of a run; or show them."""
+"""`tba set`, `tba scale`, `tba rollback`: change live settings, the number of searchers, the weights; or show them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import argparse
 import time
 from typing import Any
 
-from tba.api import ScaleAudit, ScaleRequest, ScalingInfo, SearchersInfo, SettingsInfo, SettingsRequest
+from tba.api import (
+    CheckpointList,
+    RollbackRequest,
+    RunInfo,
+    ScaleAudit,
+    ScaleRequest,
+    ScalingInfo,
+    SearchersInfo,
+    SettingsInfo,
+    SettingsRequest,
+)
 from tba.clients import BufferClient
 from tba.config import LIVE_NAMES, parse_live
 from tba.config.live_settings import AS_RECIPE, setting_text
@@ -133,6 +143,34 @@ def searchers_line(searchers: SearchersInfo) -> str:
     desired = "" if searchers.desired is None else f"{searchers.desired} desired ({SOURCES[str(searchers.source)]}), "
     note = f"; {searchers.note}" if searchers.note else ""
     return f"searchers: {desired}{searchers.alive} alive, scaled by {searchers.backend}{note}"
+
+
+def rollback_command(args: argparse.Namespace) -> int:
+    """Ask for a rollback, or show what it could return to."""
+    # the flag would reach the service as a wrong request, which says less
+    if args.step is not None and args.step < 0:
+        raise ConfigError(f"--step is {args.step}; name a step from 0 on")
+    client = open_client(args)
+    try:
+        if args.step is None:
+            found = CheckpointList(versions=client.checkpoints())
+            shown = f"checkpoints, newest first: {', '.join(found.versions) or 'none so far'}"
+        else:
+            found = client.rollback(RollbackRequest(step=args.step, reason=args.reason))
+            shown = rollback_line(found) or f"run {found.run!r} has rolled back already: lineage {found.lineage}"
+    finally:
+        client.close()
+    print(found.model_dump_json(indent=2) if args.json else escape_controls(shown))
+    return 0
+
+
+def rollback_line(info: RunInfo) -> str | None:
+    """Return the rollback that waits; None: there is none."""
+    if info.rollback is None:
+        return None
+    reason = f" ({info.rollback.reason})" if info.rollback.reason else ""
+    paused = "; the run stays paused" if info.state == "paused" else ""
+    return f"a rollback to {info.rollback.version} waits for the trainer{reason}{paused}"
 
 
 def _change_line(change: ScaleAudit) -> str:

@@ -1,4 +1,4 @@
-"""`tba evaluate`: the published evaluation of a task, for a model folder or a weight version of a run."""
+"""`tba evaluate`: the published evaluation of a task, for a model folder or weight versions of a run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tba.api import Prompt
 from tba.config import Recipe, load_recipe
 from tba.config.sections import check_embedding_model, check_tokenizer
 from tba.errors import ConfigError
-from tba.evaluation import EvaluationJob
+from tba.evaluation import EvaluationJob, EvaluationReport
 from tba.evaluation.evaluation_job import write_prompts
 from tba.tokens import role_token
 from tba.versions import START, PolicyVersion
@@ -21,6 +22,7 @@ from tba_cli.commands.export import choose, source_of
 from tba_cli.commands.run import loudness_of
 from tba_cli.local.evaluate import PROMPTS_NAME, EvaluationConsole, evaluate_here
 from tba_cli.prompts.reader import heldout_prompts
+from tba_cli.reports.answers import compare, comparison_lines
 from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
@@ -44,10 +46,58 @@ class Subject:
 
 
 def evaluate_command(args: argparse.Namespace) -> int:
-    """Check, fetch the model, evaluate, print the tables."""
-    console = EvaluationConsole(loudness_of(args))
-    subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args)
-    recipe = subject.recipe
+    """Check, fetch the model, evaluate, print the tables; with --compare two versions, and what changed."""
+    console = EvaluationConsole("quiet" if args.json else loudness_of(args))
+    if args.compare is not None:
+        return _compare_command(args, console)
+    subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args, args.version)
+    prompts = _prompts(subject.recipe, args)
+    out = Path(args.out) if args.out else OUT_DIR / subject.recipe.run.name / subject.name
+    report = _evaluate(subject, prompts, out, args, console)
+    if args.json:
+        print(report.model_dump_json(indent=2))
+        return 0
+    console.result(evaluation_markdown(report))
+    console.result(f"evaluation: {out / 'evaluation.json'}")
+    return 0
+
+
+def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> int:
+    """Evaluate two versions of a run on the same prompts, and print both answers to each."""
+    if args.source.endswith(RECIPE_SUFFIXES) or args.model is not None or args.version is not None:
+        raise ConfigError(
+            "--compare names two versions of a run, as in `tba evaluate RUN --compare start best`; it does not go with "
+            "a recipe, --model or --version"
+        )
+    if args.limit < 0:
+        raise ConfigError(f"--limit {args.limit} is out of range; give 0 or more")
+    before, after = (_of_run(args, which) for which in args.compare)
+    if before.version == after.version:
+        raise ConfigError(f"--compare {' '.join(args.compare)}: both are version {after.version}; name two versions")
+    prompts, run = _prompts(after.recipe, args), after.recipe.run.name
+    out = Path(args.out) if args.out else OUT_DIR / run
+    if RunFolder(out).marker_path.exists():
+        raise ConfigError(f"--out {out} is the folder of a run or of one evaluation; name another one")
+    folders = (out / before.name, out / after.name)
+    for subject, folder in zip((before, after), folders, strict=True):
+        _evaluate(subject, prompts, folder, args, console)
+    found = compare(after.recipe.eval, prompts, folders, run=run, versions=(before.name, after.name))
+    path = out / f"{before.name}-and-{after.name}.json"
+    path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print(found.model_dump_json(indent=1))
+        return 0
+    console.result("\n".join(comparison_lines(found, limit=args.limit)))
+    console.result(f"all pairs: {path}")
+    return 0
+
+
+def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
+    """Check what an evaluation needs before anything is fetched, and return its prompts.
+
+    Raises:
+        ConfigError: something is missing.
+    """
     # its numbers would look like those of a model
     if recipe.searcher.engine == "simulated":
         raise ConfigError(
@@ -58,8 +108,18 @@ def evaluate_command(args: argparse.Namespace) -> int:
     check_embedding_model(recipe.eval.embedding_model)
     # a missing token has to fail now, and not after the model was downloaded
     role_token(recipe.auth.tokens_file, "searcher")
-    prompts = heldout_prompts(recipe)[: recipe.eval.published.num_prompts]
-    out = Path(args.out) if args.out else OUT_DIR / recipe.run.name / subject.name
+    return heldout_prompts(recipe)[: recipe.eval.published.num_prompts]
+
+
+def _evaluate(
+    subject: Subject, prompts: list[Prompt], out: Path, args: argparse.Namespace, console: EvaluationConsole
+) -> EvaluationReport:
+    """Fetch one model, and evaluate it in the folder `out`.
+
+    Raises:
+        ConfigError: the folder is of something else.
+        TbaError: as `evaluate_here`.
+    """
     folder = RunFolder(out)
     # clear() below deletes the content: only our own folder, or an empty one, may lose it
     if out.exists() and not (out.is_dir() and (folder.marker_path.exists() or not any(out.iterdir()))):
@@ -74,12 +134,9 @@ def evaluate_command(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(dir=folder.path, prefix="weights-") as weights:
             job = _job(subject, Path(weights), folder)
             console.info(f"evaluating {job.subject} on {len(prompts)} held-out prompts")
-            report = evaluate_here(
-                recipe, job, folder=folder, lock_fd=lock_fd, reward_url=args.reward_url, console=console
+            return evaluate_here(
+                subject.recipe, job, folder=folder, lock_fd=lock_fd, reward_url=args.reward_url, console=console
             )
-    console.result(evaluation_markdown(report))
-    console.result(f"evaluation: {folder.path / 'evaluation.json'}")
-    return 0
 
 
 def _job(subject: Subject, weights: Path, folder: RunFolder) -> EvaluationJob:
@@ -128,7 +185,7 @@ def _of_recipe(args: argparse.Namespace) -> Subject:
     return Subject(recipe=recipe, description=f"starting model {folder}", name="start", folder=folder)
 
 
-def _of_run(args: argparse.Namespace) -> Subject:
+def _of_run(args: argparse.Namespace, which: str | None) -> Subject:
     """Return a version of a run, or another model folder under its settings."""
     target = argparse.Namespace(
         url=None, run_dir=None, run=args.source, token_file=args.token_file, ca_file=None, recipe=None
@@ -141,12 +198,12 @@ def _of_run(args: argparse.Namespace) -> Subject:
     # without the variables of this shell: the run was started with others
     recipe = with_absolute_paths(load_recipe(path, sets=args.set, environ={}))
     if args.model is not None:
-        if args.version is not None:
+        if which is not None:
             raise ConfigError("--model names a folder and --version a version of the run; give one of them")
         return _of_folder(recipe, args.model)
     source = source_of(target)
     versions = source.versions
-    version = choose(args.version or "last", source, versions)
+    version = choose(which or "last", source, versions)
     description = f"version {version} of run {recipe.run.name!r}"
     return Subject(recipe=recipe, description=description, name=str(version), versions=versions, version=version)
 

@@ -12,18 +12,21 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import tba
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba.store import open_store
-from tba.versions import PolicyVersion
+from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba.weights.export import RunFacts, write_export
-from tba_cli.artifacts.hub_upload import ModelRepository
+from tba_cli.artifacts.hub_upload import HubRepository
 from tba_cli.reports.history import load_history
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import ended_run, open_client, run_folder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +44,20 @@ class Exportable:
 
 def export_command(args: argparse.Namespace) -> int:
     """Download the version, verify it, write the folder, and push it to the hub where that is asked for."""
-    if args.public and not args.push_to_hub:
-        raise ConfigError("--public says who can read the repository of --push-to-hub OWNER/NAME; add that")
+    check_public(args)
     if not args.out and not args.push_to_hub:
         raise ConfigError("say where to: --out DIR, --push-to-hub OWNER/NAME, or both")
-    out = Path(args.out).resolve() if args.out else None
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
+    out = out_folder(args.out)
     source = source_of(args)
     versions = source.versions
     version = choose(args.version, source, versions)
     what = f"version {version} of run {source.facts.recipe.run.name!r}"
-    repository = ModelRepository(args.push_to_hub) if args.push_to_hub else None
+    repository = HubRepository(args.push_to_hub, "model") if args.push_to_hub else None
     if repository is not None:  # before gigabytes are downloaded
         repository.open(public=args.public)
     with tempfile.TemporaryDirectory(prefix="tba-export-") if out is None else nullcontext(out) as place:
         folder = Path(place)
-        _write_whole(folder, lambda half: write_export(versions, version, half, source.facts))
+        write_whole(folder, lambda half: write_export(versions, version, half, source.facts))
         if out is not None and not args.json:
             print(f"exported {what} to {out}")
         address = None
@@ -71,8 +71,28 @@ def export_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
-    """Make a folder that appears only when it is whole.
+def check_public(args: argparse.Namespace) -> None:
+    """Raise ConfigError for --public without --push-to-hub."""
+    if args.public and not args.push_to_hub:
+        raise ConfigError("--public says who can read the repository of --push-to-hub OWNER/NAME; add that")
+
+
+def out_folder(text: str | None) -> Path | None:
+    """Return the folder that --out names, or None where it names none.
+
+    Raises:
+        ConfigError: something is there already.
+    """
+    if not text:
+        return None
+    out = Path(text).resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists already; name a folder that does not, or an empty one")
+    return out
+
+
+def write_whole(out: Path, write: Callable[[Path], T]) -> T:
+    """Make a folder that appears only when it is whole; return what `write` returns, which makes it.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -86,17 +106,19 @@ def _write_whole(out: Path, write: Callable[[Path], object]) -> None:
         raise ConfigError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
     with temporary as name:
         half = Path(name) / "export"
-        write(half)
+        written = write(half)
         if not exists:
             # one step: nobody sees a folder that is half written
             half.rename(out)
-            return
+            return written
         for path in half.iterdir():
             path.rename(out / path.name)
+    return written
 
 
 def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVersion:
-    """Return the version that --version names.
+    """Return the version that --version names: LINEAGE-STEP, a step (of the newest lineage that has it), start, best,
+    or last.
 
     Raises:
         ConfigError: there is no such version.
@@ -106,7 +128,7 @@ def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVe
     if not existing:
         raise ConfigError(f"run {source.facts.recipe.run.name!r} has published no version yet")
     known = ", ".join(map(str, existing[-8:]))
-    if which == "last":
+    if which in ("last", "latest"):
         # the buffer knows which one was announced last; without it the newest of the store has to do
         return source.latest or existing[-1]
     if which == "best":
@@ -122,7 +144,11 @@ def choose(which: str, source: Exportable, versions: WeightVersions) -> PolicyVe
                 f"more); name one with --version, the newest are {known}"
             )
         return best
-    version = PolicyVersion.parse(which)
+    same_step = [version for version in existing if str(version.step) == which]
+    if which in ("0", "start"):
+        version = START
+    else:
+        version = same_step[-1] if same_step else PolicyVersion.parse(which)
     if version not in existing:
         raise ConfigError(
             f"run {source.facts.recipe.run.name!r} has no weight version {version} (any more: trainer.keep_versions); "

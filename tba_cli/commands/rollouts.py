@@ -15,7 +15,7 @@ from tba.clients import BufferClient
 from tba.clients.run_reader import RolloutFilters
 from tba.errors import ConfigError
 from tba.fields import escape_controls
-from tba_cli.run_target import ended_run, open_client
+from tba_cli.run_target import ended_run, open_client, snapshot_name
 
 T = TypeVar("T")
 POLL_S = 1.0
@@ -42,12 +42,14 @@ FILTERS = {
 
 
 def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
-    """Return what `use` reads from the buffer of a run in progress, or from the files of one that is over."""
-    folder = ended_run(args)
-    if folder is not None:
-        from tba_cli.local.ended_run import read_ended  # no image holds the launcher
+    """Return what `use` reads from the buffer of a run in progress, or from the files of one that is over, or from the
+    snapshot that `args` name."""
+    if snapshot_name(args) is not None or ended_run(args) is not None:
+        # no image holds the launcher
+        from tba_cli.local.ended_run import read_view
+        from tba_cli.local.views import view_of
 
-        return read_ended(folder, use)
+        return read_view(view_of(args), use)
     client = open_client(args)
     try:
         return use(client)

@@ -35,9 +35,10 @@ from tba.config.live_settings import setting_text
 from tba.config.trainer import REMEDIES
 from tba.errors import BusyError, UnavailableError
 from tba.fields import escape_controls
-from tba_cli.commands.control import searchers_line
+from tba_cli.commands.control import rollback_line, searchers_line
 from tba_cli.reports.comparison import best_text
 from tba_cli.reports.history import pace_late_share
+from tba_cli.reports.totals import total_lines
 from tba_cli.run_target import ended_run, open_client
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
     lines = [
         state_line(info),
         *([] if info.note is None else [f"  {info.note}"]),
+        *([] if (waiting := rollback_line(info)) is None else [f"  {waiting}"]),
         *([] if info.loss is None else [f"  {info.loss}"]),
         *([f"  {info.num_lost_changes} acknowledged changes were lost by Redis"] if info.num_lost_changes else []),
         *([] if info.damaged is None else [f"  {_damaged_text(info.damaged)}"]),
@@ -154,6 +156,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo) -> list[st
         f"  latest version {info.latest_version or 'none'}, checkpoint {info.checkpoint or 'none'}",
         f"  rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
         f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}",
+        *(f"  {line}" for line in total_lines(stats)),
         f"  prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out",
     ]
     if info.searchers is not None:
@@ -356,6 +359,8 @@ class EventFormatter:
             lines.append(f"step {info.step}, latest version {info.latest_version or 'none'}")
         if "note" in changed and (info.note or info.state not in OVER):  # a run that is over needs none
             lines.append(info.note or "a trainer sends heartbeats again")
+        if "rollback" in changed and (waiting := rollback_line(info)) is not None:  # a new lineage says that it is done
+            lines.append(waiting)
         if "searchers" in changed and info.searchers is not None:
             desired = "" if info.searchers.desired is None else f" of {info.searchers.desired} desired"
             note = f": {info.searchers.note}" if info.searchers.note else ""

@@ -11,8 +11,10 @@ from tba.clients import BufferClient
 from tba.errors import UnavailableError
 from tba.fields import escape_controls
 from tba.versions import PolicyVersion
+from tba_cli.commands.control import rollback_line
 from tba_cli.commands.rollouts import OVER, with_run
 from tba_cli.commands.status import AWAY_S, state_line
+from tba_cli.reports.totals import total_lines
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = ("reward_mean", "policy_age_mean")
@@ -66,7 +68,7 @@ def read_frame(client: BufferClient) -> tuple[list[str], bool]:
 
 def frame_lines(info: RunInfo, stats: Stats, curves: Curves) -> list[str]:
     """Return the frame, one fact per line."""
-    problems = [text for text in (info.note, info.loss) if text is not None]
+    problems = [text for text in (info.note, info.loss, rollback_line(info)) if text is not None]
     rates = stats.rates
     per_s = "" if rates is None else f"; per second {rates.generated_per_s:.1f} in, {rates.trained_per_s:.1f} trained"
     lines = [
@@ -74,6 +76,7 @@ def frame_lines(info: RunInfo, stats: Stats, curves: Curves) -> list[str]:
         *(f"  {text}" for text in problems),
         f"  rollouts: {stats.num_rollouts} stored ({stats.num_pending} pending, {stats.num_failed} failed), "
         f"{stats.rollouts_generated} generated, {stats.rollouts_trained} trained{per_s}",
+        *(f"  {line}" for line in total_lines(stats)),
         *_curve_lines(curves),
         *_component_lines(info),
     ]

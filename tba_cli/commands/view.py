@@ -7,55 +7,75 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tba_cli.browser import BrowserPages
-from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import ended_run, open_target
+from tba_cli.run_target import Page, ended_run, endpoints_of, open_target, run_folder, snapshot_name
+
+if TYPE_CHECKING:
+    from tba_cli.local.views import View
 
 
 def view_command(args: argparse.Namespace) -> int:
-    """Print the address of each page and open it; serve the pages of runs that are over until Ctrl-C or SIGTERM."""
+    """Open each page in a browser and print its address, without its token; serve those of runs that are over, and of
+    snapshots, until Ctrl-C or SIGTERM."""
     pages = [_page(argparse.Namespace(**{**vars(args), "run": name})) for name in args.runs or [None]]
     with BrowserPages() as browser:
         _show(pages, args, browser)
     return 0
 
 
-def _show(pages: Sequence[str | RunFolder], args: argparse.Namespace, browser: BrowserPages) -> None:
-    ended = [page for page in pages if isinstance(page, RunFolder)]
+def _show(pages: Sequence[Page | View], args: argparse.Namespace, browser: BrowserPages) -> None:
+    views = [page for page in pages if not isinstance(page, Page)]
 
-    def show(served: list[str]) -> None:
+    def show(served: list[Page]) -> None:
         left = iter(served)
         # in the order in which the runs were named
-        urls = [next(left) if isinstance(page, RunFolder) else page for page in pages]
-        print(json.dumps({"urls": urls}) if args.json else "\n".join(urls), flush=True)
-        if ended:
-            print(f"read-only, from a copy of the files of {len(ended)} run(s); Ctrl-C ends it", file=sys.stderr)
+        shown = [page if isinstance(page, Page) else next(left) for page in pages]
+        _print(shown, args)
+        if views:
+            print(f"read-only, from a copy of the files of {len(views)} run(s); Ctrl-C ends it", file=sys.stderr)
         if not args.no_open and has_display(os.environ):
-            for url in urls:
-                browser.open(url)
+            for page in shown:
+                browser.open(page.url)
 
-    if not ended:
+    if not views:
         show([])
         browser.wait_until_read()
         return
-    from tba_cli.local.ended_run import serve_ended  # no image holds the launcher
+    from tba_cli.local.ended_run import serve_views  # no image holds the launcher
 
-    serve_ended(ended, port=args.port, show=show)
+    serve_views(views, port=args.port, show=show)
 
 
-def _page(args: argparse.Namespace) -> str | RunFolder:
-    """Return the address of the page of a run in progress, or the folder of one that is over."""
-    folder = ended_run(args)
-    if folder is not None:
-        return folder
+def _print(pages: Sequence[Page], args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps({"urls": [page.url for page in pages]}), flush=True)
+        return
+    for page in pages:
+        # a terminal keeps what it has shown, and whoever has the token may steer the run
+        print(page.url if args.show_token else page.address, flush=True)
+        if page.url != page.address and not args.show_token:
+            where = "" if page.token_file is None else f" in {page.token_file}"
+            print(
+                f"where no browser opens, it asks for a token: that of the operator{where}; --show-token prints it",
+                file=sys.stderr,
+            )
+
+
+def _page(args: argparse.Namespace) -> Page | View:
+    """Return the page of a run in progress, or what a read-only buffer is to show."""
+    if snapshot_name(args) is not None or ended_run(args) is not None:
+        from tba_cli.local.views import view_of
+
+        return view_of(args)
     client, url = open_target(args)
     try:
         # a wrong address or token is a sentence here, and an empty page in a browser
         client.run()
     finally:
         client.close()
-    return url
+    return Page(url, args.token_file or (None if args.url else endpoints_of(run_folder(args))[1]))
 
 
 def has_display(environ: Mapping[str, str]) -> bool:

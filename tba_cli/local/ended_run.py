@@ -1,7 +1,7 @@
 """Save, read or show the buffer of a run that has ended: start its Redis and a buffer service for as long as it takes.
 
 To read and to show, both are started over a copy of the files, so that nothing in the run folder changes, and the
-buffer is read-only (`buffer.read_only`).
+buffer is read-only (`buffer.read_only`). For a snapshot they start over no files, and the buffer loads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,21 +20,22 @@ from typing import TypeVar
 
 from tba.api import SnapshotInfo
 from tba.clients import BufferClient
-from tba.config import Recipe, load_recipe, parse_recipe
+from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, ServiceError, TbaError, WaitTimeoutError
 from tba.tokens import operator_client_token, operator_token
 from tba_cli.console import Console
 from tba_cli.local.processes import ProcessManager, run_with_processes
 from tba_cli.local.services import Services, wait_until_ready
+from tba_cli.local.views import View, ended_view
 from tba_cli.redis_server import find_redis_server, wait_for_redis
-from tba_cli.reports.history import load_end
-from tba_cli.resolve import absolute_store_url, with_real_addresses
+from tba_cli.resolve import with_real_addresses
 from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import page_url, save_snapshot
+from tba_cli.run_target import Page, page_url, save_snapshot
+from tba_cli.setup.origin import until_loaded
 
 T = TypeVar("T")
 CALL_RETRY_S = 5.0
-LOOPBACK = "127.0.0.1"
+MAX_COPIES = 3
 LARGE_BYTES = 10**9
 """A copy of more is announced: it takes a while, and this much of the disk."""
 
@@ -66,45 +66,52 @@ def save_ended(folder: RunFolder, name: str, *, console: Console, show: Callable
 
 
 def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
-    """Return what `use` reads from the buffer of a run that has ended, over a copy of its Redis files.
+    """Return what `use` reads from the buffer of a run that is over; raises as `ended_view` and `read_view`."""
+    return read_view(ended_view(folder), use)
+
+
+def read_view(view: View, use: Callable[[BufferClient], T]) -> T:
+    """Return what `use` reads from a read-only buffer.
 
     Raises:
-        ConfigError: the files are not there, or there is no room for the copy.
+        ConfigError: there is no room for the files, they changed meanwhile, or the snapshot is damaged.
         ChildError, WaitTimeoutError: Redis or the buffer service could not be started.
     """
 
-    async def read(client: BufferClient, _: Recipe) -> T:
+    async def read(client: BufferClient, config: Recipe) -> T:
+        await _load(view, client, config)
         return await asyncio.to_thread(use, client)
 
-    with _copy_of(folder) as (copy, lock_fd):
-        return asyncio.run(_with_buffer(_view_recipe(folder), copy, lock_fd, _quiet(), read))
+    with _copy_of(view) as (copy, lock_fd):
+        return asyncio.run(_with_buffer(view.recipe, copy, lock_fd, _quiet(), read))
 
 
-def serve_ended(folders: Sequence[RunFolder], *, port: int, show: Callable[[list[str]], None]) -> None:
-    """Serve the page of each run that has ended until Ctrl-C or SIGTERM, each over a copy of its Redis files.
+def serve_views(views: Sequence[View], *, port: int, show: Callable[[list[Page]], None]) -> None:
+    """Serve a page for each view until Ctrl-C or SIGTERM.
 
     Args:
         port: of the first page on loopback, and one more for each further one; 0: free ones.
-        show: called once, with the addresses of all pages.
+        show: called once, with all pages.
 
     Raises:
-        ConfigError: as `read_ended`, or a port is in use.
-        ChildError, WaitTimeoutError: as `read_ended`, or a process died later.
+        ConfigError: as `read_view`, or a port is in use.
+        ChildError, WaitTimeoutError: as `read_view`, or a process died later.
         KeyboardInterrupt: a signal came before the pages were there.
     """
-    urls: dict[int, str] = {}
+    pages: dict[int, Page] = {}
 
     async def serve(number: int, copy: RunFolder, lock_fd: int) -> None:
-        async def use(_: BufferClient, config: Recipe) -> None:
-            assert config.auth.tokens_file is not None, "a copy has tokens of its own"
-            urls[number] = page_url(config.buffer_url, operator_token(config.auth.tokens_file))
-            if len(urls) == len(folders):
-                show([urls[each] for each in sorted(urls)])
+        async def use(client: BufferClient, config: Recipe) -> None:
+            await _load(views[number], client, config)
+            tokens_file = config.auth.tokens_file
+            assert tokens_file is not None, "a copy has tokens of its own"
+            pages[number] = Page(page_url(config.buffer_url, operator_token(tokens_file)), tokens_file)
+            if len(pages) == len(views):
+                show([pages[each] for each in sorted(pages)])
             # until a signal or the death of a child cancels it
             await asyncio.Event().wait()
 
-        recipe = _view_recipe(folders[number], port=port and port + number)
-        await _with_buffer(recipe, copy, lock_fd, _quiet(), use)
+        await _with_buffer(views[number].at_port(port and port + number), copy, lock_fd, _quiet(), use)
 
     async def serve_all(copies: Sequence[tuple[RunFolder, int]]) -> None:
         try:
@@ -117,10 +124,21 @@ def serve_ended(folders: Sequence[RunFolder], *, port: int, show: Callable[[list
 
     with _interrupt_on_signals(), ExitStack() as stack:
         try:
-            asyncio.run(serve_all([stack.enter_context(_copy_of(folder)) for folder in folders]))
+            asyncio.run(serve_all([stack.enter_context(_copy_of(view)) for view in views]))
         except KeyboardInterrupt:
-            if len(urls) < len(folders):
+            if len(pages) < len(views):
                 raise
+
+
+async def _load(view: View, client: BufferClient, config: Recipe) -> None:
+    """Wait until a buffer that shows a snapshot has loaded it."""
+    if view.files is not None:
+        return
+    try:
+        console = Console("normal", stream=sys.stderr)
+        await until_loaded(client, console, silence_s=config.local.start_timeout_s)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {view.others}") from None
 
 
 @contextmanager
@@ -143,38 +161,52 @@ def _interrupt_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _copy_of(folder: RunFolder) -> Iterator[tuple[RunFolder, int]]:
-    """Yield a new run folder with a copy of the Redis files, and its lock; it is deleted at the end."""
-    if not folder.redis_path.is_dir():
-        raise ConfigError(f"the buffer of {folder.path.name!r} is gone: {folder.redis_path} does not exist")
-    num_bytes = sum(file.stat().st_size for file in folder.redis_path.rglob("*") if file.is_file())
+def _copy_of(view: View) -> Iterator[tuple[RunFolder, int]]:
+    """Yield a new run folder with a copy of the files, if there are any, and its lock; it is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="tba-ended-") as place:
         free_bytes = shutil.disk_usage(place).free
-        if num_bytes > free_bytes:
+        what = f"a copy of {view.recipe.run.snapshot if view.files is None else view.files.redis_path}"
+        if view.num_bytes > free_bytes:
             raise ConfigError(
-                f"reading {folder.redis_path} needs a copy of its {num_bytes:,} bytes, and {place} has {free_bytes:,} "
-                "free; set TMPDIR to a folder with more"
+                f"{what} needs {view.num_bytes:,} bytes, and {place} has {free_bytes:,} free; set TMPDIR to a folder "
+                "with more"
             )
-        if num_bytes > LARGE_BYTES:
-            print(f"copying {folder.redis_path}, {num_bytes / 1e9:.1f} GB, to {place}", file=sys.stderr, flush=True)
-        copy = RunFolder(Path(place) / folder.path.name)
+        if view.num_bytes > LARGE_BYTES:
+            print(f"making {what}, {view.num_bytes / 1e9:.1f} GB, in {place}", file=sys.stderr, flush=True)
+        copy = RunFolder(Path(place) / view.name)
         with copy.acquire(resume=False, fresh=True) as lock_fd:
-            shutil.copytree(folder.redis_path, copy.redis_path)
+            if view.files is not None:
+                _copy_redis_files(view.files, copy.redis_path)
             yield copy, lock_fd
 
 
-def _view_recipe(run: RunFolder, *, port: int = 0) -> Recipe:
-    """Return the recipe of a read-only buffer of the run: on loopback, with tokens of its own, over the run's store."""
-    end = load_end(run)
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.at_s))
-    document = load_recipe(run.recipe_path, sets=["reward.port=0"], environ={}).model_dump(mode="json")
-    why = f"this run is over since {since}: {end.reason}"
-    document["buffer"] |= {"host": LOOPBACK, "port": port, "read_only": why[:1000]}
-    document["auth"]["tokens_file"] = None
-    # the certificate is for another name than that of loopback
-    document["tls"] |= {"cert_file": None, "key_file": None}
-    document["store"]["url"] = absolute_store_url(document["store"]["url"], run)
-    return parse_recipe(document, where=str(run.recipe_path))
+def _copy_redis_files(folder: RunFolder, to: Path) -> None:
+    """Copy the Redis files of a run that is over as one moment left them, without its lock: a resume need not wait.
+
+    Raises:
+        ConfigError: the run was started again meanwhile.
+        OSError: the files cannot be read, or the copy cannot be written.
+    """
+    for _ in range(MAX_COPIES):
+        # in this order: from here on every start changes the time
+        locked_at_ns = folder.locked_at_ns
+        _check_over(folder)
+        try:
+            shutil.copytree(folder.redis_path, to)
+        except OSError:
+            # a Redis that starts renames and deletes files
+            if not folder.is_in_use and folder.locked_at_ns == locked_at_ns:
+                raise
+        _check_over(folder)
+        if folder.locked_at_ns == locked_at_ns:
+            return
+        shutil.rmtree(to, ignore_errors=True)
+    raise ConfigError(f"run {folder.path.name!r} is started again and again; repeat this command when it is over")
+
+
+def _check_over(folder: RunFolder) -> None:
+    if folder.is_in_use:
+        raise ConfigError(f"run {folder.path.name!r} was just started again; repeat this command to see it in progress")
 
 
 def _quiet() -> Console:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from tba.errors import ChildError, ConfigError, TbaError
 from tba_cli.orphan_reaper import OrphanReaper
+from tba_cli.scripting.words import in_python
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 CLOSE_TIMEOUT_S = 60.0
@@ -100,9 +101,9 @@ class Command:
         return code
 
     def failure(self, code: int) -> TbaError:
-        """Return the error that it ended with."""
+        """Return the error that it ended with, in the words of Python."""
         said = next((line.removeprefix(ERROR) for line in reversed(self._tail) if line.startswith(ERROR)), None)
-        text = said or " | ".join(self._tail) or f"tba ended with exit code {code} and said nothing"
+        text = in_python(said or " | ".join(self._tail) or f"tba ended with exit code {code} and said nothing")
         return ChildError(text) if code == EXIT_FAILED or code < 0 else ConfigError(text)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from tba.clients import BufferClient
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import RETRY_S, endpoints_of, open_target, page_url, run_folder
 from tba_cli.scripting.command import Command
+from tba_cli.scripting.words import python_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,26 @@ class Connection:
         url: of a buffer service elsewhere, instead of a name.
         token: for `url`.
         ca_file: PEM file of the authorities that are trusted for an https URL.
+        snapshot: read this snapshot of a local run, by a view.
 
     Raises:
         ConfigError: there is no such run.
     """
 
+    @python_words()
     def __init__(
-        self, name: str | os.PathLike[str] | None, *, url: str | None, token: str | None, ca_file: str | None
+        self,
+        name: str | os.PathLike[str] | None,
+        *,
+        url: str | None,
+        token: str | None,
+        ca_file: str | None,
+        snapshot: str | None,
     ) -> None:
         run = None if name is None else os.fspath(name)
         target = argparse.Namespace(run=run, run_dir=None, url=url, token_file=None, ca_file=ca_file)
         self.folder: RunFolder | None = None if url else run_folder(target)
-        self.url, self._token = url, token
+        self.url, self._token, self.snapshot = url, token, snapshot
         if self.folder is not None:
             if not self.folder.has_begun:
                 endpoints_of(self.folder)  # says what is wrong
@@ -62,7 +71,9 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is a local run that is over, or was killed."""
+        """Whether it is a local run that is over, or was killed, or a snapshot."""
+        if self.snapshot is not None:
+            return True
         return self.folder is not None and self.folder.has_begun and not self.folder.is_in_use
 
     def client(self) -> BufferClient:
@@ -103,6 +114,7 @@ class Connection:
         with self._lock:
             self._close()
 
+    @python_words()
     def _opened(self) -> BufferClient:
         start = self._start_now()
         view_died = self._view is not None and not self._view.is_running
@@ -113,13 +125,9 @@ class Connection:
         return self._client
 
     def _start_now(self) -> _Start:
-        if self.folder is None:
-            return _Start(is_over=False, locked_at_ns=0)
-        try:
-            locked_at_ns = self.folder.marker_path.stat().st_mtime_ns
-        except FileNotFoundError:
-            locked_at_ns = 0
-        return _Start(is_over=self.is_over, locked_at_ns=locked_at_ns)
+        if self.folder is None or self.snapshot is not None:
+            return _Start(is_over=self.is_over, locked_at_ns=0)
+        return _Start(is_over=self.is_over, locked_at_ns=self.folder.locked_at_ns)
 
     def _open_service(self) -> tuple[BufferClient, str]:
         if self.url is None:
@@ -129,7 +137,8 @@ class Connection:
 
     def _open_view(self) -> tuple[BufferClient, str]:
         assert self.folder is not None, "only a local run is over"
-        view = Command(["view", str(self.folder.path), "--no-open", "--json"])
+        words = [] if self.snapshot is None else ["--snapshot", self.snapshot]
+        view = Command(["view", str(self.folder.path), "--no-open", "--json", *words])
         try:
             line = view.next_line()
             if not line:

@@ -14,6 +14,7 @@ from tba.errors import TbaError
 from tba_cli.scripting.command import EXIT_INTERRUPTED, Command
 from tba_cli.scripting.inputs import Function, RecipeLike, prepare
 from tba_cli.scripting.run_handle import Run
+from tba_cli.scripting.words import python_words
 
 SHELL_ADVICE = "resume with: "
 PYTHON_ADVICE = "the same tba.run(...) with resume=True continues it"
@@ -46,10 +47,13 @@ def run(
 
     Args:
         recipe: a file, the name of a recipe that ships with tba (`quickstart`), or a dict of sections.
-        objective: a function `(sequences, tokens, settings, beta)` (docs/extending.md), or the name of a preset.
-        rewards: the scorers of every task of the run: functions `(prompts, completions, **columns)` as in TRL, or
-            dicts as the recipe has them. The reward is their weighted sum.
-        prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`.
+        objective: a function `(sequences, tokens, settings, beta)` (docs/extending.md), or the name of a preset; in
+            place of `objective.preset`.
+        rewards: the scorers of every task of the run, in place of the recipe's: functions
+            `(prompts, completions, **columns)` as in TRL (docs/rewards.md), or dicts as the recipe has them
+            (`{"kind": "length", "max_length": 200, "weight": 0.1}`). The reward is their weighted sum.
+        prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts, a
+            `datasets.Dataset` or a pandas frame. With `[data.columns]` in the recipe the rows may have other columns.
         sets: overrides, such as "trainer.num_steps=50".
         name: of the run, instead of `run.name` of the recipe.
         fresh: delete the run of this name first.
@@ -63,11 +67,16 @@ def run(
         ConfigError: something is wrong or in use; nothing was begun.
         ChildError: the run failed. `tba.Run(name)` shows what it made.
         KeyboardInterrupt: it was interrupted before training began, so there is nothing to resume.
+
+    Examples:
+        >>> run = tba.run("quickstart", name="first", sets=["trainer.num_steps=100"])
+        >>> print(run.summary().text)
     """
     all_sets = [*sets, *([] if name is None else [f"run.name={json.dumps(name)}"])]
-    inputs = prepare(
-        recipe, objective=objective, rewards=rewards, prompts=prompts, sets=all_sets, resume=resume, fresh=fresh
-    )
+    with python_words():
+        inputs = prepare(
+            recipe, objective=objective, rewards=rewards, prompts=prompts, sets=all_sets, resume=resume, fresh=fresh
+        )
     words = ["run", inputs.recipe, *(word for item in all_sets for word in ("--set", item))]
     words += ["--fresh"] if fresh else []
     words += ["--resume"] if resume else []

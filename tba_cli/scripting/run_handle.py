@@ -14,6 +14,7 @@ from tba.api import (
     LedgerLine,
     PromptInfo,
     PromptOrder,
+    RollbackRequest,
     RolloutDetail,
     RolloutOrder,
     RunCommand,
@@ -46,7 +47,7 @@ OVER = ("done", "failed")
 
 
 class Run:
-    """A run in progress, or one that is over; the files of the latter are read through a view that changes nothing.
+    """A run in progress, one that is over, or a snapshot; the latter two are read through a view that changes nothing.
 
     The first call that needs the view starts it (seconds), later calls share it, and `close()`, the end of a `with`
     block or of the interpreter ends it. Every call raises ServiceError subclasses where the service says no or is away.
@@ -56,9 +57,17 @@ class Run:
         url: of the buffer service of a run elsewhere, instead of a name.
         token: of the operator or a viewer, with `url`.
         ca_file: PEM file of the authorities that are trusted for an https URL.
+        snapshot: a snapshot of a run here (`tba buffer save NAME`) to read instead of what is stored now; it holds
+            rollouts and prompts, and no metrics, evaluations or ledger.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run; the first call that needs it: there is no such snapshot.
+
+    Examples:
+        >>> with tba.Run("quickstart-seed0") as run:
+        ...     frame = run.metrics().to_pandas()
+        >>> live = tba.Run(url="https://buffer:8700", token=token)
+        >>> saved = tba.Run("quickstart-seed0", snapshot="end")
     """
 
     def __init__(
@@ -68,12 +77,15 @@ class Run:
         url: str | None = None,
         token: str | None = None,
         ca_file: str | None = None,
+        snapshot: str | None = None,
     ) -> None:
         if name is not None and url is not None:
             raise ConfigError(f"give either the name of a run here ({os.fspath(name)!r}) or url={url!r}, not both")
         if url is None and token is not None:
             raise ConfigError("token goes with url: a run here has its tokens in its folder")
-        self._connection = Connection(name, url=url, token=token, ca_file=ca_file)
+        if url is not None and snapshot is not None:
+            raise ConfigError(f"snapshot={snapshot!r} is read from the store of a run here: give its name and no url")
+        self._connection = Connection(name, url=url, token=token, ca_file=ca_file, snapshot=snapshot)
 
     def __enter__(self) -> Run:
         """Return itself."""
@@ -89,7 +101,9 @@ class Run:
         """Return which run it is; nothing is asked."""
         if self.path is None:
             return f"tba.Run(url={self._connection.url!r})"
-        return f"<tba.Run {self.path.name!r} in {self.path.parent}, {'over' if self.is_over else 'in progress'}>"
+        snapshot = self._connection.snapshot
+        state = "over" if self.is_over else "in progress"
+        return f"<tba.Run {self.path.name!r} in {self.path.parent}, {f'snapshot {snapshot!r}' if snapshot else state}>"
 
     def close(self) -> None:
         """End the view and the connections; a later call opens them again."""
@@ -105,7 +119,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing works on it any more: it is done, has failed, was stopped or killed."""
+        """Whether nothing works on it any more: it is done, has failed, was stopped or killed, or is a snapshot."""
         if self._connection.folder is not None:
             return self._connection.is_over
         return self.info.state in OVER
@@ -136,7 +150,11 @@ class Run:
 
     def metrics(self) -> Table:
         """Return the metrics of every step of the active history: `lineage`, `step`, `at_s` (Unix seconds), and a
-        column per metric; None: the step does not know it."""
+        column per metric (docs/trainer.md); None: the step does not know it.
+
+        Examples:
+            >>> run.metrics().to_pandas().plot(x="step", y="reward_mean")
+        """
         client = self._connection.client()
         info, lineage = client.run(), None
         steps, at_s, metrics = [], [], {}
@@ -166,14 +184,26 @@ class Run:
             text_chars: longer texts are cut in the iteration (at most 10,000); `rollout(id)` has the whole ones.
             filters: prompt_id, task, version, from_version, to_version, status, min_reward, max_reward, searcher_id,
                 finish_reason, contains.
+
+        Examples:
+            >>> for rollout in run.rollouts(order="best", task="addition").head(3):
+            ...     print(rollout.reward, rollout.prompt_text, rollout.response_text)
+            >>> frame = run.rollouts(status="scored", min_reward=1.0).to_pandas()
         """
         return Rollouts(self._connection.client, order=order, text_chars=text_chars, filters=filters)
 
     def rollout(self, rollout_id: str) -> RolloutDetail:
         """Return one rollout with its tokens, log-probs, gold data, reward parts and the steps that trained it.
 
+        Args:
+            rollout_id: as `rollouts()` and the page show it.
+
         Raises:
             NotFoundError: no stored rollout has this id.
+
+        Examples:
+            >>> worst = run.rollout(run.rollouts(order="worst").head(1)[0].rollout_id)
+            >>> list(zip(worst.token_texts or [], worst.sampler_logprobs))
         """
         return self._connection.client().get_rollout(rollout_id)
 
@@ -189,8 +219,14 @@ class Run:
         """Return the prompts that match, each with what its stored rollouts are worth.
 
         Args:
+            split: train or heldout.
+            task: the name of the task.
+            contains: looked for in id and text, whatever the case.
             order: upload, best, worst (by mean reward), or most (rollouts).
             text_chars: longer texts are cut (at most 10,000).
+
+        Examples:
+            >>> hardest = run.prompts(split="train", order="worst").head(10)
         """
 
         def read() -> Iterator[PromptInfo]:
@@ -212,7 +248,11 @@ class Run:
 
     def ledger(self) -> Listing[LedgerLine]:
         """Return the ledger: which rollouts each step consumed (LedgerEntry), and the starts of trainers (ResumeEntry);
-        abandoned steps too."""
+        abandoned steps too.
+
+        Examples:
+            >>> frame = run.ledger().to_pandas()
+        """
         return Listing(lambda: ledger_lines(self._connection.client()))
 
     def evaluations(self) -> list[EvalInfo]:
@@ -237,16 +277,19 @@ class Run:
 
         Args:
             out: a folder that does not exist, or is empty.
-            version: LINEAGE-STEP, best or last.
+            version: LINEAGE-STEP, a step, start, best or last.
             push_to_hub: OWNER/NAME of a model repository, made private where it does not exist.
             public: everybody may read the repository.
             recipe: of the run; needed with `url`, for it says which object store holds the versions.
 
         Returns:
-            The folder.
+            The folder; None without `out`.
 
         Raises:
             ConfigError: as `tba export` says.
+
+        Examples:
+            >>> run.export("model", version="best")
         """
         words = ["--version", version]
         words += [] if out is None else ["--out", os.fspath(out)]
@@ -261,16 +304,40 @@ class Run:
     # ---- Steering ----
 
     def pause(self, reason: str | None = None) -> RunInfo:
-        """Pause it: no new leases, no new batches."""
+        """Pause it: no new leases, no new batches.
+
+        Args:
+            reason: kept in the audit.
+        """
         return self._command("pause", reason)
 
     def resume(self, reason: str | None = None) -> RunInfo:
-        """Continue after a pause. (A run that is over continues with `tba.run(..., resume=True)`.)"""
+        """Continue after a pause. (A run that is over continues with `tba.run(..., resume=True)`.)
+
+        Args:
+            reason: kept in the audit.
+        """
         return self._command("resume", reason)
 
     def stop(self, reason: str | None = None) -> RunInfo:
-        """Stop it for good: the step under way is finished, and the run is evaluated and written up."""
+        """Stop it for good: the step under way is finished, and the run is evaluated and written up.
+
+        Args:
+            reason: kept in the audit.
+        """
         return self._command("stop", reason)
+
+    def rollback(self, step: int, reason: str | None = None) -> RunInfo:
+        """Return to the newest checkpoint at or before a step, in a new lineage; does not wait for the trainer.
+
+        Args:
+            step: an optimizer step.
+            reason: kept in the audit.
+
+        Raises:
+            ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
+        """
+        return self._connection.client().rollback(RollbackRequest(step=step, reason=reason))
 
     def set(self, *, reason: str | None = None, **settings: Any) -> SettingsInfo:
         """Change live settings: learning_rate, beta, most_on_policy_prob, sampling_temperature, eval_every_steps.
@@ -282,12 +349,20 @@ class Run:
 
         Raises:
             ConfigError: a name or value is wrong.
+
+        Examples:
+            >>> run.set(learning_rate=1e-4, reason="spikes")
         """
         request = SettingsRequest(settings=parse_live(settings), reason=reason)
         return self._connection.client().change_settings(request)
 
     def scale(self, n: int | None, *, reason: str | None = None) -> ScalingInfo:
-        """Start or stop searchers, so that there are `n`; None: as the recipe says. Does not wait for them."""
+        """Start or stop searchers, so that there are `n`; does not wait for them.
+
+        Args:
+            n: None: as the recipe says.
+            reason: kept in the audit.
+        """
         return self._connection.client().scale(ScaleRequest(num_searchers=n, reason=reason))
 
     def wait(self, timeout_s: float | None = None) -> None:

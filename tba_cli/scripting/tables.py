@@ -42,7 +42,14 @@ def optional(module: str, *, needed_by: str) -> Any:
 
 
 class Table:
-    """Columns of the same length. `table["loss"]` is a list of values; None: unknown."""
+    """Columns of the same length; iterated, it gives the rows, and `len` is their number.
+
+    Examples:
+        >>> table = run.metrics()
+        >>> table["loss"][-1]  # None: unknown
+        >>> for row in table:
+        ...     print(row["step"], row["loss"])
+    """
 
     def __init__(self, columns: Mapping[str, list[Any]]) -> None:
         self._columns = dict(columns)
@@ -76,11 +83,19 @@ class Table:
         return f"<Table of {len(self)} rows: {', '.join(self._columns)}>"
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a data frame; raises ConfigError where pandas is not installed."""
+        """Return a data frame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
         return optional("pandas", needed_by="to_pandas()").DataFrame(self._columns)
 
     def to_arrow(self) -> pyarrow.Table:
-        """Return a table of Arrow; raises ConfigError where pyarrow is not installed."""
+        """Return a table of Arrow.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+        """
         return optional("pyarrow", needed_by="to_arrow()").table(self._columns)
 
 
@@ -89,6 +104,10 @@ class Listing(Generic[M]):
 
     Args:
         read: begins a reading.
+
+    Examples:
+        >>> for prompt in run.prompts():
+        ...     print(prompt.prompt_id)
     """
 
     def __init__(self, read: Callable[[], Iterator[M]]) -> None:
@@ -99,11 +118,19 @@ class Listing(Generic[M]):
         return self._read()
 
     def head(self, n: int = 5) -> list[M]:
-        """Return the first `n`; no further page is read."""
+        """Return the first items; no further page is read.
+
+        Args:
+            n: their number.
+        """
         return list(itertools.islice(self._read(), n))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a data frame with a row per item; raises ConfigError where pandas is not installed."""
+        """Return a data frame with a row per item.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
         frame = optional("pandas", needed_by="to_pandas()").DataFrame
         return frame([item.model_dump(mode="json") for item in self._read()])
 
@@ -116,6 +143,9 @@ class Rollouts(Listing[RolloutInfo]):
         order: of the iteration.
         text_chars: longer texts are cut (`response_text_cut`) where they are iterated, never in tables.
         filters: as `tba rollouts list` has them.
+
+    Examples:
+        >>> frame = run.rollouts(status="scored").to_pandas(tokens=True)
     """
 
     def __init__(
@@ -147,7 +177,15 @@ class Rollouts(Listing[RolloutInfo]):
             return parquet.read_table(path)
 
     def to_pandas(self, *, tokens: bool = False) -> pandas.DataFrame:
-        """Return `to_arrow` as a data frame."""
+        """Return `to_arrow` as a data frame.
+
+        Args:
+            tokens: also columns of tokens and log-probs.
+
+        Raises:
+            ConfigError: pandas or pyarrow is not installed here, or another order was asked for.
+            NotInstalledError: pyarrow is not installed in the service.
+        """
         optional("pandas", needed_by="to_pandas()")
         return self.to_arrow(tokens=tokens).to_pandas()
 

@@ -201,7 +201,7 @@ def test_an_interrupt_stops_it_and_the_same_call_resumes_it(
     with run:
         assert run.is_over
         step = run.info.step
-        with pytest.raises(ConfigError, match="--resume"):
+        with pytest.raises(ConfigError, match="resume=True"):
             tba.run(recipe, **given)
         again = tba.run(recipe, **given, resume=True, sets=[f"trainer.num_steps={step + 5}"], progress=False)
         assert capfd.readouterr() == ("", "")

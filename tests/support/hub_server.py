@@ -22,7 +22,7 @@ class HubServer:
     Args:
         repositories: `models/ORG/NAME` or `datasets/ORG/NAME` -> folder.
         gated: repositories whose files need a licence.
-        uploads: folder for the model repositories that clients make; None: they may write nothing.
+        uploads: folder for the repositories that clients make; None: they may write nothing.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._commit(name, [json.loads(line) for line in body.splitlines()])
 
     def _create(self, asked: dict[str, Any], uploads: Path) -> None:
-        name = f"models/{asked['organization']}/{asked['name']}"
+        name = f"{asked.get('type') or 'model'}s/{asked['organization']}/{asked['name']}"
         address = f"{self.hub.url}/{name.removeprefix('models/')}"
         if name in self.hub.repositories:
             return self._send(409, json.dumps({"url": address}).encode(), {})
@@ -116,10 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
             match line["key"]:
                 case "header":
                     self.hub.commits.append(value["summary"])
-                case "file":
-                    (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
-                case "lfsFile":
-                    (folder / value["path"]).write_bytes(self.hub.objects[value["oid"]])
+                case "file" | "lfsFile":
+                    path = folder / value["path"]
+                    path.parent.mkdir(exist_ok=True)
+                    is_small = "content" in value
+                    path.write_bytes(base64.b64decode(value["content"]) if is_small else self.hub.objects[value["oid"]])
                 case "deletedFile":
                     (folder / value["path"]).unlink()
         address = f"{self.hub.url}/{name.removeprefix('models/')}/commit/{commit_of(name)}"

@@ -21,6 +21,7 @@ from tba.api import (
     LineageReply,
     LineageRequest,
     OriginInfo,
+    RollbackInfo,
     RunCommand,
     RunInfo,
     SettingsInfo,
@@ -29,7 +30,7 @@ from tba.api import (
     VersionRequest,
 )
 from tba.config import LiveSettings, Recipe, parse_recipe
-from tba.errors import ConflictError, FencedError, RunFailedError, RunOverError
+from tba.errors import ConflictError, FencedError, RollbackError, RunFailedError, RunOverError
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, Group, Heartbeat, RefLogprob, Rollout, Sampling, VersionSpan
 
@@ -132,6 +133,7 @@ class RecordedBuffer:
         self.lineage, self.step = 0, 0
         self.parents: dict[int, str] = {}
         self.num_rollbacks = 0
+        self.rollback: RollbackInfo | None = None
         self.marks: list[str] = []
         self.acks: list[tuple[int, int, AckRequest]] = []
         self.drawn: list[tuple[int, int]] = []
@@ -165,6 +167,7 @@ class RecordedBuffer:
             checkpoint=self.checkpoint and self.checkpoint[0],
             checkpoint_key=self.checkpoint and self.checkpoint[1],
             num_rollbacks=self.num_rollbacks,
+            rollback=self.rollback,
             components=self.components,
             waits=[],
             evals=[self._info(eval_id) for eval_id in list(self.evals)],  # asked in several threads
@@ -182,7 +185,9 @@ class RecordedBuffer:
             if self.checkpoint is not None and PolicyVersion.parse(self.checkpoint[0]).step > parent.step:
                 key = request.checkpoint_key
                 self.checkpoint = None if key is None else (request.parent, key)
-            if self.state != "paused":
+            if self.rollback is not None and self.rollback.request_id == request.obeys:
+                self.rollback = None
+            if self.state != "paused" and not (self.state == "stopping" and request.in_process):
                 self.state, self.reason = "running", None
             return LineageReply(lineage=self.lineage, token=f"token-{self.lineage}")
 
@@ -191,12 +196,27 @@ class RecordedBuffer:
         self.marks.append(request.version)
         return VersionReply(log_position=len(self.marks))
 
+    def ask_for_rollback(self, version: str) -> None:
+        self.rollback = RollbackInfo(
+            version=version,
+            step=PolicyVersion.parse(version).step,
+            reason="look",
+            at_s=0.0,
+            request_id=f"request-{len(self.acks)}",
+        )
+
+    def _refuse_for_rollback(self) -> None:
+        if self.rollback is not None:
+            raise RollbackError(f"an operator has asked for a rollback to {self.rollback.version}")
+
     def register_checkpoint(self, request: CheckpointRequest) -> None:
         self._enter("register_checkpoint", request.token)
+        self._refuse_for_rollback()
         self.checkpoint = (request.version, request.key)
 
     def draw_batch(self, request: BatchRequest) -> Batch:
         self._enter("draw_batch", request.token)
+        self._refuse_for_rollback()
         if self.state == "failed":
             raise RunFailedError("the run has failed")
         if self.state != "running":
@@ -206,6 +226,7 @@ class RecordedBuffer:
 
     def ack(self, batch_id: str, request: AckRequest) -> None:
         self._enter("ack", request.token)
+        self._refuse_for_rollback()
         self.acks.append((request.lineage, request.step, request))
         self.step = request.step
 
@@ -225,6 +246,10 @@ class RecordedBuffer:
 
     def command(self, name: str, command: RunCommand) -> RunInfo:
         self._enter(f"command:{name}", command.token)
+        if name == "done":
+            self._refuse_for_rollback()
+        elif name in ("stop", "fail"):
+            self.rollback = None
         self.state = {"done": "done", "fail": "failed", "stop": "stopping", "pause": "paused", "resume": "running"}[
             name
         ]

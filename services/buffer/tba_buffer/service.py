@@ -7,7 +7,7 @@ upkeep   every UPKEEP_S: check again that Redis is durable (it may have been res
          are refused and the service is not ready.
 
 A read-only buffer (`buffer.read_only`) reads everything once and does none of the rest: it does not own the run, and
-has no upkeep and no workers.
+has no upkeep and no workers. Over an empty Redis it first loads the snapshot of `run.snapshot`, to show that one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from tba_buffer.run.control import RunControl
 from tba_buffer.run.data_loss import LossRecovery
 from tba_buffer.run.event_streams import Events, ObservedRun
 from tba_buffer.run.lineage import Lineages
+from tba_buffer.run.rollback import Rollbacks
 from tba_buffer.run.scaling import Scaling
 from tba_buffer.run.settings import Settings, read_settings
 from tba_buffer.run.state import RunStateReader
@@ -79,6 +80,7 @@ class RunParts:
     settings: Settings
     state: RunStateReader
     control: RunControl
+    rollbacks: Rollbacks
     components: Components
     scaling: Scaling
 
@@ -93,6 +95,7 @@ class RunParts:
             settings=settings,
             state=state,
             control=RunControl(context, state),
+            rollbacks=Rollbacks(context, lineages, lambda: open_store(context.recipe.store)),
             components=components,
             scaling=Scaling(context, run_state=state, components=components),
         )
@@ -268,8 +271,14 @@ class Buffer:
         """
         if self._not_ready is None:
             return
+        shows_snapshot = (
+            self._view_of is not None
+            and self.context.recipe.run.snapshot is not None
+            and await buffer_epoch.is_new(self.context)
+        )
+        is_owner = self._view_of is None or shows_snapshot
         # own the run first: an older process that is still alive cannot change what is read now
-        await (buffer_epoch.take if self._view_of is None else buffer_epoch.look)(self.context)
+        await (buffer_epoch.take if is_owner else buffer_epoch.look)(self.context)
         await self.prompts.catalog.load()
         await self.run.lineages.load()
         await self.run.settings.load()
@@ -280,6 +289,8 @@ class Buffer:
         await self.context.durability.check()  # a service that says it is ready must not refuse a moment later
         self._not_ready, self._began_s = None, time.monotonic()
         if self._view_of is not None:
+            if shows_snapshot:
+                await self.rollouts.snapshots.start()
             return
         self._upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
         # last: these tasks change the run, and need everything above
@@ -356,6 +367,7 @@ class Buffer:
             checkpoint_key=fields.checkpoint_key,
             constants=self.context.recipe.constants,
             num_rollbacks=fields.num_rollbacks,
+            rollback=fields.rollback,
             components=components,
             waits=waits,
             evals=evals,

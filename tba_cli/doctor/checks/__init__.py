@@ -29,3 +29,6 @@ CHECKS: Mapping[str, Check] = {
     "rewards": check_rewards,
     "clocks": check_clocks,
 }
+MACHINE_CHECKS = ("releases", "gpu", "disk", "redis")
+"""Those that say something without a recipe."""
+RECIPE_CHECKS = tuple(name for name in CHECKS if name not in MACHINE_CHECKS)

@@ -116,7 +116,10 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
     gpus = answer["gpus"] if answer["usable"] else []
     names = ", ".join(f"{name} ({free / 2**30:.0f} of {total / 2**30:.0f} GiB free)" for name, free, total in gpus)
     if not users:
-        yield ok("gpu", f"the recipe asks for none; {len(gpus)} usable{f': {names}' if names else ''}; {seen}")
+        asked = "the recipe asks for none; " if target.has_recipe else ""
+        yield ok("gpu", f"{asked}{len(gpus)} usable{f': {names}' if names else ''}; {seen}")
+        if not target.has_recipe:
+            yield from _count(target, len(gpus))
         return
     if not gpus:
         build = (
@@ -125,14 +128,7 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         yield fail("gpu", f"{' and '.join(users)} want a GPU, but torch sees none; {build}; {seen}", _no_gpu(answer))
         return
     yield ok("gpu", f"{names}; {seen}; torch {answer['torch']}, CUDA {answer['cuda']}")
-    # containers that see the same GPU run out of its memory, hours later
-    if target.num_gpus is not None and len(gpus) != target.num_gpus:
-        yield fail(
-            "gpu-count",
-            f"{len(gpus)} GPU(s) are visible here, but --gpus asks for {target.num_gpus}: other containers may use the "
-            "same ones",
-            "give each container its own (compose: device_ids, one each; chart: gpu.count)",
-        )
+    yield from _count(target, len(gpus))
     num_needed = recipe.trainer.num_processes if "trainer" in users else 1
     if num_needed > len(gpus):
         yield fail(
@@ -142,6 +138,17 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
         )
     # the smallest: a process may get any of them
     yield from _memory(target, users, min(free for _, free, _ in gpus))
+
+
+def _count(target: Target, num_gpus: int) -> Iterator[CheckResult]:
+    """Compare with --gpus: containers that see the same GPU run out of its memory, hours later."""
+    if target.num_gpus is not None and num_gpus != target.num_gpus:
+        yield fail(
+            "gpu-count",
+            f"{num_gpus} GPU(s) are visible here, but --gpus asks for {target.num_gpus}: other containers may use the "
+            "same ones",
+            "give each container its own (compose: device_ids, one each; chart: gpu.count)",
+        )
 
 
 def _memory(target: Target, users: list[str], free_bytes: int) -> Iterator[CheckResult]:

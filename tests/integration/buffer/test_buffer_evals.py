@@ -67,8 +67,9 @@ def test_an_operator_has_a_version_evaluated_as_the_recipe_says(serve_buffer: Se
     lineage = start_lineage(client)
     client.announce_version(VersionRequest(version="1-4", token=lineage.token))
     latest = client.evaluate(EvaluateRequest())
-    assert (latest.version, latest.num_prompts, latest.state) == ("1-4", 2, "pending")
-    assert client.evaluate(EvaluateRequest()).eval_id == latest.eval_id
+    assert (latest.version, latest.num_prompts, latest.state, latest.existed) == ("1-4", 2, "pending", False)
+    again = client.evaluate(EvaluateRequest())
+    assert (again.eval_id, again.existed) == (latest.eval_id, True)
     older = client.evaluate(EvaluateRequest(version="0-0", num_prompts=3))
     assert (older.version, older.num_prompts) == ("0-0", 3)
     assert {(item.kind, item.num_rollouts) for item in lease(client, 1).leases} == {("sample", 4)}
@@ -186,13 +187,14 @@ def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that
 
     evaluate("0-0", [0.0, 1.0, 1.0])
     assert client.run().best is not None
-    evaluate("1-1", [1.0, 0.0, 0.0])
-    evaluate("1-2", [1.0, 1.0, 1.0])
+    evaluate("1-1", [1.0, 1.0, 1.0])
+    evaluate("1-2", [1.0, 0.0, 0.0])
     assert client.run().best == serve_buffer(eval=section).client().run().best  # another process over the same Redis
     info = client.run()
     assert info.best is not None
-    assert (info.best.version, info.best.value, info.best.num_prompts) == ("1-1", 1.0, 1)
-    assert [item.pass_at for item in info.evals] == [{2: pytest.approx(2 / 3)}, {2: pytest.approx(1 / 3)}, {2: 1.0}]
+    # equal on the one prompt: the newest
+    assert (info.best.version, info.best.value, info.best.num_prompts) == ("1-2", 1.0, 1)
+    assert [item.pass_at for item in info.evals] == [{2: pytest.approx(2 / 3)}, {2: 1.0}, {2: pytest.approx(1 / 3)}]
 
 
 def test_a_version_with_hardly_any_known_score_does_not_become_the_best(serve_buffer: ServeBuffer) -> None:

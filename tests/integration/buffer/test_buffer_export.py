@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from tba_buffer.api import downloads
 from tba_buffer.rollouts import parquet
+from tba_buffer.rollouts.selection import RolloutFilter
 
 from tba.api import BatchRequest
 from tba.clients import BufferClient
@@ -65,9 +67,14 @@ def exported(client: BufferClient, folder: Path, **query: Any) -> list[dict[str,
     return pq.read_table(path).to_pylist()
 
 
+def num_evicted(path: Path) -> int:
+    return int(pq.read_metadata(path).metadata[b"tba.num_evicted"])
+
+
 def test_every_column_is_what_is_stored(served: BufferThread, tmp_path: Path) -> None:
     client = served.client()
     rows = exported(client, tmp_path)
+    assert num_evicted(tmp_path / "out.parquet") == 0
     shown = client.list_rollouts(order="oldest", limit=100).rollouts
     assert [row["rollout_id"] for row in rows] == [info.rollout_id for info in shown]
     for row in rows:
@@ -114,6 +121,9 @@ def test_what_is_damaged_is_shown_as_such_and_what_is_gone_is_left_out(
     rows = exported(client, tmp_path)
     assert [row["rollout_id"] for row in rows] == [*ids[:2], *ids[3:]]
     assert (rows[1]["reward_status"], rows[1]["response_tokens"]) == ("failed", [])
+    assert num_evicted(tmp_path / "out.parquet") == 1
+    exported(client, tmp_path, contains="+")
+    assert num_evicted(tmp_path / "out.parquet") == 1
 
 
 def test_an_export_that_is_cut_leaves_no_file(
@@ -200,3 +210,37 @@ def test_requests_that_come_at_once_are_all_counted(served: BufferThread, monkey
         replies = list(pool.map(httpx2.get, [f"{served.url}/v1/rollouts.parquet"] * 6))
     assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429, 429, 429]
     assert next(reply for reply in replies if reply.status_code == 200).content[-4:] == b"PAR1"
+
+
+def test_a_link_of_the_page_is_for_a_viewer_once_and_for_a_minute(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
+    tokens = {role: f"token-of-the-{role}" for role in ("operator", "searcher", "viewer")}
+    served = serve_buffer(tokens=tokens)
+    client = served.client(token=tokens["operator"])
+    client.upload_prompts(make_prompts(2))
+    served.client(token=tokens["searcher"]).push(make_payloads(["train-0", "train-1"]))
+
+    def link(role: str, query: str = "") -> httpx2.Response:
+        headers = {"authorization": f"Bearer {tokens[role]}"}
+        return httpx2.get(f"{served.url}/v1/downloads{query}", headers=headers)
+
+    assert link("searcher").status_code == 403
+    assert httpx2.get(f"{served.url}/v1/downloads").status_code == 401
+    assert "was never uploaded" in link("viewer", "?prompt_id=nothing").json()["detail"]
+    path = link("viewer", "?prompt_id=train-1").json()["path"]
+    answer = httpx2.get(f"{served.url}/{path}")
+    assert (answer.status_code, answer.headers["content-disposition"]) == (
+        200,
+        'attachment; filename="test-rollouts.parquet"',
+    )
+    (tmp_path / "a").write_bytes(answer.content)
+    assert set(pq.read_table(tmp_path / "a")["prompt_id"].to_pylist()) == {"train-1"}
+    again = httpx2.get(f"{served.url}/{path}")
+    assert (again.status_code, "ask the page for another" in again.json()["detail"]) == (404, True)
+    now_s = [0.0]
+    links = downloads.DownloadLinks(clock=lambda: now_s[0])
+    ids = [links.add(RolloutFilter(task=str(number))) for number in range(downloads.MAX_LINKS + 1)]
+    assert links.use(ids[1]).task == "1"
+    now_s[0] = downloads.LINK_S + 1
+    for unknown in (ids[0], ids[1], ids[2]):
+        with pytest.raises(NotFoundError):
+            links.use(unknown)

@@ -17,6 +17,7 @@ from tba_buffer.eviction import evictor
 from tba_buffer.eviction.evictor import EvictionSettings, length_bucket
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.log_follower import Compactor
+from tba_buffer.monitoring.totals import token_totals
 from tba_buffer.service import Buffer
 
 from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest, VersionRequest
@@ -76,6 +77,8 @@ class Model:
     """The live rollouts as stored now, by id."""
     pushed: list[Rollout] = field(default_factory=list)
     rescored: set[bytes] = field(default_factory=set)
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Counter -> response tokens of the rollouts that it has counted."""
     gone: set[bytes] = field(default_factory=set)
     """Evicted: pushed again, they are duplicates."""
     position: int = 0
@@ -93,6 +96,7 @@ class Model:
         self.position += 1
         self.rollouts[rollout.rollout_id] = rollout
         self.pushed.append(rollout)
+        self.tokens["tokens:generated"] += len(rollout.response_tokens)
         self.live.append(
             Stored(
                 position=self.position,
@@ -126,6 +130,7 @@ class Model:
                 self.rescored.discard(stored.rollout_id)
                 self.gone.add(stored.rollout_id)
                 self.evicted[reason] += 1
+                self.tokens[f"tokens:evicted:{reason}"] += stored.num_tokens
                 self.evicted[f"{reason}:{length_bucket(stored.num_tokens)}"] += 1
 
     def can_draw(self) -> bool:
@@ -295,6 +300,7 @@ class History:
         ack = AckRequest(lineage=self.lineage.lineage, step=self.model.now.step, token=self.lineage.token)
         for _ in range(2):
             await self.buffer.sampling.ledger.ack(self.open.batch_id, ack)
+        self.model.tokens["tokens:trained"] += sum(len(r.response_tokens) for r in self.open.rollouts)
         self.model.acked.append((self.lineage.lineage, self.model.now.step, self.open.batch_id))
         self.open = None
         self.model.enforce()
@@ -341,6 +347,8 @@ class History:
         assert counters.get("generated", 0) == counters.get("pushed:new", 0) == len(model.pushed)
         assert counters.get("pushed:duplicate", 0) == model.num_duplicate
         assert counters.get("trained", 0) == 16 * len(model.acked)
+        assert {name: number for name, number in counters.items() if name.startswith("tokens:")} == model.tokens
+        assert token_totals(counters).not_counted == {}
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import numpy as np
 import pytest
+from pyarrow.parquet import read_metadata
 
 from tba.api import AckRequest, BatchRequest, TrainedRollouts
 from tba.clients import BufferClient
 from tba.versions import START, PolicyVersion
+from tba.weights import checkpoint_prefix
 from tba.wire import Heartbeat, Rollout, VersionSpan, encode_rollout
 from tests.support.browser import Watched, chromium, until
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
@@ -154,6 +156,10 @@ def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Ope
     chart = page.locator("section", has=page.get_by_role("heading", name="Reward", exact=True)).locator(".plot")
     assert "12 values from step 1 to 12" in (chart.get_attribute("aria-label") or "")
     assert "0.9167" in page.inner_text(".u-legend >> nth=0")
+    # rollouts of 3 tokens: 12 per step, and one more that was never trained on
+    tokens = page.inner_text("section[aria-labelledby=panel-tokens-and-cost]")
+    for fact in ("435 tokens", "432 tokens", "the recipe has no prices", "No tokens have been dropped"):
+        assert fact in tokens
     # every panel says how to read it
     assert page.locator(".panel").count() == page.locator(".panel > .how").count() > 10
     assert watched.errors == []
@@ -207,6 +213,11 @@ def test_rollouts_are_filtered_and_exported(trained: BufferThread, open_page: Op
     with page.expect_download() as download:
         page.click("text=Export what is shown")
     assert len(json.loads(Path(download.value.path()).read_text())) == 12
+    with page.expect_download() as download:
+        page.click("text=Export all that match")
+    assert download.value.suggested_filename == "test-rollouts.parquet"
+    assert read_metadata(download.value.path()).num_rows == 12
+    assert httpx2.get(download.value.url).status_code == 404, "an address in the history is of no use"
     assert watched.errors == []
 
 
@@ -265,19 +276,44 @@ def test_searchers_settings_and_ledger_are_there(trained: BufferThread, open_pag
     assert watched.errors == []
 
 
-def test_buttons_act_and_leave_their_reason_in_the_audit(trained: BufferThread, open_page: Open) -> None:
+def test_buttons_act_and_leave_their_reason_in_the_audit(
+    trained: BufferThread, open_page: Open, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / checkpoint_prefix("test")
     page, watched = open_page(trained)
     page.click("#commands >> text=Evaluate")
     page.fill("dialog #ask-prompts", "1")
     page.click("dialog button.primary")
     until(page, "!document.querySelector('dialog')")
     assert [(item.version, item.num_prompts) for item in trained.client().run().evals] == [("0-0", 1)]
+    page.click("#commands >> text=Evaluate")
+    page.fill("dialog #ask-prompts", "1")
+    page.click("dialog button.primary")
+    page.wait_for_selector("dialog >> text=The evaluation of 0-0 on 1 held-out prompts is under way: 0 are done.")
+    page.click("dialog >> text=Close")
     page.click("#commands >> text=Pause")
     page.fill("dialog #ask-reason", "lunch")
     page.click("dialog button.primary")
     until(page, "document.getElementById('run-state').textContent === 'paused'")
     assert trained.client().run_changes().changes[-1].reason == "lunch"
+    for version in ("1-4", "1-8"):
+        (checkpoints / version).mkdir(parents=True)
+        (checkpoints / version / "manifest.json").write_text("{}")
+    page.click("#commands >> text=Roll back")
+    page.wait_for_selector("dialog #ask-version")
+    assert page.locator("#ask-version option").all_inner_texts() == ["1-8, 4 steps back", "1-4, 8 steps back"]
+    assert "The run stays paused" in page.inner_text("dialog")
+    page.select_option("dialog #ask-version", "1-4")
+    page.fill("dialog #ask-reason", "it fell")
+    assert trained.client().run().rollback is None
+    page.click("dialog button.primary")
+    until(page, "document.getElementById('doing').innerText.startsWith('A rollback to 1-4 waits for the trainer.')")
+    waiting = trained.client().run().rollback
+    assert waiting is not None
+    assert (waiting.version, waiting.reason) == ("1-4", "it fell")
+    until(page, "!document.getElementById('commands').innerText.includes('Roll back')")
     page.click("nav >> text=Settings")
+    page.wait_for_selector("tr:has-text('rollback') >> text=to 1-4")
     page.click("tr:has-text('learning_rate') button")
     page.fill("dialog #ask-value", "0.0007")
     page.click("dialog button.primary")

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tba_buffer import service as buffer_module
 from tba_buffer.index.log_follower import Compactor
+from tba_buffer.run.rollback import Rollbacks
 from tba_buffer.run.scaling.requests import ScaleRequests
 from tba_buffer.service import Buffer
 from tba_buffer.snapshots.load import SnapshotLoad
@@ -29,6 +30,7 @@ from tba.api import (
     LeaseReturn,
     LineageRequest,
     LoadRequest,
+    RollbackRequest,
     RunCommand,
     ScaleRequest,
     SettingsRequest,
@@ -37,6 +39,7 @@ from tba.api import (
 )
 from tba.config import parse_live
 from tba.store import FileStore
+from tba.weights import checkpoint_prefix
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, decode_batch, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotSource
 from tests.support.buffer import make_prompts, make_recipe, make_rollout
@@ -115,8 +118,8 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     await leases.renew(LeaseRenewal(searcher_id="s", lease_ids=ids))
     results = [EvalResult(lease_id=lease_id, rewards=[1.0], num_response_tokens=[3]) for lease_id in ids[:2]]
     await buffer.prompts.evaluations.results(eval_id, EvalResults(searcher_id="s", version="0-0", results=results))
-    back = LeaseReturn(searcher_id="s", lease_ids=ids[2:3], refused_lease_ids=ids[3:4])
-    await leases.give_back(back)
+    returned = LeaseReturn(searcher_id="s", lease_ids=ids[2:3], refused_lease_ids=ids[3:4])
+    await leases.give_back(returned)
     again = await leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
     assert again.leases[0].visit_id == reply.leases[2].visit_id
 
@@ -152,17 +155,22 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     ]
     await draws.draw(request.model_copy(update={"step": 3}))
     await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
-    await lineages.new(LineageRequest(trainer_id="t", parent="1-1"))
+    store = FileStore(tmp_path / "checkpoints")
+    store.put(f"{checkpoint_prefix('test')}1-1/manifest.json", b"{}")
+    back = RollbackRequest(step=1)
+    await Rollbacks(buffer.context, lineages, lambda: store).request(back)
+    await lineages.new(LineageRequest(trainer_id="t", parent="1-1", obeys=back.request_id))
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0", rollback=True))
     await buffer.run.control.command("pause", RunCommand(reason="look"), "operator")
     await buffer.run.control.command("stop", RunCommand(), "operator")
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await buffer.run.control.retry_versions(RunCommand(reason="the store was slow"), "operator")
     changes = (await buffer.run.control.changes(after=0)).changes
-    assert [change.command for change in changes] == ["pause", "stop", "lineage", "retry-versions"]
+    commands = ["rollback", "lineage", "pause", "stop", "lineage", "retry-versions"]
+    assert [change.command for change in changes] == commands
     retried = changes[-1]
     said = (retried.role, retried.reason, retried.old, retried.new, retried.number)
-    assert said == ("operator", "the store was slow", "running", "running", 4)
+    assert said == ("operator", "the store was slow", "running", "running", 6)
     assert await ScaleRequests(buffer.context).change(ScaleRequest(num_searchers=2)) == 1
     gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
     beat = Heartbeat(

@@ -70,6 +70,12 @@ def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:
     assert (stats.stored.reward_deciles[0], stats.stored.reward_deciles[-1]) == (0.0, 3.0)
     assert stats.stored.log_position == stats.log_position
     assert stats.refused == {"malformed": 1, "unknown-prompt": 1}
+    tokens = stats.tokens
+    assert tokens is not None
+    assert (tokens.generated, tokens.evicted) == (20 * 3 + 20 * 100 + 6 * 20, {"max_rollouts": 6 * 3})
+    assert 48 * 3 <= tokens.trained <= 48 * 100
+    # the tokens of what cannot be read are unknown
+    assert (tokens.refused, tokens.not_counted) == ({"unknown-prompt": 3}, {"refused": 1})
     assert (stats.rollouts_drawn, stats.rollouts_trained, stats.slots["total"]) == (48, 48, 12)
     assert stats.unique_ratio == stats.slots["distinct_rollouts"] / 48
     assert stats.realised_most_on_policy == stats.slots["recent"] / 12
@@ -133,6 +139,11 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:
     assert value(metrics, "tba_buffer_payload_bytes") == stats.payload_bytes
     assert value(metrics, "tba_buffer_log_events_since_checkpoint") == stats.log_position - stats.checkpoint_position
     assert value(metrics, "tba_trained_rollouts_total") == stats.rollouts_trained
+    assert stats.tokens is not None
+    assert value(metrics, "tba_generated_tokens_total") == stats.tokens.generated
+    assert value(metrics, "tba_trained_tokens_total") == stats.tokens.trained
+    assert value(metrics, "tba_dropped_tokens_total", act="evicted", reason="max_rollouts") == 6 * 3
+    assert value(metrics, "tba_dropped_tokens_total", act="refused", reason="unknown-prompt") == 3
     assert value(metrics, "tba_buffer_batches_total", event="acked") == 3
     assert value(metrics, "tba_buffer_slots_total", kind="replay") == stats.slots["replay"]
     assert value(metrics, "tba_buffer_open_leases") == stats.leases["open"]
@@ -186,6 +197,7 @@ def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:
     assert stats.rates is not None
     assert 0 < stats.rates.generated_per_s <= stats.rollouts_generated / stats.rates.window_s
     assert stats.rates.trained_per_s == 0
+    assert stats.rates.generated_tokens_per_s == pytest.approx(3 * stats.rates.generated_per_s)
 
 
 def test_the_operations_page_lists_every_metric_and_no_other(serve_buffer: ServeBuffer) -> None:

@@ -188,11 +188,16 @@ def test_a_damaged_record_is_noted_and_the_others_are_shown(serve_buffer: ServeB
             assert versions(found.get_rollout(ids[0])) == ["1-1"]
             assert ("trained", "record 1") in named(found)
             store.delete(KEYS.damaged_items)
-    # it keeps its place
-    make_step(found, lineage, 3)
-    make_step(found, lineage, 4)
-    detail = found.get_rollout(ids[0])
-    assert (versions(detail), detail.trained_since) == (["1-3", "1-4"], "1-3")
+        # it keeps its place
+        make_step(found, lineage, 3)
+        make_step(found, lineage, 4)
+        detail = found.get_rollout(ids[0])
+        assert (versions(detail), detail.trained_since) == (["1-3", "1-4"], "1-3")
+        store.set(KEYS.trained, "no list")
+        detail = found.get_rollout(ids[0])
+        assert (detail.trained, detail.trained_since, trained_steps(found)) == ([], None, (0, 1))
+        make_step(found, lineage, 5)
+        assert ("trained", "list") in named(found)
 
 
 def test_redis_that_was_restored_from_a_copy_is_read_again(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:

@@ -206,7 +206,7 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue(tmp_path, ho
         assert "there are more: --cursor " in live
         endpoints = json.loads((place.folder / "endpoints.json").read_text())
         page = f"{endpoints['buffer_url']}/#token={operator_token(endpoints['tokens_file'])}\n"
-        assert place.tba("view", "--no-open").stdout == page, "it returns at once"
+        assert place.tba("view", "--no-open", "--show-token").stdout == page, "it returns at once"
         if how == "stopped":
             started.terminate()
         else:

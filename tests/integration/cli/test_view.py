@@ -5,29 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import pytest
+import yaml
+from pyarrow import parquet
 
-from tba.api import LineageRequest
+import tba
+from tba.api import AckRequest, BatchRequest, LineageRequest
 from tba.clients import BufferClient
-from tba.errors import ConflictError
+from tba.errors import ConfigError, ConflictError
 from tba.wire import Heartbeat, encode_rollout
-from tba_cli.local.ended_run import read_ended
+from tba_cli.local import ended_run
 from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.run_folder import RunFolder
+from tba_cli.run_target import save_snapshot
 from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
+from tests.support.hub_server import TOKEN, HubServer
 from tests.support.waits import DEADLINE_S, until
 
 REASON = "the trainer died"
@@ -35,17 +41,29 @@ REASON = "the trainer died"
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """The folder of a run whose Redis and buffer were killed while searcher and trainer were alive."""
+    """The folder of a run whose Redis and buffer were killed while searcher and trainer were alive.
+
+    Its snapshot `early` has step 1, and one rollout less.
+    """
     place = tmp_path_factory.mktemp("place")
     folder = RunFolder(place / "runs" / "demo")
     folder.redis_path.mkdir(parents=True)
-    stack = start_stack(place / "stack", redis_folder=folder.redis_path)
+    sections = {
+        "sampling": {"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 2},
+        "store": {"url": f"file://{folder.store_path}"},
+    }
+    stack = start_stack(place / "stack", redis_folder=folder.redis_path, **sections)
     try:
         client = stack.client
         client.upload_prompts(make_prompts(2))
-        client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
+        lineage = client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
         rollouts = [make_rollout(reward=None if i == 0 else float(i), response_text=f"answer {i}") for i in range(5)]
-        client.push([encode_rollout(rollout) for rollout in rollouts])
+        client.push([encode_rollout(rollout) for rollout in rollouts[:4]])
+        wanted = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token, wait_s=0.0)
+        batch = client.draw_batch(wanted)
+        client.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0, 0]))
+        save_snapshot(client, "early", show=lambda _: None)
+        client.push([encode_rollout(rollouts[4])])
         for kind in ("trainer", "searcher"):
             beat = Heartbeat(
                 run="test", component_id=f"{kind}-0", kind=kind, state="working", version=None, wait=None, gauges={}
@@ -206,14 +224,6 @@ def test_a_port_that_is_taken_is_a_sentence(
     assert list(Path(environ["TMPDIR"]).iterdir()) == []
 
 
-def test_a_large_copy_is_announced(
-    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tba_cli.local.ended_run.LARGE_BYTES", 10)
-    assert read_ended(ended, lambda client: client.run()).read_only
-    assert f"copying {ended.redis_path}, 0.0 GB, to {environ['TMPDIR']}" in capsys.readouterr().err
-
-
 def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
     ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -241,11 +251,43 @@ def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
     assert capsys.readouterr().out.startswith(f"wrote 4 rollouts to {out}, ")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["response_text"] for line in lines] == [f"answer {i}" for i in range(1, 5)]
-    table = tmp_path / "found.parquet"
-    assert main(["rollouts", "export", run, "--out", str(table), "--status", "scored"]) == 0
-    assert capsys.readouterr().out.startswith(f"wrote 4 rollouts to {table}, ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copies", "found.jsonl", "found.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copies", "found.jsonl"]
     assert digests(ended) == before
+
+
+def test_rollouts_are_pushed_to_the_hub_as_a_data_set(
+    ended: RunFolder, environ: dict[str, str], tmp_path: Path
+) -> None:
+    hub = HubServer({}, uploads=tmp_path / "hub")
+    words = ["rollouts", "export", str(ended.path), "--status", "scored", "--push-to-hub", "me/answers", "--json"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tba_cli.main", *words, "--license", "mit", "--out", str(tmp_path / "kept")],
+            env={**environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    finally:
+        hub.close()
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document.pop("pushed_to").startswith(f"{hub.url}/datasets/me/answers/commit/")
+    assert document == {"out": str(tmp_path / "kept"), "num_rollouts": 4, "num_evicted": 0}
+    (name,) = hub.private
+    pushed = hub.repositories[name]
+    assert (name, len(hub.commits)) == ("datasets/me/answers", 1)
+    data, card = "data/train-00000-of-00001.parquet", (pushed / "README.md").read_text()
+    for folder in (pushed, tmp_path / "kept"):
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert found == {"README.md", data}
+    assert parquet.read_table(pushed / data)["response_text"].to_pylist() == [f"answer {i}" for i in range(1, 5)]
+    assert yaml.safe_load(card.split("---")[1])["license"] == "mit"
+    assert "4 rollouts of the run `test` at step 1 of lineage 1" in card
+    assert "These are the stored rollouts with status scored, oldest first." in card
+    assert '"prompts_per_batch": 1' in card
+    assert str(ended.path) not in card, "no path of this machine"
 
 
 def test_a_signal_while_the_files_are_copied_leaves_no_copy(
@@ -281,3 +323,101 @@ def command_of(entry: Path) -> str:
         return (entry / "cmdline").read_text()
     except OSError:
         return ""
+
+
+def test_a_snapshot_is_shown_as_it_was_saved(
+    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, path = digests(ended), str(ended.path)
+    with tba.Run(path, snapshot="early") as run:
+        info = run.info
+        assert (info.read_only, info.run, info.step, info.lineage, info.waits) == (True, "test", 1, 1, [])
+        assert (info.note or "").startswith("snapshot test/early of 20")
+        assert info.origin is not None
+        assert (info.origin.source, info.origin.state) == ("test/early", "complete")
+        assert run.summary().doing == "This is a snapshot of the run at step 1 of 200. 4 rollouts are stored."
+        found = {item.response_text: item for item in run.rollouts()}
+        assert {item.policy_age_steps for item in found.values()} == {1}, "from where the run stood"
+        assert [item.reward for _, item in sorted(found.items())] == [None, 1.0, 2.0, 3.0]
+        assert (next(iter(run.prompts())).prompt_id, len(run.metrics()), run.evaluations()) == ("train-0", 0, [])
+        with pytest.raises(ConflictError, match=r"this is a read-only view .snapshot test/early of"):
+            run.pause()
+    monkeypatch.setattr("tba_cli.local.ended_run.LARGE_BYTES", 10)
+    recipe = ["--recipe", str(ended.recipe_path)]
+    assert main(["rollouts", "list", *recipe, "--snapshot", "test/early", "--order", "best", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [item["response_text"] for item in json.loads(out)["rollouts"]] == ["answer 3", "answer 2", "answer 1"]
+    assert f"making a copy of test/early, 0.0 GB, in {environ['TMPDIR']}" in err
+    assert digests(ended) == before
+    assert list(Path(environ["TMPDIR"]).iterdir()) == []
+
+
+def test_a_snapshot_that_cannot_be_read_is_an_error_that_names_the_others(
+    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "demo")
+    shutil.copytree(ended.store_path, folder.store_path)
+    document = json.loads(ended.recipe_path.read_bytes())
+    folder.write_json(folder.recipe_path, {**document, "store": {**document["store"], "url": "file://store"}})
+    folder.marker_path.touch()
+    saved = folder.store_path / "runs" / "test" / "snapshots" / "early"
+    shutil.copytree(saved, saved.with_name("copied"))
+    cases = {
+        (
+            "--snapshot",
+            "late",
+        ): f"there is no snapshot test/late in file://{folder.store_path}; the snapshots of run 'test' "
+        "there are: copied, early",
+        ("--snapshot", "a/b"): "the snapshots of run 'a' there are: none (`tba buffer save NAME` makes one)",
+        ("--snapshot", "a b"): "is not of the form RUN/NAME",
+        ("--recipe", "r.toml"): "--recipe says which store holds a snapshot; add --snapshot NAME",
+        ("--snapshot", "early", "--recipe", "r.toml"): "--recipe stands in place of a run here: give one of the two",
+        ("--snapshot", "early", "--url", "http://127.0.0.1:9"): "--snapshot is read from the object store",
+    }
+    for words, said in cases.items():
+        run = [] if "--url" in words else [str(folder.path)]
+        for command in (["view"], ["rollouts", "list"]):
+            assert main([*command, *run, *words]) == 2
+            assert said in capsys.readouterr().err, words
+    assert main(["buffer", "snapshots", str(folder.path)]) == 0
+    assert capsys.readouterr().out.split() == ["copied", "early"]
+    assert list(Path(environ["TMPDIR"]).iterdir()) == []
+    # what only the buffer can find out
+    assert main(["rollouts", "list", str(folder.path), "--snapshot", "copied"]) == 2
+    err = capsys.readouterr().err
+    assert "snapshots/copied/manifest.json is the manifest of snapshot test/early; the snapshots of run 'test'" in err
+    (saved / "manifest.json").write_text("{}")
+    assert main(["view", str(folder.path), "--snapshot", "early"]) == 2
+    err = capsys.readouterr().err
+    assert "snapshots/early/manifest.json: run: Field required; the snapshots of run 'test' there are: copied" in err
+
+
+def test_a_run_that_is_started_while_its_files_are_copied_is_copied_again_or_left_alone(
+    ended: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, to, num = RunFolder(tmp_path / "demo"), tmp_path / "copy", 0
+    shutil.copytree(ended.redis_path, folder.redis_path)
+    folder.recipe_path.touch()
+    folder.marker_path.touch()
+    copy, stack = shutil.copytree, ExitStack()
+
+    def copy_while_it_starts(place: Path, to: Path) -> None:
+        nonlocal num
+        num += 1
+        copy(place, to)
+        if num == 1:
+            # a resume that has come and gone
+            with folder.acquire(resume=True, fresh=False):
+                (to / "half").touch()
+        if num == 3:
+            stack.enter_context(folder.acquire(resume=True, fresh=False))
+            raise FileNotFoundError("the file that Redis has renamed")
+
+    monkeypatch.setattr(ended_run.shutil, "copytree", copy_while_it_starts)
+    ended_run._copy_redis_files(folder, to)
+    assert (num, [path.name for path in to.iterdir()]) == (2, [path.name for path in folder.redis_path.iterdir()])
+    with stack:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="run 'demo' was just started again; repeat this command"):
+                ended_run._copy_redis_files(folder, tmp_path / "another")
+    assert num == 3, "nothing is copied while it runs"

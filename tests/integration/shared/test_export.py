@@ -173,7 +173,13 @@ def ended(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("words", "version"), [([], "1-8"), (["--version", "best"], "1-4"), (["--version", "1-4"], "1-4")]
+    ("words", "version"),
+    [
+        ([], "1-8"),
+        (["--version", "best"], "1-4"),
+        (["--version", "1-4"], "1-4"),
+        (["--version", "8"], "1-8"),
+    ],
 )
 def test_tba_export_writes_any_version_of_an_ended_run(ended: RunFolder, words: list[str], version: str) -> None:
     assert main(["export", "demo", *words, "--out", "here"]) == 0
@@ -213,6 +219,7 @@ def test_a_best_version_that_is_gone_is_said_in_a_sentence(
     ("words", "message"),
     [
         (["export", "demo", "--version", "7-7", "--out", "here"], "no weight version 7-7"),
+        (["export", "demo", "--version", "start", "--out", "here"], "no weight version 0-0"),
         (["export", "demo", "--version", "newest", "--out", "here"], "LINEAGE-STEP"),
         (["export", "other", "--out", "here"], "there is no run"),
         (["export", "demo", "--out", "runs"], "exists already"),

@@ -108,6 +108,12 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     stats = client.stats()
     assert stats.rollouts_refused_by_trainer == {reason: 6 * number for reason, number in expected.items()}
     assert stats.rollouts_trained == 6 * (32 - sum(expected.values()))
+    tokens = stats.tokens
+    assert tokens is not None
+    assert tokens.refused_by_trainer.keys() == expected.keys()
+    # every rollout is in every batch
+    assert tokens.trained + sum(tokens.refused_by_trainer.values()) == 6 * tokens.generated
+    assert tokens.not_counted == {}
     assert sum(stats.policy_age_histogram.values()) == stats.rollouts_trained
     assert stats.trained_steps == {"kept": 6, "dropped": 0}
     details = [client.get_rollout(info.rollout_id) for info in client.list_rollouts(limit=100).rollouts]
@@ -118,7 +124,11 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     )
     assert all(step.advantage is not None and step.weight == 1.0 for steps in trained for step in steps)
     assert any(step.advantage for steps in trained for step in steps)
-    shown = [line for line in status_lines(client.run(), stats, client.settings()) if "refused by the trainer" in line]
+    shown = [
+        line
+        for line in status_lines(client.run(), stats, client.settings())
+        if line.startswith("  rollouts refused by the trainer")
+    ]
     assert shown == [
         "  rollouts refused by the trainer: future-version 6, group-of-one 6, no-reward 6, too-long 6, "
         "unknown-version 6, vocabulary 24"
@@ -175,10 +185,18 @@ def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit_the
         BadRequestError, match=r"all 16 rollouts of batch .* were refused, so its step must be a skipped"
     ):
         ack(1, refused={"too-long": 16})
-    ack(1, policy_ages=[0] * 14, refused={"too-long": 1, "vocabulary": 1})
+    for wrong in ({"vocabulary": 3}, {"too-long": 49}):
+        with pytest.raises(BadRequestError, match=r"give for the same reasons the tokens of these rollouts"):
+            ack(1, policy_ages=[0] * 15, refused={"too-long": 1}, refused_tokens=wrong)
+    # the trainer does not know the tokens of one, so nobody knows those of the others
+    ack(1, policy_ages=[0] * 14, refused={"too-long": 1, "vocabulary": 1}, refused_tokens={"too-long": 3})
     ack(2, policy_ages=[0] * 16, skipped="non_finite")
-    ack(3, refused={"too-long": 16}, skipped="refused")
+    ack(3, refused={"too-long": 16}, refused_tokens={"too-long": 48}, skipped="refused")
     stats = client.stats()
+    assert stats.tokens is not None
+    assert (stats.tokens.trained, stats.tokens.refused_by_trainer) == (0, {"too-long": 3 + 48})
+    assert stats.tokens.skipped == {"non_finite": 48, "refused": 0}
+    assert stats.tokens.not_counted == {"refused_by_trainer": 1, "trained": 14}
     assert (stats.rollouts_trained, stats.policy_age_histogram) == (14, {0: 14})
     assert stats.batches_skipped == {"non_finite": 1, "refused": 1}
     assert stats.rollouts_refused_by_trainer == {"too-long": 17, "vocabulary": 1}

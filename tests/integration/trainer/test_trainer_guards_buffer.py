@@ -13,7 +13,7 @@ import pytest
 from tba_trainer.learner.learner import Learner
 from tba_trainer.trainer import train
 
-from tba.api import RunCommand
+from tba.api import RollbackRequest, RunCommand
 from tba.store import FileStore
 from tba.wire import Batch, encode_rollout
 from tba_cli.commands.report import check_command
@@ -55,7 +55,7 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
         return gradients(self, batch, step=step, policy_ages=policy_ages, **kwargs) | FINE | first
 
     monkeypatch.setattr(Learner, "gradients", changed)
-    buffer = serve_buffer()
+    buffer = serve_buffer(store={"url": f"file://{tmp_path / 'store'}"})
     document: dict[str, Any] = buffer.recipe.model_dump()
     document["model"]["path"] = str(make_tiny_model(tmp_path / "model", hidden_size=32))
     document["eval"] |= {"every_steps": 1000, "num_prompts": 4, "num_prompts_final": 4, "timeout_s": 0.5}
@@ -79,30 +79,37 @@ def test_levers_pause_and_rollback_over_a_real_buffer(
     assert (paused.state, paused.step) == ("paused", 9)
     assert paused.state_reason is not None
     assert paused.state_reason.startswith("step 2-9: grad_spike: the gradient norm is 1e+06")
+    # an operator looks, and goes back to where the guard went: the run stays paused, and the count of guards as it is
+    assert client.checkpoints() == ["1-5"]
+    client.rollback(RollbackRequest(step=8, reason="once more"))
+    until("it is done", lambda: client.run().lineage == 3 or not trainer.is_alive())
+    until("its weights are there", lambda: client.run().latest_version == "3-5" or not trainer.is_alive())
+    info = client.run()
+    assert (info.state, info.step, info.rollback, info.num_rollbacks) == ("paused", 5, None, 1)
     client.command("resume", RunCommand())
     trainer.join(timeout=DEADLINE_S)
 
     info = client.run()
-    assert (info.state, info.step, info.parents) == ("done", 10, {1: "0-0", 2: "1-5"})
+    assert (info.state, info.step, info.parents) == ("done", 10, {1: "0-0", 2: "1-5", 3: "1-5"})
     lines = batch_entries(client.ledger().entries)
     assert [(line.lineage, line.step, line.skipped, line.abandoned) for line in lines] == [
         *((1, step, None, False) for step in range(1, 6)),
         (1, 6, None, True),
         (1, 7, "non_finite", True),
-        *((2, step, None, False) for step in (6, 7, 8)),
-        (2, 9, "grad_spike", False),
-        (2, 10, None, False),
+        *((2, step, None, True) for step in (6, 7, 8)),
+        (2, 9, "grad_spike", True),
+        *((3, step, None, False) for step in range(6, 11)),
     ]
     # a change holds from the next step on, also after the rollback
     rates = {(line.lineage, line.step): line.metrics["learning_rate"] for line in lines}
-    assert [rates[1, 4], rates[1, 5], rates[2, 6], rates[2, 10]] == pytest.approx([1e-3, 5e-4, 5e-4, 5e-4])
+    assert [rates[1, 4], rates[1, 5], rates[2, 6], rates[3, 10]] == pytest.approx([1e-3, 5e-4, 5e-4, 5e-4])
     assert lines[-1].most_on_policy_prob == pytest.approx(0.8)
     assert [(change.role, list(change.changes)) for change in client.settings().changes] == [
         ("trainer", ["learning_rate"]),
         ("trainer", ["most_on_policy_prob"]),
     ]
     assert check_command(build_parser().parse_args(["ledger", "check", "--url", buffer.url])) == 0
-    assert "12 batches, 2 of them abandoned, 2 skipped, trainer starts: 2" in capsys.readouterr().out
+    assert "16 batches, 6 of them abandoned, 2 skipped, trainer starts: 3" in capsys.readouterr().out
     shown = status_lines(info, client.stats(), client.settings())
     assert "    alarms so far: ess_collapse 1, grad_spike 1, log_ratio_drift 1, non_finite 1" in shown
     assert "  batches skipped by the trainer: grad_spike 1, non_finite 1" in shown

@@ -112,11 +112,13 @@ def best(*documents: dict, section: EvalSection = SECTION, num_heldout: int = 10
     return None if found is None else (found.version, found.value)
 
 
-def test_the_highest_value_wins_and_a_tie_keeps_the_one_that_finished_first() -> None:
-    early, late = document("1-8", 0.5, at_s=2.0), document("1-4", 0.5, at_s=3.0)
-    assert best(document("0-0", 0.25), late, early) == ("1-8", 0.5)
-    assert best(early, document("1-12", 0.75, at_s=9.0)) == ("1-12", 0.75)
-    found = find_best_version([early], SECTION, num_heldout=100)
+def test_the_highest_value_wins_and_of_equal_ones_the_newest_version() -> None:
+    newer, older = document("1-12", 0.5, at_s=2.0), document("1-8", 0.5, at_s=3.0)
+    for documents in ([older, newer], [newer, older]):
+        assert best(document("0-0", 0.25), *documents) == ("1-12", 0.5)
+    assert best(newer, document("2-4", 0.5), document("2-16", 0.25)) == ("2-4", 0.5)
+    assert best(newer, document("1-4", 0.75, at_s=9.0)) == ("1-4", 0.75)
+    found = find_best_version([newer], SECTION, num_heldout=100)
     assert found is not None
     assert (found.metric, found.num_prompts, found.num_samples) == ("accuracy", 4, 1)
 

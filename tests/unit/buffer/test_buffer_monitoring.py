@@ -20,6 +20,7 @@ from tba_buffer.monitoring.stats import (
     by_length,
     stored_stats,
 )
+from tba_buffer.monitoring.totals import token_totals
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tests.support.buffer import make_recipe
@@ -110,7 +111,8 @@ def test_age_buckets_are_powers_of_two(age: int, bucket: str) -> None:
 
 
 def counts(generated: int = 0, evicted: int = 0, drawn: int = 0, trained: int = 0) -> dict[str, int]:
-    return {"generated": generated, "evicted": evicted, "drawn": drawn, "trained": trained}
+    counted = {"generated": generated, "evicted": evicted, "drawn": drawn, "trained": trained}
+    return {**counted, "generated_tokens": 3 * generated, "trained_tokens": 0}
 
 
 def test_nothing_is_known_before_a_second_has_passed() -> None:
@@ -129,6 +131,7 @@ def test_rates_are_growth_per_second_over_the_window() -> None:
     assert rates is not None
     assert WINDOW_S <= rates.window_s <= WINDOW_S + 1
     assert rates.generated_per_s == pytest.approx((2000 - 10 * (199.5 - rates.window_s)) / rates.window_s)
+    assert rates.generated_tokens_per_s == pytest.approx(3 * rates.generated_per_s)
     assert rates.drawn_per_s == pytest.approx(20, rel=0.02)
     assert rates.evicted_per_s == pytest.approx(1, rel=0.02)
     assert rates.trained_per_s == 0
@@ -138,6 +141,22 @@ def test_counts_of_another_redis_give_no_negative_rate() -> None:
     window = RateWindow()
     window.add(0.0, counts(100))
     assert window.rates(10.0, counts(3)) is None
+
+
+# ---- Totals ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_an_older_release_did_not_count_are_said_to_be_unknown() -> None:
+    older = {"generated": 100, "trained": 60, "evicted:policy_age": 9, "evicted:policy_age:1-16": 9}
+    older["skipped:refused"] = 1
+    found = token_totals(older)
+    assert (found.generated, found.trained, found.evicted) == (0, 0, {})
+    assert found.not_counted == {"generated": 100, "trained": 60, "evicted": 9, "skipped": 1}
+    more = {"tokens:generated": 70, "with_tokens:generated": 10, "generated": 110, "trained": 0}
+    more |= {"evicted:policy_age": 11, "with_tokens:evicted:policy_age": 2, "tokens:evicted:policy_age": 8}
+    found = token_totals(older | more)
+    assert (found.generated, found.evicted) == (70, {"policy_age": 8})
+    assert found.not_counted == {"generated": 100, "evicted": 9, "skipped": 1}
 
 
 # ---- Labels of metrics stay few, whatever names the components send -------------------------------------------------

@@ -19,7 +19,6 @@ WITHOUT_JSON = {
     "run",
     "demo",
     "fork",
-    "evaluate",
     "data prepare",
     "setup",
     "model push",
@@ -96,7 +95,7 @@ def script_of(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "last", "found"),
     [
-        ("", "roll", ["rollouts"]),
+        ("", "roll", ["rollback", "rollouts"]),
         ("rollouts", "", ["list", "show", "export"]),
         ("rollouts list --order", "b", ["best"]),
         ("rollouts list", "--finish", ["--finish-reason"]),

@@ -289,7 +289,8 @@ def test_json_lines_have_whole_texts_and_leave_out_what_was_evicted(
         run.details[f"{number:032x}"] = RolloutDetail.model_validate({**DETAIL, **changes})
     out = tmp_path / "r.jsonl"
     assert main(["rollouts", "export", "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"wrote 4 rollouts to {out}, {out.stat().st_size:,} bytes\n"
+    said = f"wrote 4 rollouts (1 more were evicted before they were read) to {out}, {out.stat().st_size:,} bytes\n"
+    assert capsys.readouterr().out == said
     lines = [RolloutInfo.model_validate_json(line) for line in out.read_text().splitlines()]
     assert [int(line.rollout_id, 16) for line in lines] == [0, 1, 3, 4]
     assert lines[3].prompt_data == {"answer": 2}, "a page leaves out long data"
@@ -328,6 +329,10 @@ def test_a_broken_export_leaves_the_old_file_and_no_part(
 def test_an_export_names_formats_and_missing_folders(
     run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    cases = {"--out": "say where to: --out FILE, or --push-to-hub OWNER/NAME", "--public": "--public says who can read"}
+    for flag, said in cases.items():
+        assert main(["rollouts", "export", *([] if flag == "--out" else [flag])]) == 2
+        assert said in capsys.readouterr().err
     assert main(["rollouts", "export", "--out", "r.csv"]) == 2
     assert "--out r.csv must end with .jsonl or .parquet" in capsys.readouterr().err
     assert main(["rollouts", "export", "--out", str(tmp_path / "no" / "r.jsonl")]) == 2
@@ -433,6 +438,7 @@ def opened(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     files: list[Path] = []
     monkeypatch.setattr(view, "ended_run", lambda _: None)
     monkeypatch.setattr(view, "open_target", lambda args: (run, f"http://127.0.0.1:1/#token={args.run}"))
+    monkeypatch.setattr(view, "endpoints_of", lambda folder: ("", f"{folder.path.name}.json", None))
     monkeypatch.setattr(browser.webbrowser, "open", open_page)
     monkeypatch.setattr(browser.time, "sleep", lambda _: None)
     monkeypatch.setenv("DISPLAY", ":0")
@@ -445,6 +451,11 @@ def test_the_page_of_a_run_in_progress_is_printed_and_opened(
 ) -> None:
     urls = ["http://127.0.0.1:1/#token=a", "http://127.0.0.1:1/#token=b"]
     assert main(["view", "a", "b"]) == 0
+    out, err = capsys.readouterr()
+    assert (out.splitlines(), opened) == (["http://127.0.0.1:1/"] * 2, urls)
+    assert "it asks for a token: that of the operator in b.json; --show-token prints it" in err
+    assert "token=" not in err, "a terminal keeps what it has shown"
+    assert main(["view", "a", "b", "--no-open", "--show-token"]) == 0
     assert (capsys.readouterr().out.splitlines(), opened) == (urls, urls)
     assert main(["view", "a", "b", "--json", "--no-open"]) == 0
     assert (json.loads(capsys.readouterr().out), opened) == ({"urls": urls}, urls)
@@ -455,8 +466,8 @@ def test_without_a_display_no_text_browser_takes_the_terminal(
 ) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
-    assert main(["view"]) == 0
-    assert (capsys.readouterr().out, opened) == ("http://127.0.0.1:1/#token=None\n", [])
+    assert main(["view", "a"]) == 0
+    assert (capsys.readouterr().out, opened) == ("http://127.0.0.1:1/\n", [])
 
 
 def test_a_page_that_cannot_be_asked_is_a_sentence(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from tba_trainer.learner.guards import NAMES
 
-from tba.api import RunEvent, RunInfo, SettingsInfo, WaitInfo
+from tba.api import RunEvent, RunInfo, SettingsInfo, Stats, WaitInfo
 from tba.clients import BufferClient
 from tba.config.trainer import REMEDIES
 from tba.errors import BusyError, UnauthorizedError, UnavailableError
@@ -48,6 +48,23 @@ def test_evictions_are_shown_by_reason_and_waits_by_name() -> None:
     lines = status_lines(info, counts, make_settings())
     assert "  evicted: max_rollouts 7, policy_age 2" in lines
     assert "  trainer-1 waits for 'rollouts': 4 s so far, at most 26 s more" in lines
+
+
+def test_tokens_and_cost_are_shown_with_what_is_not_known() -> None:
+    info, quiet = RunInfo.model_validate(INFO), make_settings()
+    tokens = {"generated": 21800, "trained": 12000, "refused": {"conflict": 3}, "refused_by_trainer": {}, "skipped": {}}
+    tokens |= {"evicted": {"policy_age": 18, "max_rollouts": 2}, "not_counted": {}}
+    cost = {"currency": "EUR", "total": 27.0, "by_kind": {"searcher": 26.75, "trainer": 0.25}, "per_1000_trained": 0.5}
+    document = stats().model_dump() | {"tokens": tokens, "cost": {**cost, "since_s": 5.0, "rollouts_trained_before": 0}}
+    lines = status_lines(info, Stats.model_validate(document), quiet)
+    assert "  tokens: 21,800 generated, 12,000 trained, evicted 20, refused at the push 3" in lines
+    assert "  cost so far: 27.00 EUR (searchers 26.75, trainers 0.25), 0.50 per 1,000 trained completions" in lines
+    document["tokens"]["not_counted"] = {"trained": 700, "generated": 1000}
+    document["cost"]["rollouts_trained_before"] = 700
+    lines = status_lines(info, Stats.model_validate(document), quiet)
+    assert "  rollouts whose tokens are not known, and not among them: generated 1,000, trained 700" in lines
+    assert any(line.endswith(" only, 700 completions were trained on before") for line in lines)
+    assert not any("tokens:" in line or "cost" in line for line in status_lines(info, stats(), quiet))
 
 
 def test_who_paused_the_run_and_when_is_shown() -> None:

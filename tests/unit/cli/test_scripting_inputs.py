@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import linecache
 import re
@@ -23,6 +22,7 @@ from tba_cli.run_folder import RunFolder
 from tba_cli.scripting import tables
 from tba_cli.scripting.inputs import Inputs, prepare, rows_of
 from tba_cli.scripting.tables import Listing, Table
+from tba_cli.scripting.words import python_words
 
 ROWS = [
     {"prompt_id": f"p{n}", "task": "mine", "text": f"{n}+1=", "data": {"word": "a"}, "split": split}
@@ -180,7 +180,7 @@ def test_a_listing_reads_no_more_than_it_is_asked_for():
 
 
 def test_a_run_that_is_not_there_is_a_sentence():
-    with pytest.raises(ConfigError, match="there is no run 'x'"):
+    with pytest.raises(ConfigError, match=r"there is no run 'x'.* path of its folder or url=..., .*tba\.run\("):
         tba.Run("x")
     with pytest.raises(ConfigError, match="no run is in progress"):
         tba.Run()
@@ -188,6 +188,39 @@ def test_a_run_that_is_not_there_is_a_sentence():
         tba.Run("x", url="http://localhost:1")
     with pytest.raises(ConfigError, match="token goes with url"):
         tba.Run("x", token="secret")
+
+
+@pytest.mark.parametrize(
+    ("said", "in_python"),
+    [
+        ("choose a free port with --set buffer.port=0", 'choose a free port with sets=["buffer.port=0"]'),
+        ("--set 'x' is not of the form section.key=value", "sets 'x' is not of the form section.key=value"),
+        ("--set trainer.num_steps=x: not a number", "sets trainer.num_steps=x: not a number"),
+        (
+            "the recipe has changed; take the changes with --take-changes, or continue as it began with: tba run "
+            "runs/x/recipe.json --resume",
+            'the recipe has changed; continue as it began with tba.run("runs/x/recipe.json", resume=True), and give '
+            "changes as sets=[...]",
+        ),
+        ("exists; continue with --resume, or --run-name", "exists; continue with resume=True, or name=..."),
+        ("say where to: --out DIR, or --push-to-hub OWNER/NAME", "say where to: out DIR, or push_to_hub OWNER/NAME"),
+        ("nothing --resumed or a-b--c is a flag", "nothing --resumed or a-b--c is a flag"),
+    ],
+)
+def test_errors_name_arguments_and_not_flags(said: str, in_python: str):
+    with pytest.raises(ConfigError) as found, python_words():
+        raise ConfigError(said)
+    assert str(found.value) == in_python
+
+
+def test_a_run_that_is_there_names_the_arguments_that_continue_it():
+    run = RunFolder(Path.cwd() / "runs" / "x")
+    run.path.mkdir(parents=True)
+    run.marker_path.touch()
+    run.recipe_path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"resume=True.*fresh=True.*name=\.\.\.") as found:
+        tba.run("quickstart", name="x", prompts=ROWS, rewards=[{"kind": "exact"}])
+    assert "--" not in str(found.value)
 
 
 LIGHT = """
@@ -221,15 +254,6 @@ def test_the_stub_names_what_the_module_gives():
 
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
-
-
-def test_the_page_has_every_member_of_a_run_and_no_other():
-    rows = [line.split("|")[1] for line in PAGE.split("| `tba.Run` |")[1].split("\n\n")[0].splitlines()[2:]]
-    named = set(re.findall(r"`(\w+)(?:\(.*?\))?`", " ".join(rows)))
-    assert named == {name for name in vars(tba.Run) if not name.startswith("_")}
-    arguments = PAGE.split("| argument of `tba.run` |")[1].split("\n\n")[0]
-    named = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in arguments.splitlines()[2:])))
-    assert named == set(inspect.signature(tba.run).parameters)
 
 
 def test_the_functions_of_the_page_are_taken():

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_trainer.learner.guards import NAMES, GuardState, StepAction, check_step, holds_checkpoints, suspects_weights
+from tba_trainer.learner.guards import (
+    NAMES,
+    GuardState,
+    StepAction,
+    check_step,
+    holds_checkpoints,
+    suspects_weights,
+    usual_grad_norm,
+)
 
 from tba.config.trainer import GuardsSection
 
@@ -84,6 +92,36 @@ def test_spikes_are_capped_in_the_median_which_follows_where_the_norms_have_rise
             fired.append(step)
     assert fired == [0, 1, 2, 3]  # then half of the window is 10, and the median 5.5
     assert state.grad_norms == (50.0,) * 8
+
+
+TIED = {"tied_group_share": 1.0}
+SPARSE = [FINE | ({"grad_norm": 0.4} if step % 8 == 0 else {"grad_norm": 1e-3, **TIED}) for step in range(80)]
+"""One batch in 8 has a reward signal; the others have the KL alone."""
+
+
+def test_a_batch_with_a_rare_success_is_no_spike_and_ten_times_its_norm_is_one() -> None:
+    guards = section(grad_spike={"action": "skip"})
+    state = GuardState()
+    for metrics in SPARSE:
+        result = check_step(guards, state, metrics)
+        assert result.alarms == ()
+        state = result.state
+    assert usual_grad_norm(guards, state) == 1e-3  # what relative clipping goes by is the median of all
+    for spike in (FINE | {"grad_norm": 4.1}, FINE | {"grad_norm": 4.1, **TIED}):
+        assert check_step(guards, state, spike).skip == "grad_spike"
+    assert check_step(guards, state, FINE | {"grad_norm": 3.9}).alarms == ()
+
+
+def test_what_clipping_goes_by_does_not_depend_on_which_batches_have_a_signal() -> None:
+    guards, dense = section(), [{**metrics, "tied_group_share": 0.5} for metrics in SPARSE]
+    assert after(guards, *SPARSE).state.grad_norms == after(guards, *dense).state.grad_norms
+    assert len(names(after(guards, *dense[:65]))) == 1  # the same norms, all with a signal
+
+
+def test_an_objective_whose_groups_are_all_tied_is_watched_by_all_its_norms() -> None:
+    tied = FINE | TIED
+    assert names(after(section(), *[tied] * 10, tied | {"grad_norm": 10.1})) == ["grad_spike"]
+    assert names(after(section(), *[tied] * 10, FINE | {"grad_norm": 10.1})) == []  # the first with a signal
 
 
 def test_a_norm_that_is_skipped_for_another_reason_is_no_part_of_what_is_usual() -> None:
@@ -235,6 +273,7 @@ METRICS = st.none() | st.fixed_dictionaries(
         "grad_norm": st.floats(min_value=0) | st.just(math.nan),
         "ess": st.none() | st.floats(0, 1),
         "log_ratio_token_mean": st.none() | st.floats(-5, 5),
+        "tied_group_share": st.sampled_from([None, 0.5, 1.0]),
     }
 )
 

@@ -317,7 +317,8 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         wanted: Annotated[RolloutFilter, Depends(rollout_filter)], tokens: bool = True
     ) -> Response:
         """Stream all stored rollouts that match as one Parquet file, oldest first; `tokens=false` leaves out the
-        columns of tokens and log-probs. Needs the extra `parquet` of the service."""
+        columns of tokens and log-probs. Its metadata has how many were evicted before they were read
+        (`tba.num_evicted`). Needs the extra `parquet` of the service."""
         content = await buffer.rollouts.exports.parquet(wanted, tokens=tokens)
         return StreamingResponse(content, media_type=PARQUET_TYPE)
 

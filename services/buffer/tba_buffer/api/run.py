@@ -10,10 +10,12 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from tba.api import (
     ACKNOWLEDGED_HEADER,
     AcceptLoss,
-    EvalInfo,
+    CheckpointList,
+    EvaluateReply,
     EvaluateRequest,
     LoadRequest,
     OriginInfo,
+    RollbackRequest,
     RunChanges,
     RunCommand,
     RunEvent,
@@ -63,7 +65,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         responses=problems(),
     )
     async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
-        """Return who paused, resumed, stopped or ended the run, retried versions or accepted a loss, when and why."""
+        """Return who paused, resumed, stopped, ended or rolled back the run, retried versions or accepted a loss, when
+        and why."""
         return await buffer.run.control.changes(after=after)
 
     @api.post(
@@ -80,6 +83,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     _add_command(api, "done", ["trainer"], buffer, auth)
     _add_command(api, "fail", ["trainer"], buffer, auth)
     _add_command(api, "pause", ["operator", "trainer"], buffer, auth)
+    _add_rollback(api, buffer, auth)
 
     @api.post(
         "/run/retry-versions",
@@ -98,8 +102,9 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         dependencies=[Depends(auth.require("operator"))],
         responses=problems(409),
     )
-    async def evaluate(body: EvaluateRequest) -> EvalInfo:
-        """Have a version evaluated on held-out prompts now, as the recipe's section `eval` says."""
+    async def evaluate(body: EvaluateRequest) -> EvaluateReply:
+        """Have a version evaluated on held-out prompts now, as the recipe's section `eval` says; one that exists is
+        returned as it is."""
         return await buffer.prompts.evaluations.request_for_operator(body)
 
     @api.post(
@@ -115,6 +120,25 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         return await buffer.run_info()
 
     return api
+
+
+def _add_rollback(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
+    @api.post(
+        "/run/rollback",
+        operation_id="rollback",
+        dependencies=[Depends(auth.require("operator"))],
+        responses=problems(409),
+    )
+    async def rollback(body: RollbackRequest) -> RunInfo:
+        """Return to the newest checkpoint at or before a step: the trainer begins a new lineage from it at its next
+        step boundary, and what came after it stays in the ledger as abandoned."""
+        await buffer.run.rollbacks.request(body)
+        return await buffer.run_info()
+
+    @api.get("/checkpoints", operation_id="checkpoints", dependencies=[Depends(auth.require("viewer"))])
+    async def checkpoints() -> CheckpointList:
+        """Return what a rollback can return to, newest first."""
+        return CheckpointList(versions=[str(version) for version in await buffer.run.rollbacks.checkpoints()])
 
 
 def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:

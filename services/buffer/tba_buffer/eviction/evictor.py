@@ -255,6 +255,7 @@ class Evictor:
                 batch.rollout_ids,
                 batch.positions,
                 batch.accepted_by,
+                batch.num_tokens,
                 *(part for pair in batch.num_by_length.items() for part in pair),
             ],
         )
@@ -283,18 +284,21 @@ class EvictionBatch:
     """The last acceptance of a loss when this was planned."""
     rollout_ids: bytes
     positions: bytes
+    num_tokens: int
     num_by_length: dict[str, int]
     amount: _Amount
 
     @classmethod
     def of(cls, index: Index, reason: str, rows: Rows, *, accepted_by: bytes) -> EvictionBatch:
         """Return the batch of some rows of the index as it is now."""
+        num_tokens = index.column("num_tokens", rows)
         return cls(
             reason=reason,
             accepted_by=accepted_by,
             rollout_ids=b"".join(index.rollout_ids(rows)),
             positions=index.column("position", rows).astype("<u8").tobytes(),
-            num_by_length=count_by_length(index.column("num_tokens", rows)),
+            num_tokens=int(num_tokens.sum(dtype="int64")),
+            num_by_length=count_by_length(num_tokens),
             amount=_Amount(len(rows), int(index.column("num_bytes", rows).sum(dtype="int64"))),
         )
 

@@ -16,11 +16,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tba.api import ComponentInfo, RunState, WaitInfo
+from tba.api import ComponentInfo, CostInfo, RunState, WaitInfo
 from tba.versions import PolicyVersion
 from tba_buffer.monitoring.component_metrics import component_families, gauge_families
 from tba_buffer.monitoring.request_times import RequestMetrics
 from tba_buffer.monitoring.stats import LEASE_EVENTS, PUSH_OUTCOMES, Counters, StatsReader
+from tba_buffer.monitoring.totals import REASONS_OF, token_totals
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.components import Components
 from tba_buffer.run.state import RunStateReader
@@ -42,6 +43,7 @@ class Reading:
     counters: Counters
     by_length: Mapping[str, int]
     mean_reward_recent: float | None
+    cost: CostInfo | None
     components: Sequence[ComponentInfo]
     waits: Sequence[WaitInfo]
     trainer_waited_s: Mapping[str, float]
@@ -102,6 +104,7 @@ class Metrics(Collector):
             counters=counters,
             by_length=detail.stored.by_length,
             mean_reward_recent=detail.mean_reward_recent,
+            cost=self._stats.cost(counters),
             components=infos,
             waits=waits,
             trainer_waited_s=await self._components.trainer_waits.totals(),
@@ -124,6 +127,7 @@ class Metrics(Collector):
         )
         if self._reading is not None:
             yield from _counter_families(self._reading.counters)
+            yield from _total_families(self._reading)
             yield from _gauge_families(self._reading)
             yield from _run_families(self._reading)
             yield from component_families(self._reading.components, self._reading.waits)
@@ -206,6 +210,31 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
     )
 
 
+def _total_families(reading: Reading) -> Iterator[Metric]:
+    tokens = token_totals(reading.counters.totals)
+    for name, number, text in (
+        ("tba_generated_tokens", tokens.generated, "Completion tokens of stored rollouts"),
+        ("tba_trained_tokens", tokens.trained, "Completion tokens that steps trained on"),
+    ):
+        yield CounterMetricFamily(name, text, value=number)
+    dropped = CounterMetricFamily(
+        "tba_dropped_tokens", "Completion tokens that were dropped, by what and why", labels=["act", "reason"]
+    )
+    for act in REASONS_OF.values():
+        for reason, number in getattr(tokens, act).items():
+            dropped.add_metric([act, reason], number)
+    yield dropped
+    times = reading.counters.times
+    seconds = {} if times is None else times.seconds
+    yield _by("tba_component_seconds", "Time that components were there", "kind", seconds)
+    cost = CounterMetricFamily("tba_cost", "Cost so far, in the currency of the recipe", labels=["kind", "currency"])
+    # absent, not 0, where nothing has a price
+    if reading.cost is not None:
+        for kind, value in reading.cost.by_kind.items():
+            cost.add_metric([kind, reading.cost.currency], value)
+    yield cost
+
+
 def _gauge_families(reading: Reading) -> Iterator[Metric]:
     counters, index = reading.counters, reading.counters.index
     stored = GaugeMetricFamily("tba_buffer_rollouts", "Rollouts stored now, by reward status", labels=["status"])
@@ -280,7 +309,7 @@ def _run_families(reading: Reading) -> Iterator[Metric]:
     yield _by("tba_scaling_failures", "Attempts to change the number of searchers that failed", "reason", failures)
 
 
-def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+def _by(name: str, text: str, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=[label])
     for value, number in counts.items():
         family.add_metric([value], number)

@@ -16,22 +16,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.api import Rates, Stats, StoredStats
+from tba.api import CostInfo, Rates, Stats, StoredStats
 from tba.api.stats import NUM_DECILES
 from tba.versions import LineageTree, PolicyVersion
 from tba_buffer.eviction.evictor import length_bucket
 from tba_buffer.index.log import SCORED
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
+from tba_buffer.monitoring.totals import TOKENS, cost_so_far, token_totals
 from tba_buffer.prompts.catalog import Catalog
-from tba_buffer.rollouts.trained_steps import DROPPED
+from tba_buffer.rollouts.trained_steps import DROPPED, execute_with_records
+from tba_buffer.run.component_times import CountedTimes, read_times
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
 
 WINDOW_S = 60.0
 MIN_WINDOW_S = 1.0
-NAMES = ("generated", "evicted", "drawn", "trained")
+NAMES = ("generated", "evicted", "drawn", "trained", "generated_tokens", "trained_tokens")
 
 
 class RateWindow:
@@ -161,6 +163,8 @@ class Counters:
     checkpoint_position: int
     trainer: PolicyVersion
     """Lineage that owns the run, and its last acked step."""
+    times: CountedTimes | None
+    """How long components were there; None: no heartbeat has come."""
     damaged: Mapping[str, int]
     """Kind of stored item -> how many damaged ones were found."""
     index: Index
@@ -186,6 +190,8 @@ class Counters:
             "evicted": sum(self.group("evicted").values()),
             "drawn": self.totals.get("drawn", 0),
             "trained": self.totals.get("trained", 0),
+            "generated_tokens": self.totals.get(f"{TOKENS}generated", 0),
+            "trained_tokens": self.totals.get(f"{TOKENS}trained", 0),
         }
 
 
@@ -234,8 +240,10 @@ class StatsReader:
                 pipe.hlen(keys.ledger_steps)
                 pipe.llen(keys.trained)
                 pipe.hget(keys.log_checkpoint, "position")
+                pipe.hgetall(keys.component_times)
                 pipe.hgetall(keys.run)
-                counters, ages, num_leases, num_acked, num_trained_steps, base, raw = await pipe.execute()
+                replies = await execute_with_records(self._context, pipe)
+        counters, ages, num_leases, num_acked, num_trained_steps, base, times, raw = replies
         run = RunHash(self._context, raw)
         damaged = await self._context.damaged_items.info(self._context.redis, keys)
         return Counters(
@@ -247,8 +255,13 @@ class StatsReader:
             num_trained_steps=num_trained_steps,
             checkpoint_position=self._context.read_number("position of the log checkpoint", base),
             trainer=PolicyVersion(run.lineage, run.step),
+            times=read_times(self._context, times),
             index=index,
         )
+
+    def cost(self, counters: Counters) -> CostInfo | None:
+        """Return what the run has cost so far; None where nothing has a price."""
+        return cost_so_far(self._context.recipe.cost, counters.times, counters.totals.get("trained", 0))
 
     def _ages(self, raw: Mapping[bytes, bytes]) -> dict[int, int]:
         ages = self._context.parse_counters(raw)
@@ -311,6 +324,9 @@ class StatsReader:
             realised_most_on_policy=_ratio(slots, "recent", "total"),
             mean_reward_recent=detail.mean_reward_recent,
             policy_age_histogram=dict(counters.ages),
+            tokens=token_totals(totals),
+            component_seconds={} if counters.times is None else dict(counters.times.seconds),
+            cost=self.cost(counters),
             rates=self._window.rates(time.monotonic(), counters.rate_counts()),
             stored=detail.stored,
         )

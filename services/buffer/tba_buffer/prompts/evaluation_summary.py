@@ -17,6 +17,7 @@ from tba.api import BestVersion, EvalNumbers
 from tba.config.evaluation import EvalSection, pass_at_of
 from tba.evaluation.statistics import pass_at_k
 from tba.fields import mean
+from tba.versions import PolicyVersion
 
 KINDS = ("sample", "greedy")
 
@@ -105,7 +106,7 @@ MIN_KNOWN_SHARE = 0.99
 def find_best_version(
     documents: Iterable[dict[str, Any]], section: EvalSection, *, num_heldout: int
 ) -> BestVersion | None:
-    """Return the best of the finished evaluations; of equal ones, the one that finished first.
+    """Return the best of the finished evaluations; of equal ones, that of the newest version, which has learned most.
 
     Args:
         documents: stored evaluations (evaluations.py).
@@ -113,13 +114,13 @@ def find_best_version(
     """
     num_prompts, best = min(section.num_prompts_compared, num_heldout), None
     done = (document for document in documents if document["state"] == "done")
-    for document in sorted(done, key=lambda document: document["summary"]["finished_at_s"]):
+    for document in sorted(done, key=lambda document: PolicyVersion.parse(document["version"])):
         numbers = _compared_numbers(document, section, num_prompts)
         # with too many unknown scores the best version stays the best
         if numbers is None or not _is_known(document, numbers, section, num_prompts):
             continue
         value = numbers.metric(section.best_metric)
-        if value is None or not math.isfinite(value) or (best is not None and value <= best.value):
+        if value is None or not math.isfinite(value) or (best is not None and value < best.value):
             continue
         best = BestVersion(
             version=document["version"],

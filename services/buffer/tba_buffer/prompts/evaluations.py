@@ -14,7 +14,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from tba.api import BestVersion, EvalInfo, EvalNumbers, EvalRequest, EvalResult, EvalResults, EvaluateRequest
+from tba.api import (
+    BestVersion,
+    EvalInfo,
+    EvalNumbers,
+    EvalRequest,
+    EvalResult,
+    EvalResults,
+    EvaluateReply,
+    EvaluateRequest,
+)
 from tba.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from tba.fields import Integer, Number
 from tba_buffer.prompts.catalog import Catalog
@@ -53,6 +62,11 @@ class Evaluations:
             ConflictError: there are no held-out prompts, or the version was never announced.
             UnavailableError: Redis did not answer.
         """
+        eval_id, _ = await self._open(request)
+        return await self.get(eval_id)
+
+    async def _open(self, request: EvalRequest) -> tuple[str, bool]:
+        """Return the id of the evaluation, and whether it existed."""
         num_prompts = min(request.num_prompts, len(self._catalog.heldout))
         if not num_prompts:
             raise ConflictError("there are no held-out prompts to evaluate on; upload prompts with split 'heldout'")
@@ -83,9 +97,9 @@ class Evaluations:
                 f"version {request.version} was never announced, so there is nothing to evaluate; announce it first"
             )
         self._context.leasable.notify()
-        return await self.get(eval_id)
+        return eval_id, reply == b"exists"
 
-    async def request_for_operator(self, request: EvaluateRequest) -> EvalInfo:
+    async def request_for_operator(self, request: EvaluateRequest) -> EvaluateReply:
         """Open an evaluation with the recipe's settings, in the name of the lineage that is active.
 
         Raises:
@@ -99,7 +113,7 @@ class Evaluations:
                 "no version was announced so far, so there is nothing to evaluate; wait for the trainer"
             )
         # fenced only if a trainer starts at this very moment: then the same request again is right
-        return await self.request(
+        eval_id, existed = await self._open(
             EvalRequest(
                 version=version,
                 token=run.token,
@@ -110,6 +124,7 @@ class Evaluations:
                 timeout_s=section.timeout_s,
             )
         )
+        return EvaluateReply(**(await self.get(eval_id)).model_dump(), existed=existed)
 
     async def get(self, eval_id: str) -> EvalInfo:
         """Return one evaluation.

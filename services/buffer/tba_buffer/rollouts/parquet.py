@@ -2,8 +2,9 @@
 
     groups of rollouts from Redis (queries.py)  ->  columns (arrow)  ->  one row group  ->  its bytes, sent at once
 
-So the memory of an export is that of a row group, however many rollouts there are. pyarrow is the extra `parquet` of
-the service, and is imported with the first export.
+So the memory of an export is that of a row group, however many rollouts there are. The metadata at the end of the file
+says how many are missing because they were evicted before they were read (EVICTED_KEY). pyarrow is the extra `parquet`
+of the service, and is imported with the first export.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from tba.errors import BusyError, NotInstalledError
 from tba.versions import PolicyVersion
 from tba.wire import Rollout
 from tba_buffer.prompts.catalog import Catalog
-from tba_buffer.rollouts.queries import RolloutReader
+from tba_buffer.rollouts.queries import RolloutReader, StoredRollout
 from tba_buffer.rollouts.selection import RolloutFilter
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+EVICTED_KEY = "tba.num_evicted"
 GROUP_ROLLOUTS = 1000
 MAX_EXPORTS = 4
 """Exports at once: each holds a row group, and decodes in a thread."""
@@ -49,7 +51,7 @@ class RolloutExports:
         self._num_running = 0
 
     async def parquet(self, wanted: RolloutFilter, *, tokens: bool) -> AsyncIterator[bytes]:
-        """Return the bytes of a file as an iterator; rollouts that are evicted meanwhile are left out.
+        """Return the bytes of a file as an iterator; rollouts that are evicted meanwhile are left out, and counted.
 
         Args:
             wanted: the rollouts.
@@ -61,6 +63,20 @@ class RolloutExports:
             NotInstalledError: there is no pyarrow.
             UnavailableError: Redis did not answer; also while it iterates.
         """
+        evicted: list[int] = []
+        groups = await self._begin(wanted, evicted.append)
+        pieces = self._write(groups, evicted, tokens=tokens)
+        # begun here, so that it counts before the next request is looked at: it waits for nothing until then
+        return _chained(await anext(pieces), pieces)
+
+    async def check(self, wanted: RolloutFilter) -> None:
+        """Raise what `parquet` would raise now."""
+        await self._begin(wanted, lambda _: None)
+
+    async def _begin(
+        self, wanted: RolloutFilter, on_evicted: Callable[[int], None]
+    ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
+        """Return the groups of rollouts, of which nothing is read yet."""
         try:
             await in_thread(_import)
         except ImportError:
@@ -68,15 +84,13 @@ class RolloutExports:
                 "an export to Parquet needs pyarrow, which this buffer service does not have; install its extra "
                 "`parquet` (tba-buffer[parquet]), or read GET /v1/rollouts page by page"
             ) from None
-        groups = await self._reader.groups(wanted, GROUP_ROLLOUTS)
+        groups = await self._reader.groups(wanted, GROUP_ROLLOUTS, on_evicted=on_evicted)
         if self._num_running >= MAX_EXPORTS:
             raise BusyError(f"{MAX_EXPORTS} exports run already", retry_after_s=BUSY_RETRY_S, wait="exports")
-        pieces = self._write(groups, tokens=tokens)
-        # begun here, so that it counts before the next request is looked at: it waits for nothing until then
-        return _chained(await anext(pieces), pieces)
+        return groups
 
     async def _write(
-        self, groups: AsyncIterator[list[tuple[Any, Rollout]]], *, tokens: bool
+        self, groups: AsyncIterator[list[tuple[Any, Rollout]]], evicted: Sequence[int], *, tokens: bool
     ) -> AsyncGenerator[bytes, None]:
         from pyarrow import parquet
 
@@ -96,6 +110,7 @@ class RolloutExports:
                     )
                 )
                 yield sink.take()
+            writer.add_key_value_metadata({EVICTED_KEY: str(sum(evicted))})
             await in_thread(writer.close)
             yield sink.take()
         finally:

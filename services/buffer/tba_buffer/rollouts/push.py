@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -42,12 +42,13 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class RefusedItem(Exception):
-    """One item may not be stored; it is counted under `code`. Damaged items have no id."""
+    """One item may not be stored; it is counted under `code`. Damaged items have neither an id nor known tokens."""
 
-    def __init__(self, code: str, detail: str, rollout_id: bytes | None = None) -> None:
-        name = None if rollout_id is None else rollout_id.hex()
+    def __init__(self, code: str, detail: str, rollout: RolloutDocument | None = None) -> None:
+        name = None if rollout is None else rollout.rollout_id.hex()
         super().__init__(f"{code}: {detail}" if name is None else f"{code}: rollout {name}: {detail}")
         self.code = code
+        self.num_tokens = None if rollout is None else num_response_tokens(rollout)
         self.outcome = ItemOutcome(name, "refused", str(self))
 
 
@@ -113,7 +114,6 @@ class RolloutWriter:
             records.append(rollout_record(rollout, prompt, len(payloads[at]), hashes_tokens=self._hashes_tokens))
             # push.lua looks up each (visit, searcher) once, however many rollouts it has
             visit_numbers.append(visits.setdefault((rollout.visit_id, rollout.searcher_id), len(visits)))
-        codes = Counter(refused.code for refused in refusals.values())
         reply = await self._context.scripts.run(
             "push",
             self._keys,
@@ -126,7 +126,7 @@ class RolloutWriter:
                 *(payloads[at] for at in accepted),
                 *(visit_id for visit_id, _ in visits),
                 *(searcher_id for _, searcher_id in visits),
-                *(part for pair in codes.items() for part in pair),
+                *refusal_counts(refusals.values()),
             ],
         )
         if reply[0] == buffer_epoch.SUPERSEDED:
@@ -169,19 +169,19 @@ class RolloutWriter:
         """
         if isinstance(item, WireError):
             raise RefusedItem(REFUSALS.get(type(item), "malformed"), str(item))
-        rollout_id, knows = item.rollout_id, self._lineages.knows
+        knows = self._lineages.knows
         if item.run != self._run:
-            raise RefusedItem("wrong-run", f"belongs to run {item.run!r}, this is {self._run!r}", rollout_id)
+            raise RefusedItem("wrong-run", f"belongs to run {item.run!r}, this is {self._run!r}", item)
         found = self._catalog.find(item.prompt_id)
         if found is None:
-            raise RefusedItem("unknown-prompt", f"prompt {item.prompt_id!r} was never uploaded", rollout_id)
+            raise RefusedItem("unknown-prompt", f"prompt {item.prompt_id!r} was never uploaded", item)
         if found[1].split != "train":
             detail = f"prompt {item.prompt_id!r} is held out and never trained on"
-            raise RefusedItem("heldout-prompt", detail, rollout_id)
+            raise RefusedItem("heldout-prompt", detail, item)
         for lineage, step, _, _ in item.version_spans:
             # version 0-0 is the starting model, which no trainer made
             if (lineage or step) and not knows(lineage):
-                raise RefusedItem("unknown-lineage", f"no trainer ever made version {lineage}-{step}", rollout_id)
+                raise RefusedItem("unknown-lineage", f"no trainer ever made version {lineage}-{step}", item)
         return item, found[0]
 
     async def _enforce_limits(self, sizes: list[int]) -> None:
@@ -212,10 +212,25 @@ def rollout_record(rollout: RolloutDocument, prompt: int, num_bytes: int, *, has
         version=rollout.version,
         prompt=prompt,
         num_bytes=num_bytes,
-        num_tokens=len(rollout.response_tokens) // 4,
+        num_tokens=num_response_tokens(rollout),
         token_hash=token_hash(rollout.response_tokens) if hashes_tokens else 0,
         status=rollout.reward_status,
     )
+
+
+def num_response_tokens(rollout: RolloutDocument) -> int:
+    """Return how many tokens the response of a rollout has."""
+    return len(rollout.response_tokens) // 4
+
+
+def refusal_counts(refusals: Iterable[RefusedItem]) -> Iterator[str | int]:
+    """Yield what push.lua counts: per code the code, the items, those of them whose tokens are known, their tokens."""
+    by_code: defaultdict[str, list[int | None]] = defaultdict(list)
+    for refused in refusals:
+        by_code[refused.code].append(refused.num_tokens)
+    for code, num_tokens in by_code.items():
+        known = [number for number in num_tokens if number is not None]
+        yield from (code, len(num_tokens), len(known), sum(known))
 
 
 def token_hash(response_tokens: bytes) -> int:

@@ -7,7 +7,7 @@ filters and order  ->  rows of the index, as log positions: row numbers do not o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -149,11 +149,15 @@ class RolloutReader:
         infos = await self.infos(await self.rollouts(found), text_chars=request.text_chars)
         return RolloutPage(rollouts=infos, next=after, num_read=num_read)
 
-    async def groups(self, wanted: RolloutFilter, num: int) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
+    async def groups(
+        self, wanted: RolloutFilter, num: int, *, on_evicted: Callable[[int], None]
+    ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
         """Return an iterator over all rollouts that match, oldest first, in groups of at least `num`, or of at least
         CHUNK_BYTES; the last one may be smaller.
 
-        Rollouts that are evicted meanwhile are left out.
+        Args:
+            on_evicted: called with a number of rollouts that were evicted before they were read, and are left out. Of
+                these nobody knows whether they pass a filter of what only payloads hold.
 
         Raises:
             BadRequestError, NotFoundError: as `page`.
@@ -162,22 +166,37 @@ class RolloutReader:
         selection = Selection.of(wanted, self._catalog, order="oldest", cursor=None)
         index = await self._view.catch_up()
         rows = select_rows(index, selection, max(1, index.num_live))
-        return self._grouped(index.column("position", rows), PayloadFilter(wanted, self._catalog), num)
+        return self._grouped(index.column("position", rows), PayloadFilter(wanted, self._catalog), num, on_evicted)
 
     async def _grouped(
-        self, positions: Positions, payload_filter: PayloadFilter, num: int
+        self,
+        positions: Positions,
+        payload_filter: PayloadFilter,
+        num: int,
+        on_evicted: Callable[[int], None],
     ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
+        async def decoded(group: list[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
+            found = await self.rollouts(group)
+            on_evicted(len(group) - len(found))
+            return found
+
         group: list[StoredRollout] = []
-        async for _, matching in self._matching(positions, payload_filter, num_first=CHUNK_ROLLOUTS):
+        chunks = self._matching(positions, payload_filter, num_first=CHUNK_ROLLOUTS, on_evicted=on_evicted)
+        async for _, matching in chunks:
             group += matching
             if len(group) >= num or sum(len(item.payload) for item in group) >= CHUNK_BYTES:
-                yield await self.rollouts(group)
+                yield await decoded(group)
                 group = []
         if group:
-            yield await self.rollouts(group)
+            yield await decoded(group)
 
     async def _matching(
-        self, positions: Positions, payload_filter: PayloadFilter, *, num_first: int
+        self,
+        positions: Positions,
+        payload_filter: PayloadFilter,
+        *,
+        num_first: int,
+        on_evicted: Callable[[int], None] = lambda _: None,
     ) -> AsyncIterator[tuple[int, list[StoredRollout]]]:
         """Read the rollouts at log positions in chunks: of `num_first`, then of twice as many, ...
 
@@ -187,6 +206,7 @@ class RolloutReader:
         num_read, num = 0, num_first
         while num_read < len(positions):
             num_taken, stored = await self._read(positions[num_read : num_read + num])
+            on_evicted(num_taken - len(stored))
             num_read, num = num_read + num_taken, min(2 * num, CHUNK_ROLLOUTS)
             if payload_filter.is_needed:
                 # in a thread: texts may be long, and other requests must not wait for them

@@ -10,9 +10,12 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
+from redis.asyncio.client import Pipeline
+from redis.exceptions import ResponseError
 
 from tba.api import AckRequest, TrainedStep
 from tba.fields import MAX_LINEAGE, MAX_STEP, is_bounded
@@ -111,6 +114,23 @@ def _number(column: bytes, row: int) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
+async def execute_with_records(context: Context, pipe: Pipeline) -> list[Any]:
+    """Execute a transaction that also reads the records. A key of another type has none, and is noted as damaged.
+
+    Raises:
+        RedisError: of any other command.
+    """
+    commands = [words for words, _ in pipe.command_stack]
+    replies = await pipe.execute(raise_on_error=False)
+    for number, (words, reply) in enumerate(zip(commands, replies, strict=True)):
+        if isinstance(reply, ResponseError):
+            if words[1] != context.keys.trained:
+                raise reply
+            context.damaged_items.note("trained", "list", reply, at_s=context.clock())
+            replies[number] = 0 if words[0] == "LLEN" else []
+    return replies
+
+
 class TrainedSteps:
     """The records of Redis, followed in memory.
 
@@ -196,5 +216,5 @@ class TrainedSteps:
                 pipe.llen(keys.trained)
                 pipe.lrange(keys.trained, after, after + RECORDS_PER_READ - 1)
                 pipe.hgetall(keys.run)
-                dropped, num, page, run = await pipe.execute()
+                dropped, num, page, run = await execute_with_records(self._context, pipe)
         return dropped, num, page, run

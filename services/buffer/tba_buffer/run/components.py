@@ -19,6 +19,7 @@ from typing import Any
 from tba.api import ComponentInfo, ComponentWait, RunState, WaitInfo
 from tba.errors import BusyError, ConflictError, ForbiddenError, TbaError
 from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat
+from tba_buffer.run.component_times import ComponentTimes
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -87,6 +88,7 @@ class Components:
         """By component id; None: not read yet."""
         self._reading_known = asyncio.Lock()
         self.trainer_waits = TrainerWaits(context)
+        self.times = ComponentTimes(context, ENDED)
         self.services: list[Callable[[], ComponentInfo]] = []
         """Describe the services now."""
 
@@ -127,10 +129,17 @@ class Components:
             "gauges": dict(beat.gauges),
             "at_s": self._context.clock(),
         }
+        await self.times.begin()
         gone = self._remember(await self._read_known(), beat)
+        times = self.times.add(beat)
         with redis_errors("store a heartbeat"):
-            await self._context.redis.hset(self._context.keys.components, beat.component_id, json.dumps(document))
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.hset(self._context.keys.components, beat.component_id, json.dumps(document))
+                if times:
+                    pipe.hset(self._context.keys.component_times, mapping=times)
+                await pipe.execute()
             if gone is not None:
+                self.times.forget([gone])
                 await self._context.redis.hdel(self._context.keys.components, gone)
                 await self._context.count("components_forgotten:replaced")
         # of trainers only: an autoscaler reads how long they have waited
@@ -227,6 +236,7 @@ class Components:
         ]
         # counted, so that a component that disappears from GET /v1/run leaves a trace
         if forgotten:
+            self.times.forget(name.decode(errors="replace") for name in forgotten)
             with redis_errors("forget silent components"):
                 await self._context.redis.hdel(key, *forgotten)
             await self._context.count("components_forgotten:silent", len(forgotten))

@@ -6,6 +6,7 @@ any -> done, failed                done, fail (the trainer with the active token
 running -> failed                  the buffer itself: a reward function raises for every item
 stopping, done, failed -> running  a new lineage: a trainer starts again
 
+A rollback that waits (run/rollback.py) forbids `done`; a stop or a failure withdraws it.
 Every change is a line of the audit, written in the same call.
 """
 
@@ -19,7 +20,7 @@ from tba.api.run import AuditRole, Role
 from tba.errors import ConflictError
 from tba.logs import get_logger
 from tba.wire import new_id
-from tba_buffer.run.lineage import fenced
+from tba_buffer.run.lineage import fenced, rollback_waits
 from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.redis_client import redis_errors
@@ -77,6 +78,7 @@ class RunControl:
 
         Raises:
             FencedError: done or fail without the active token; any command with another token.
+            RollbackError: done, while a rollback waits for the trainer.
             ConflictError: the state does not allow it.
             UnavailableError: Redis did not answer.
         """
@@ -86,6 +88,8 @@ class RunControl:
         reply = await self._change(name, command, role, allowed_from=allowed_from, checks_token=checks_token)
         if reply[0] == b"fenced":
             raise fenced(f"the command {name!r}")
+        if reply[0] == b"rollback":
+            raise rollback_waits(f"the command {name!r}", reply[1])
         if reply[0] == b"refused":
             raise ConflictError(
                 f"{name!r} is not possible while the run is {reply[1].decode(errors='replace')}; "

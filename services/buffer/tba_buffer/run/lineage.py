@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import secrets
 
-from tba.api import CheckpointRequest, LineageReply, LineageRequest, VersionRequest
-from tba.errors import ConflictError, FencedError, UnavailableError
+from pydantic import ValidationError
+
+from tba.api import CheckpointRequest, LineageReply, LineageRequest, RollbackInfo, VersionRequest
+from tba.errors import ConflictError, FencedError, RollbackError, UnavailableError
 from tba.fields import MAX_LINEAGE
 from tba.versions import START, LineageTree, PolicyVersion
 from tba_buffer.storage import buffer_epoch
@@ -21,6 +23,21 @@ from tba_buffer.storage.redis_client import redis_errors
 def fenced(what: str) -> FencedError:
     """Return the error of a stale token."""
     return FencedError(f"{what} was refused: a newer trainer start owns this run; stop this trainer")
+
+
+def rollback_waits(what: str, waiting: RollbackInfo | bytes) -> RollbackError:
+    """Return the error that tells a trainer to roll back.
+
+    Args:
+        what: was refused.
+        waiting: the rollback, or its stored text.
+    """
+    if isinstance(waiting, bytes):
+        try:
+            waiting = RollbackInfo.model_validate_json(waiting)
+        except ValidationError:  # noted where the run is read, and the next draw says that Redis must be restored
+            return RollbackError(f"{what} was refused: an operator has asked for a rollback, whose text is damaged")
+    return RollbackError(f"{what} was refused: an operator has asked for a rollback to {waiting.version}")
 
 
 def _parent(lineage: bytes, text: bytes) -> tuple[int, PolicyVersion]:
@@ -71,7 +88,8 @@ class Lineages:
     async def new(self, request: LineageRequest) -> LineageReply:
         """Start a trainer from `request.parent`. A request id that took a lineage before gets that one again.
 
-        A registered checkpoint after the parent is replaced by the parent's, or by none, in the same call.
+        A registered checkpoint after the parent is replaced by the parent's, or by none, in the same call, and the
+        rollback that it obeys no longer waits.
 
         Raises:
             ConflictError: no trainer made the parent version: it is not the start of its lineage, and was neither
@@ -121,6 +139,8 @@ class Lineages:
                 int(request.rollback),
                 now,
                 " ".join(map(str, self.tree.ancestry(parent))),
+                request.obeys or "",
+                int(request.in_process),
             ],
         )
         if reply == buffer_epoch.SUPERSEDED:
@@ -169,14 +189,18 @@ class Lineages:
 
         Raises:
             FencedError: a newer lineage owns the run.
+            RollbackError: a rollback waits. Trainers delete old checkpoints after this call, and its one must stay.
             ConflictError: the version is not in the history of the active lineage.
             UnavailableError: Redis did not answer.
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
         await self._check_history(version, request.token, what)
         args = [request.token, str(version), request.key]
-        if await self._context.scripts.run("register_checkpoint", [self._context.keys.run], args) == b"fenced":
+        reply = await self._context.scripts.run("register_checkpoint", [self._context.keys.run], args)
+        if reply[0] == b"fenced":
             raise fenced(what)
+        if reply[0] == b"rollback":
+            raise rollback_waits(what, reply[1])
 
     async def _check_history(self, version: PolicyVersion, token: str, what: str) -> None:
         # only the history needs this read: the script that follows compares the token once more

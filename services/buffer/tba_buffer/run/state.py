@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tba.api import RunState
+from tba.api import RollbackInfo, RunState
 from tba.concurrency import SingleFlight
 from tba.config import Recipe
 from tba.fields import MAX_NUMBER
@@ -49,7 +49,7 @@ from tba_buffer.index.rollout_index import Index
 from tba_buffer.run.settings import Settings, SettingsRevision
 from tba_buffer.storage.context import Context, RunHash, needed, parse_number
 
-FIELDS: tuple[bytes, ...] = (b"state", b"token", b"lineage", b"latest_version", b"step", b"retries")
+FIELDS: tuple[bytes, ...] = (b"state", b"token", b"lineage", b"latest_version", b"step", b"retries", b"rollback")
 COUNTERS = ("log_position", "scored_total", "inflight", "drawn", "void", "scored_at_mark", "marks")
 """The fields of the run and the counters that read_run.lua returns, in its order."""
 
@@ -193,6 +193,8 @@ class RunSnapshot:
     """The last acked step."""
     num_retries: int
     """How often an operator has asked searchers to try refused versions again."""
+    rollback: RollbackInfo | None
+    """The one that waits for the trainer."""
     settings: SettingsRevision
     counts: FlowCounts
     index: Index
@@ -287,6 +289,7 @@ class RunStateReader:
             latest_version=run.latest_version,
             step=step,
             num_retries=retries,
+            rollback=run.rollback,
             settings=await self._settings.at(needed(keys.settings, "revision", revision, parse_number)),
             counts=FlowCounts(
                 stored=index.num_scored - index.num_used_up,

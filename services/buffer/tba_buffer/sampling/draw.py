@@ -34,7 +34,7 @@ from tba_buffer.index.log import Drawn
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
-from tba_buffer.run.lineage import Lineages, fenced
+from tba_buffer.run.lineage import Lineages, fenced, rollback_waits
 from tba_buffer.run.state import (
     DrawLimits,
     FlowSettings,
@@ -112,6 +112,7 @@ class BatchDrawer:
             BusyError: none can be drawn yet; `wait` names the reason.
             RunOverError: the run is stopping, done or failed.
             FencedError: a newer lineage owns the run.
+            RollbackError: an operator has asked for a rollback.
             ConflictError: the step is acked already.
             UnavailableError: Redis did not answer, or has lost payloads.
         """
@@ -142,6 +143,9 @@ class BatchDrawer:
             snapshot = await self._run_state.read()
             if snapshot.token != request.token or snapshot.lineage != request.lineage:
                 raise _fenced(request)
+            # before the state: a paused run rolls back too, and stays paused
+            if snapshot.rollback is not None:
+                raise rollback_waits(f"the draw for step {request.step}", snapshot.rollback)
             if snapshot.state != "running":
                 raise _no_batches(snapshot.state)
             wait = sampling_wait(snapshot.counts, self._flow)
@@ -262,6 +266,7 @@ class BatchDrawer:
             ],
             most_on_policy_prob=settings.most_on_policy_prob,
             num_left_out=len(drawn) - len(slots),
+            num_tokens=int(index.column("num_tokens", rows).sum(dtype="int64")),
         )
         event = drawn_event(index, drawn, record.batch_id, PolicyVersion(request.lineage, request.step))
         return record, index.column("position", rows), event

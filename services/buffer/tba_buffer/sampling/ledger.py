@@ -27,7 +27,7 @@ from tba.versions import PolicyVersion
 from tba.wire import DrawnGroup, encode_batch
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.rollouts.trained_steps import encode_trained
-from tba_buffer.run.lineage import Lineages, fenced
+from tba_buffer.run.lineage import Lineages, fenced, rollback_waits
 from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
 
@@ -59,6 +59,8 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     """None: drawn by an older release."""
     num_left_out: int = 0
     """Slots that were drawn again, since their rewards were all equal."""
+    num_tokens: int | None = None
+    """Response tokens of all rollouts; repeated ones count as often as they occur. None: drawn by an older release."""
 
     @property
     def rollout_ids(self) -> list[bytes]:
@@ -152,6 +154,7 @@ class BatchLedger:
 
         Raises:
             FencedError: a newer lineage owns the run.
+            RollbackError: an operator has asked for a rollback.
             VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
             ConflictError: the step has acked another batch, or a step was left out.
             BadRequestError: the numbers of policy ages and of refused rollouts are not those of the batch, or what is
@@ -171,6 +174,8 @@ class BatchLedger:
         counters = {f"trainer_refused:{reason}": number for reason, number in request.refused.items()}
         if request.skipped:
             counters[f"skipped:{request.skipped}"] = 1
+        if record is not None:
+            counters |= token_counts(record, request)
         # without a record the script finds that the batch was acked already, or is void, and uses no line
         line = {} if record is None else batch_line(record, request, acked_at_s=now)
         reply = await self._context.scripts.run(
@@ -239,6 +244,14 @@ class BatchLedger:
 
 
 def _check_counts(record: BatchRecord, request: AckRequest) -> None:
+    if request.refused_tokens.keys() - request.refused.keys() or (
+        record.num_tokens is not None and sum(request.refused_tokens.values()) > record.num_tokens
+    ):
+        raise BadRequestError(
+            f"`refused_tokens` of the ack of batch {record.batch_id} is {request.refused_tokens}, `refused` is "
+            f"{request.refused}, and the batch has {record.num_tokens} response tokens; give for the same reasons the "
+            "tokens of these rollouts"
+        )
     num_rollouts, num_refused, num_ages = record.num_rollouts, sum(request.refused.values()), len(request.policy_ages)
     # policy ages are reported of the trained rollouts only
     if num_refused > num_rollouts or (num_ages and num_ages + num_refused != num_rollouts):
@@ -261,12 +274,33 @@ def _check_counts(record: BatchRecord, request: AckRequest) -> None:
         )
 
 
+def token_counts(record: BatchRecord, request: AckRequest) -> dict[str, int]:
+    """Return how much an ack adds to the counters of tokens, and of the rollouts (skipped: batches) that they are of.
+
+    What is not known adds nothing: the batch was drawn by an older release, or the trainer does not know the tokens of
+    what it refused.
+    """
+    found: dict[str, int] = {}
+    for reason, num_tokens in request.refused_tokens.items():
+        name = f"trainer_refused:{reason}"
+        found |= {f"with_tokens:{name}": request.refused[reason], f"tokens:{name}": num_tokens}
+    if record.num_tokens is None or request.refused_tokens.keys() != request.refused.keys():
+        return found
+    name, number = "trained", record.num_rollouts - sum(request.refused.values())
+    if request.skipped:
+        name, number = f"skipped:{request.skipped}", 1
+    num_tokens = record.num_tokens - sum(request.refused_tokens.values())
+    return found | {f"with_tokens:{name}": number, f"tokens:{name}": num_tokens}
+
+
 def _check_reply(reply: list[bytes], batch_id: str, request: AckRequest) -> None:
     match reply[0]:
         case b"ok":
             return
         case b"fenced":
             raise fenced(f"the ack of batch {batch_id} by step {request.step} of lineage {request.lineage}")
+        case b"rollback":
+            raise rollback_waits(f"the ack of step {request.step}", reply[1])
         case b"other":
             raise ConflictError(
                 f"step {request.step} of lineage {request.lineage} has acked batch {reply[1].decode()} already; "

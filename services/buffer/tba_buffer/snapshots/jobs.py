@@ -18,7 +18,7 @@ from tba.concurrency import in_thread
 from tba.errors import ConflictError, StoreUnavailableError, SupersededError, TbaError, UnavailableError
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
-from tba.wire.snapshot_manifest import MANIFEST_NAME, SnapshotSource
+from tba.wire.snapshot_manifest import SnapshotSource, snapshot_names
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.prompts.catalog import Catalog
@@ -177,11 +177,8 @@ class SnapshotJobs:
         Raises:
             StoreError
         """
-        prefix = f"runs/{self._context.run}/snapshots/"
         store = await self._store()
-        keys = await in_thread(lambda: store.list(prefix))
-        found = [key.removeprefix(prefix).split("/") for key in keys]
-        return SnapshotList(names=[parts[0] for parts in found if parts[1:] == [MANIFEST_NAME]])
+        return SnapshotList(names=await in_thread(lambda: snapshot_names(store, self._context.run)))
 
     async def origin(self) -> OriginInfo | None:
         """Return the snapshot that the run began with, or is to begin with; None when there is none.

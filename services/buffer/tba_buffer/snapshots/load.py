@@ -7,6 +7,8 @@
 
 The progress is in Redis, changed in the same atomic call as what was loaded: after a kill the next start continues
 there. Loaded rollouts do not count as generated: they fulfil no visit, and flow control does not see them.
+
+A read-only buffer shows a snapshot as it was saved: nothing is evicted, and the run stands at the step of the save.
 """
 
 from __future__ import annotations
@@ -130,6 +132,8 @@ class SnapshotLoad:
         await self._upload(reader)
         publications = [each for each in manifest.marks if each.position <= end][-self._num_publications_kept :]
         await self._adopt(reader, origin, manifest, list(split_parts(places, publications, end)))
+        if self._is_view:
+            await self._stand_as_saved(manifest)
 
     def _check_temperature(self, manifest: SnapshotManifest) -> None:
         wanted = self._context.recipe.model.policy_temperature
@@ -234,12 +238,25 @@ class SnapshotLoad:
                     raise await buffer_epoch.refusal(context, f"loading snapshot {self._source}")
                 if reply == b"begun":
                     raise self._has_begun()
-                if self._evictor.record_added(len(payloads), sum(map(len, payloads))):
+                is_full = self._evictor.record_added(len(payloads), sum(map(len, payloads)))
+                if is_full and not self._is_view:
                     await self._evictor.enforce()
             self.progress.num_loaded += len(part.places)
         # load_snapshot.lua has written those of the snapshot
         await self._lineages.load()
         context.notify_all()
+
+    @property
+    def _is_view(self) -> bool:
+        return self._context.recipe.buffer.read_only is not None
+
+    async def _stand_as_saved(self, manifest: SnapshotManifest) -> None:
+        """Let the run stand where it stood: policy ages are measured from there."""
+        fields: dict[str, str | int] = {"step": manifest.step}
+        if manifest.latest_version is not None:
+            fields["latest_version"] = manifest.latest_version
+        with redis_errors("write where the run stood"):
+            await self._context.redis.hset(self._context.keys.run, mapping=fields)
 
     def _rewrite(self, payloads: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         """Return (payloads, records) for this run."""

@@ -61,6 +61,16 @@ async def look(context: Context) -> None:
     await context.losses.begin()
 
 
+async def is_new(context: Context) -> bool:
+    """Return whether no buffer has ever owned the run in this Redis.
+
+    Raises:
+        UnavailableError: Redis did not answer.
+    """
+    with redis_errors("be asked whether the run has begun"):
+        return not await context.redis.exists(context.keys.epoch)
+
+
 async def check_format(redis: BytesRedis, keys: Keys) -> None:
     """Refuse a storage format that this release does not know.
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from tba.api import RunChange, RunState
+from tba.api import RollbackInfo, RunChange, RunState
 from tba.config import Recipe
 from tba.config.redis import redis_access
 from tba.errors import UnavailableError
@@ -47,6 +47,7 @@ SCRIPT_NAMES = (
     "start_lineage",
     "register_checkpoint",
     "command",
+    "rollback",
     "retry_versions",
     "read_run",
     "draw",
@@ -67,6 +68,7 @@ ACKNOWLEDGING = {
     "start_lineage",
     "register_checkpoint",
     "command",
+    "rollback",
     "retry_versions",
     "ack",
     "load_snapshot",
@@ -81,7 +83,9 @@ PRELUDES = {
     "lease": ("visits", "audit"),
     "return": ("visits",),
     "read_run": ("visits", "log"),
-    "start_lineage": ("log",),
+    "start_lineage": ("log", "audit"),
+    "command": ("audit",),
+    "rollback": ("audit",),
     "retry_versions": ("audit",),
     "accept_loss": ("audit",),
     "draw": ("audit", "log"),
@@ -331,6 +335,10 @@ def _version(text: bytes | None) -> str | None:
     return None if text is None else str(PolicyVersion.parse(text.decode()))
 
 
+def _rollback(text: bytes | None) -> RollbackInfo | None:
+    return None if text is None else RollbackInfo.model_validate_json(text)
+
+
 def _field(name: str, parse: Callable[[bytes | None], T], damaged: T) -> cached_property[T]:
     """Define a field of RunHash: its name, its parser, and what a damaged one is shown as."""
 
@@ -364,6 +372,7 @@ class RunHash:
     checkpoint = _field("checkpoint", _version, None)
     checkpoint_key = _field("checkpoint_key", _text, None)
     num_rollbacks = _field("rollbacks", parse_number, 0)
+    rollback = _field("rollback", _rollback, None)
     num_retries = _field("retries", parse_number, 0)
     num_lost_changes = _field("changes_lost", parse_number, 0)
     num_losses_accepted = _field("losses_accepted", parse_number, 0)

@@ -57,6 +57,9 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | or had versions tried again, when and why                         | start_lineage,        |
 |                 |        |                                                                   | retry_versions        |
 | components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
+| component_times | hash   | kind of component -> seconds that those of it were there; since_s | component_times.py    |
+|                 |        | (Unix seconds, when the counting began), trained_before (the      |                       |
+|                 |        | counter `trained` then)                                           |                       |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | count_waits           |
 |                 |        | JSON of what that trainer had waited when it was last counted, of |                       |
 |                 |        | the 64 trainers that started last                                 |                       |
@@ -99,7 +102,9 @@ evicted_number (of the last eviction); generated, loaded (from a snapshot), scor
 refused:<code>, evicted:<reason>, evicted:<reason>:<length bucket>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;
 skipped:<reason> (batches), trainer_refused:<reason> (rollouts of batches); trained_steps:dropped (records that were
-trimmed from `trained`); heartbeats_refused:<reason>;
+trimmed from `trained`); tokens:<counter> (completion tokens of the rollouts that generated, trained, refused:<code>,
+evicted:<reason> or trainer_refused:<reason> counts, or of the batches of skipped:<reason>), with_tokens:<counter> (how
+many of them tokens:<counter> holds: not those of older releases, nor what cannot be read); heartbeats_refused:<reason>;
 components_forgotten:<reason>; foreign:<what> (writes to what belongs to another component);
 scaling_failures:<reason> (calls of the Kubernetes API); slots:<what>; leases:<what>; marks (publications);
 scored_at_mark (scored_total at the last publication). The rollouts that are stored now (live, by status, bytes) are not
@@ -156,6 +161,7 @@ class Keys:
         self.run = self._prefix + "run"
         self.run_changes = self._prefix + "run_changes"
         self.components = self._prefix + "components"
+        self.component_times = self._prefix + "component_times"
         self.trainer_waits = self._prefix + "trainer_waits"
         self.open_batches = self._prefix + "open_batches"
         self.open_steps = self._prefix + "open_steps"

@@ -98,20 +98,16 @@ class EvaluationMetrics:
     def _counts(self, mode: Mode, task: str) -> ScoreCounts:
         scores = [score for part in self._of_task(mode, task) for score in part]
         unknown = Counter(score.reason or "no reason" for score in scores if score.value is None)
-        above = self._section.success_above.get(task)
         return ScoreCounts(
             reward_versions=sorted({score.reward_version for score in scores if score.reward_version is not None}),
-            success=f"> {above:g}" if above is not None else f">= {self._recipe.eval.success_reward:g}",
+            success=self._recipe.eval.success_rule(task),
             num_scored=len(scores) - unknown.total(),
             num_unknown=unknown.total(),
             unknown=dict(unknown),
         )
 
     def _succeeds(self, task: str, score: Score) -> bool | None:
-        if score.value is None:
-            return None
-        above = self._section.success_above.get(task)
-        return score.value > above if above is not None else score.value >= self._recipe.eval.success_reward
+        return None if score.value is None else self._recipe.eval.succeeds(task, score.value)
 
 
 def diversities(parts: Parts, *, embedder: Embedder | None, succeeds: Callable[[Answer], bool]) -> dict[str, Estimate]:

@@ -33,7 +33,7 @@ from tba.errors import DigestError, MalformedError, ObjectNotFoundError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import LineageTree, PolicyVersion
-from tba.weights import delete_incomplete, sha256_of_file
+from tba.weights import checkpoint_prefix, complete_versions, delete_incomplete, sha256_of_file
 from tba.wire import StoredObject
 from tba_trainer.checkpoints.weight_files import SUFFIX, TensorFiles, write_tensor_files
 from tba_trainer.learner.learner import MODEL, TrainerState
@@ -78,7 +78,7 @@ class CheckpointStore:
     def __init__(self, store: ObjectStore, run: str, *, folder: Path, max_bytes: int) -> None:
         self._store, self._run = store, run
         self.folder, self._max_bytes = folder, max_bytes
-        self._prefix = f"runs/{run}/checkpoints/"
+        self._prefix = checkpoint_prefix(run)
 
     def key(self, version: PolicyVersion) -> str:
         """Return the key of the checkpoint of a version, whether there is one or not."""
@@ -158,8 +158,7 @@ class CheckpointStore:
     def versions(self) -> list[PolicyVersion]:
         """Return every complete checkpoint, oldest first."""
         # read off the store, not off the buffer: the buffer knows the registered one alone
-        names = [key.removeprefix(self._prefix).split("/") for key in self._store.list(self._prefix)]
-        return sorted(PolicyVersion.parse(name[0]) for name in names if name[1:] == [MANIFEST])
+        return complete_versions(self._store, self._prefix)
 
     def of_lineage(self, history: Iterable[PolicyVersion]) -> list[PolicyVersion]:
         """Return the checkpoints that a lineage descends from, oldest first.
@@ -270,6 +269,20 @@ def older_intact(
         StoreUnavailableError
     """
     return _first_intact(checkpoints, before_suspect(checkpoints, _tree(info), suspect, last_good_step=last_good_step))
+
+
+def intact_at(checkpoints: CheckpointStore, info: RunInfo, *, step: int) -> Checkpoint | None:
+    """Load the newest intact checkpoint at or before `step` that the active lineage wrote or descends from; None when
+    there is none. The caller closes it.
+
+    Args:
+        info: the run as the buffer knows it.
+
+    Raises:
+        StoreUnavailableError
+    """
+    active = checkpoints.of_lineage(_tree(info).ancestry(PolicyVersion(info.lineage, step)))
+    return _first_intact(checkpoints, (version for version in reversed(active) if version.step <= step))
 
 
 def before_suspect(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -35,7 +35,10 @@ class GuardState(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     grad_norms: tuple[float, ...] = ()
-    """Norms before clipping of the last batches, oldest first; a spike is capped at the largest that is not one."""
+    """Norms before clipping of the last batches, oldest first, capped at `factor` times their median; relative clipping
+    goes by them."""
+    signal_grad_norms: tuple[float, ...] = ()
+    """The same of the last batches with a reward signal, whose rewards differ within a group; spikes go by them."""
     streaks: dict[Name, int] = Field(default_factory=dict)
     """Steps in a row in which an alarm's condition has held; steps in which it is unknown change nothing."""
     num_since_good: int = 0
@@ -55,7 +58,7 @@ class GuardState(BaseModel):
         """Return the state of a lineage that starts from the checkpoint with this one.
 
         Args:
-            num_rollbacks: of the run, as the buffer counts them: a crash must not lose any.
+            num_rollbacks: of alarms in the run, as the buffer counts them: a crash must not lose any.
             rolled_back: the state that a rollback left behind; None: the lineage does not start with one.
         """
         # a rollback returns to an older state, but counts never go down
@@ -74,7 +77,16 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """How a lineage ended that an alarm rolled back."""
+    """How a lineage ended that an alarm or an operator rolled back.
+
+    An operator's does not count towards `trainer.guards.max_rollbacks`: that bounds a run which rolls back by itself to
+    the same place again and again, and a person who has rolled back twice must not find that the guards now fail the
+    run instead. Nor does it suspect a checkpoint: those after the one it returns to stay until their age deletes them,
+    where a fork can still start from them, and no resume does, since the new lineage does not descend from them.
+    """
+
+    is_asked_for: bool
+    """An operator has asked for it; what follows says where an alarm returns to."""
 
     guards: GuardState
     """State of the guards at the end."""
@@ -144,7 +156,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
         actions=frozenset(actions),
         reason="; ".join(reasons),
         state=GuardState(
-            grad_norms=_norms(section, state, metrics or {}, applied=skip is None, spike="grad_spike" in holds),
+            **_norms(section, state, metrics or {}, applied=skip is None),
             streaks=streaks,
             num_since_good=0 if good else state.num_since_good + 1,
             num_alarms=_counted(state, alarms),
@@ -177,7 +189,7 @@ def _conditions(
         wrong = not (math.isfinite(loss) and math.isfinite(norm))
         text = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
         yield "non_finite", section.non_finite, text if wrong else None
-    spike, usual = section.grad_spike, usual_grad_norm(section, state)
+    spike, usual = section.grad_spike, _norm_without_spike(section, state, metrics)
     if (norm := _finite(norm)) is not None and usual is not None:
         text = f"the gradient norm is {norm:.4g}, more than {spike.factor:g} times the usual {usual:.4g}"
         yield "grad_spike", spike, text if norm > spike.factor * usual else None
@@ -201,23 +213,45 @@ def _why_skipped(alarms: list[Alarm], holds: Collection[Name]) -> str | None:
 
 def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
     """Return the median norm of the last steps; None: too few are known, or it is 0."""
-    if 4 * len(state.grad_norms) < section.grad_spike.window_steps:  # too few norms to know what is usual
+    return _median(section, state.grad_norms)
+
+
+def _norm_without_spike(section: GuardsSection, state: GuardState, metrics: Metrics) -> float | None:
+    """Return the norm that this step's is compared with; None: not known yet."""
+    # Where rewards are sparse, most batches have the KL alone to learn from. Beside those, a batch with a success would
+    # look like a spike.
+    usual = _median(section, state.signal_grad_norms)
+    # an objective without groups may never see a group whose rewards differ
+    return usual_grad_norm(section, state) if usual is None and not _has_signal(metrics) else usual
+
+
+def _has_signal(metrics: Metrics) -> bool:
+    """Return whether rewards differ within a group of the batch, or nothing is known of that."""
+    return metrics.get("tied_group_share") != 1.0
+
+
+def _median(section: GuardsSection, norms: Sequence[float]) -> float | None:
+    if 4 * len(norms) < section.grad_spike.window_steps:  # too few norms to know what is usual
         return None
-    return statistics.median(state.grad_norms) or None  # a median of 0 would make every norm a spike
+    return statistics.median(norms) or None  # a median of 0 would make every norm a spike
 
 
 def _norms(
-    section: GuardsSection, state: GuardState, metrics: Metrics, *, applied: bool, spike: bool
-) -> tuple[float, ...]:
-    """Return the window of norms after a step."""
-    norm, usual = _finite(metrics.get("grad_norm")), usual_grad_norm(section, state)
-    if norm is None or not (applied or spike):
-        return state.grad_norms
-    # A spike enters the window too, even a skipped one, but capped. One alone hardly moves the median; where the norms
-    # have risen for good the median follows, and skipping ends.
-    if spike and usual is not None:
-        norm = min(norm, section.grad_spike.factor * usual)
-    return (*state.grad_norms, norm)[-section.grad_spike.window_steps :]
+    section: GuardsSection, state: GuardState, metrics: Metrics, *, applied: bool
+) -> dict[str, tuple[float, ...]]:
+    """Return both windows of norms after a step."""
+    windows = {"grad_norms": state.grad_norms, "signal_grad_norms": state.signal_grad_norms}
+    norm = _finite(metrics.get("grad_norm"))
+    for name, norms in windows.items():
+        if norm is None or (name == "signal_grad_norms" and not _has_signal(metrics)):
+            continue
+        usual = _median(section, norms)
+        most = math.inf if usual is None else section.grad_spike.factor * usual
+        # A norm far above the others enters the window too, even of a skipped step, but capped. One alone hardly moves
+        # the median; where the norms have risen for good the median follows, and skipping ends.
+        if applied or norm > most:
+            windows[name] = (*norms, min(norm, most))[-section.grad_spike.window_steps :]
+    return windows
 
 
 def _is_on(section: GuardsSection, streaks: Mapping[Name, int], name: Name, *, from_action: Action) -> bool:

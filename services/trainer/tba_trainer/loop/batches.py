@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ def draw_batch(buffer: BufferClient, session: Session, step: int, wait_s: float)
     Raises:
         BusyError: there is no batch yet; the error names what the buffer waits for.
         WireError: the answer cannot be decoded.
-        RunOverError, FencedError, ServiceError
+        RunOverError, FencedError, RollbackError, ServiceError
     """
     request = BatchRequest(
         trainer_id=session.trainer_id, lineage=session.lineage, step=step, token=session.token, wait_s=wait_s
@@ -121,7 +121,7 @@ class Prefetcher:
 
         Raises:
             WaitTimeoutError: no batch within `batch_wait_s`.
-            RunOverError, FencedError, ServiceError: as drawing raised it.
+            RunOverError, FencedError, RollbackError, ServiceError: as drawing raised it.
         """
         batch = self._poll(step, timeout_s=0.0)
         if batch is not None:  # the usual case: it was drawn during the step before, and no wait is reported
@@ -284,7 +284,14 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
                 good.append(rollout)
             else:
                 detail = f"rollout {rollout.rollout_id.hex()} of prompt {group.prompt_id!r}: {rejection.text}"
-                refused.append(RefusedRollout(prompt_id=group.prompt_id, reason=rejection.reason, detail=detail))
+                refused.append(
+                    RefusedRollout(
+                        prompt_id=group.prompt_id,
+                        reason=rejection.reason,
+                        detail=detail,
+                        num_tokens=len(rollout.response_tokens),
+                    )
+                )
         if good:
             groups.append(replace(group, rollouts=tuple(good)))
     return replace(batch, groups=tuple(groups), refused=tuple(refused))
@@ -317,6 +324,15 @@ def _one_of_each_version(batch: Batch) -> Iterable[Rollout]:
 def count_reasons(refused: Iterable[RefusedRollout]) -> dict[str, int]:
     """Count rollouts by reason, in alphabetical order."""
     return dict(sorted(Counter(item.reason for item in refused).items()))
+
+
+def tokens_by_reason(refused: Sequence[RefusedRollout]) -> dict[str, int]:
+    """Sum up the response tokens by reason; a reason is left out where those of a rollout are not known."""
+    found: dict[str, list[int | None]] = {}
+    for item in refused:
+        found.setdefault(item.reason, []).append(item.num_tokens)
+    known = {reason: [number for number in numbers if number is not None] for reason, numbers in found.items()}
+    return {reason: sum(known[reason]) for reason in sorted(found) if len(known[reason]) == len(found[reason])}
 
 
 def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Rejection | None:

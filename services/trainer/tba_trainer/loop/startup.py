@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba.api import LineageReply, LineageRequest, OriginInfo, RunCommand, RunInfo
+from tba.api import LineageReply, LineageRequest, OriginInfo, RollbackInfo, RunCommand, RunInfo
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.config.trainer import LoraSection
@@ -28,7 +28,7 @@ from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
-from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, newest_intact, older_intact
+from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore, intact_at, newest_intact, older_intact
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.learner.guards import GuardState, Rollback
 from tba_trainer.learner.learner import Learner, config_sha256
@@ -59,7 +59,8 @@ def start_lineage(
         ConflictError: the run is done. A run that failed continues from its last checkpoint.
         ConfigError: the checkpoint belongs to another model or policy temperature.
         StoreError: the checkpoint or the version to fork is missing or damaged.
-        GuardError: a rollback finds none of the checkpoints that there were; the run has failed.
+        GuardError: a rollback, of an alarm or an operator, finds none of the checkpoints that it could return to; the
+            run has failed.
     """
     recipe, buffer = context.recipe, context.buffer
     info = buffer.run()
@@ -70,9 +71,12 @@ def start_lineage(
             f"run {info.run!r} is done ({info.state_reason or 'no reason given'}); nothing is left to train: "
             "choose another run.name"
         )
-    checkpoint = (
-        newest_intact(checkpoints, info) if rollback is None else _roll_back(rollback, buffer, checkpoints, info)
-    )
+    # An alarm's rollback comes first: the request waits on, and the new lineage does it at its first draw.
+    asked = info.rollback if rollback is None or rollback.is_asked_for else None
+    checkpoint = None if asked is None else intact_at(checkpoints, info, step=PolicyVersion.parse(asked.version).step)
+    is_lost = asked is not None and checkpoint is None
+    if checkpoint is None:
+        checkpoint = _resume_point(rollback, buffer, checkpoints, info)
     if checkpoint is not None:
         _check_same_run(checkpoint, recipe, model_config_sha256)
         # allowed, since a run may get more steps or another rate; logged, since it may also be the wrong file
@@ -90,9 +94,15 @@ def start_lineage(
             trainer_id=context.status.trainer_id,
             parent=str(parent),
             checkpoint_key=None if checkpoint is None else checkpoints.key(parent),
-            rollback=rollback is not None,
+            rollback=rollback is not None and not rollback.is_asked_for,
+            obeys=None if asked is None else asked.request_id,
+            in_process=rollback is not None,
         )
     )
+    if asked is not None:
+        log.warning("rolled_back_for_operator", asked_for=asked.version, parent=str(parent), reason=asked.reason)
+        if is_lost:
+            _fail_lost(asked, parent, buffer, reply.token)
     # After the lineage is taken: the older trainer, if it still runs, can then register none of them again.
     if rollback is not None and rollback.suspect is not None:
         _delete_suspects(checkpoints, _tree(info, reply.lineage, parent).ancestry(parent), parent, rollback.suspect)
@@ -312,16 +322,41 @@ def _first_version_of_run(first: PolicyVersion, parent: PolicyVersion, fork: For
     return first if parent == fork.version else PolicyVersion(fork.last_lineage + 1, fork.version.step)
 
 
-def _roll_back(
-    rollback: Rollback, buffer: BufferClient, checkpoints: CheckpointStore, info: RunInfo
-) -> Checkpoint | None:
-    """Return the checkpoint that a rollback returns to; None for the start of the run, if nothing else is before it.
+def _fail_lost(asked: RollbackInfo, parent: PolicyVersion, buffer: BufferClient, token: str) -> None:
+    """Fail the run whose checkpoints at or before an operator's rollback are gone or damaged.
+
+    It waits no longer, and the run does not continue with the weights that a person wanted to leave.
 
     Raises:
+        GuardError: always.
+    """
+    sentence = (
+        f"an operator has asked for a rollback to {asked.version}, but every checkpoint at or before it is gone or "
+        f"damaged; restore one of them and ask again; the next start of the trainer continues from {parent}"
+    )
+    _fail(buffer, sentence, token)
+    raise GuardError(sentence)
+
+
+def _fail(buffer: BufferClient, reason: str, token: str) -> None:
+    try:
+        buffer.command("fail", RunCommand(reason=reason, token=token))
+    except TbaError as error:  # a GuardError ends the trainer in any case
+        log.warning("action_failed", action="fail", error=str(error))
+
+
+def _resume_point(
+    rollback: Rollback | None, buffer: BufferClient, checkpoints: CheckpointStore, info: RunInfo
+) -> Checkpoint | None:
+    """Return the checkpoint that a start, or an alarm's rollback, continues from; None for the start of the run, if
+    nothing else is before it.
+
+    Raises:
+        StoreError: the registered checkpoint is missing or damaged, and no older one is intact.
         GuardError: the checkpoints before the suspect one are gone or damaged; the run has failed.
     """
-    suspect = rollback.suspect
-    if suspect is None:  # a good step followed the last checkpoint: its weights are sound
+    suspect = None if rollback is None else rollback.suspect
+    if rollback is None or suspect is None:  # a good step followed the last checkpoint: its weights are sound
         return newest_intact(checkpoints, info)
     checkpoint = older_intact(checkpoints, info, suspect, last_good_step=rollback.last_good_step)
     if checkpoint is not None or rollback.previous is None:
@@ -332,10 +367,7 @@ def _roll_back(
         f"the starting model; restore one of them, or start another run; the next start of the trainer continues "
         f"from {suspect}"
     )
-    try:
-        buffer.command("fail", RunCommand(reason=sentence, token=rollback.token))
-    except TbaError as error:  # the GuardError below ends the trainer in any case
-        log.warning("action_failed", action="fail", error=str(error))
+    _fail(buffer, sentence, rollback.token)
     raise GuardError(sentence)
 
 

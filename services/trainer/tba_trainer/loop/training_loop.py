@@ -20,7 +20,7 @@ How training ends:
     num_steps or max_train_s reached, or the run is over    publish, checkpoint, evaluate, export, `done`
     SIGTERM before `done`                                   finish the step, checkpoint, exit 143; a resume continues
     a newer lineage (FencedError)                           exit 3; nothing more is written
-    an alarm that rolls back                                `tba_trainer.trainer` starts a lineage from a checkpoint
+    an alarm that rolls back, or an operator's rollback     `tba_trainer.trainer` starts a lineage from a checkpoint
     an alarm that fails, too many skipped batches           the run is marked failed; a resume continues
 """
 
@@ -35,6 +35,7 @@ from tba.errors import (
     ConflictError,
     FencedError,
     GuardError,
+    RollbackError,
     RunFailedError,
     RunOverError,
     StoreUnavailableError,
@@ -53,7 +54,7 @@ from tba_trainer.learner.guards import (
     suspects_weights,
     usual_grad_norm,
 )
-from tba_trainer.loop.batches import count_reasons, filter_batch
+from tba_trainer.loop.batches import count_reasons, filter_batch, tokens_by_reason
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
 from tba_trainer.loop.trainer_context import LineageContext
@@ -89,7 +90,7 @@ class TrainingLoop:
         """Why training ends before `num_steps`."""
 
     def run(self) -> Rollback | RunEnd:
-        """Train to the end of the run, until SIGTERM, or until an alarm rolls back.
+        """Train to the end of the run, until SIGTERM, or until an alarm or an operator rolls back.
 
         Returns:
             The rollback, after which training continues in a new lineage; else how training ended.
@@ -104,16 +105,19 @@ class TrainingLoop:
         context.status.set_state("training")
         context.status.set_version(self._progress.version)
         try:
-            rollback = self._train()
+            return self._train() or self._end()
+        except RollbackError as error:  # raised by whichever comes first: a draw, an ack, a checkpoint or the end
+            return self._rollback(str(error), is_asked_for=True)
         except GuardError as error:
             log.error("run_fails", step=self._progress.step, reason=str(error))
             command = RunCommand(reason=str(error), token=self._token)
             # a failed report is only logged: the GuardError ends the trainer in any case
             self._try("fail", lambda: context.buffer.command("fail", command))
             raise
+
+    def _end(self) -> RunEnd:
+        context = self._context
         context.prefetcher.close()  # batches that were drawn ahead expire at the buffer
-        if rollback is not None:
-            return rollback
         if context.stop.is_set():
             interrupt(context, self._writer)
             return "stopped"
@@ -230,6 +234,7 @@ class TrainingLoop:
 
         Raises:
             FencedError, RunOverError: this trainer, or the run, is over.
+            RollbackError: an operator has asked for a rollback.
             TbaError: too many void batches in a row; or the ledger knows another history.
         """
         context = self._context
@@ -242,6 +247,7 @@ class TrainingLoop:
             settings_revision=context.schedules.revision,
             skipped=skipped,
             refused=count_reasons(batch.refused),
+            refused_tokens=tokens_by_reason(batch.refused),
             trained=trained_rollouts(results, max_bytes=context.recipe.buffer.max_body_bytes // 2),
         )
         if results and request.trained is None and not self._has_left_out_advantages:
@@ -249,7 +255,7 @@ class TrainingLoop:
             log.warning("advantages_not_kept", step=step, num_rollouts=len(results), key="buffer.max_body_bytes")
         try:
             context.buffer.ack(batch.batch_id, request)
-        except (FencedError, RunOverError):  # conflicts too, but they end the trainer in another way
+        except (FencedError, RunOverError, RollbackError):  # conflicts too, but they end the lineage in another way
             raise
         except VoidBatchError as error:  # its deadline passed while the step ran: its rollouts may be in other batches
             self._num_void_in_row += 1
@@ -294,8 +300,7 @@ class TrainingLoop:
                 "trainer.learning_rate or a larger objective.beta"
             )
         if "rollback" in action.actions:
-            context.status.set_state("rolling-back")
-            return self._rollback(reason)
+            return self._rollback(reason, is_asked_for=False)
         if "pause" in action.actions:
             command = RunCommand(reason=reason, token=token)
             self._try("pause", lambda: context.buffer.command("pause", command))
@@ -314,11 +319,13 @@ class TrainingLoop:
                 log.warning("action_failed", action="register_unsuspected", step=self._progress.step, error=str(error))
         return self._writer.resume_point()
 
-    def _rollback(self, reason: str) -> Rollback:
+    def _rollback(self, reason: str, *, is_asked_for: bool) -> Rollback:
         writer, progress = self._writer, self._progress
-        suspect = None if writer.is_proven else writer.saved
+        suspect = None if writer.is_proven or is_asked_for else writer.saved
+        self._context.status.set_state("rolling-back")
         log.warning("rolled_back", step=progress.step, reason=reason, suspect=suspect and str(suspect))
         return Rollback(
+            is_asked_for=is_asked_for,
             guards=progress.guards,
             suspect=suspect,
             previous=writer.previous,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -263,6 +264,22 @@ def test_too_few_or_too_small_gpus(deployment: Deployment, tmp_path: Path, monke
     found = list(check_gpu(target_of(recipe, service="trainer", num_gpus=1)))
     assert_finding(one(found, "gpu-count"), "fail", "2 GPU(s) are visible here, but --gpus asks for 1")
     assert {result.level for result in check_gpu(target_of(recipe, service="trainer", num_gpus=2))} == {"ok"}
+
+
+def test_without_a_recipe_the_machine_is_checked_and_what_was_left_out_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    fake_torch(monkeypatch, [("large", 79 * 2**30, 80 * 2**30)] * 2)
+    assert main(["doctor", "--gpus", "1"]) == 1
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\S+) +([a-z-]+):", out, re.MULTILINE)[:2] == [("ok", "release"), ("ok", "gpu")]
+    assert "FAIL gpu-count: 2 GPU(s) are visible here, but --gpus asks for 1" in out
+    assert "ok   redis: `tba run` starts" in out
+    assert "-    recipe: ports, tokens, certificates, store, models," in out
+    assert "`tba doctor --config RECIPE` checks them" in out
+    for flag, value in (("--check", "ports"), ("--set", "buffer.port=0")):
+        assert main(["doctor", flag, value]) == 2
+        assert f"{flag} {value} needs a recipe" in capsys.readouterr().err
 
 
 def test_little_shared_memory(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@
 --       8 trained rollouts, 9 revision of the live settings that the step was made with,
 --       10 record of what became of each rollout or '', 11 how many of these records are kept,
 --       12 number of ages, pairs of policy age, rollouts, then pairs of a counter, how much it grows
--- Returns {'fenced'}, {'other', batch id}, {'void'}, {'order', last step} or {'ok'}.
+-- Returns {'fenced'}, {'other', batch id}, {'rollback', JSON of the one that waits}, {'void'}, {'order', last step}
+-- or {'ok'}.
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] or redis.call('HGET', KEYS[1], 'lineage') ~= ARGV[2] then
   return {'fenced'}
 end
@@ -13,6 +14,8 @@ local name = ARGV[2] .. '-' .. ARGV[3]
 local acked = redis.call('HGET', KEYS[5], name)
 if acked == ARGV[4] then return {'ok'} end
 if acked then return {'other', acked} end
+local rollback = redis.call('HGET', KEYS[1], 'rollback')
+if rollback then return {'rollback', rollback} end
 local deadline = redis.call('ZSCORE', KEYS[3], ARGV[6])
 if not deadline or tonumber(deadline) < tonumber(ARGV[5]) then return {'void'} end
 local last = redis.call('HGET', KEYS[1], 'step')

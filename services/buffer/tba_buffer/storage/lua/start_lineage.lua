@@ -1,13 +1,14 @@
 -- Start a trainer: a new lineage and token, and a line of the ledger that says where it continues. Open batches of
 -- older lineages become void. A request id that took a lineage before is answered with that lineage and its token, and
 -- changes nothing, however late it comes. A registered checkpoint after the parent is replaced by the parent's, or by
--- none.
+-- none. The rollback that it obeys no longer waits.
 -- KEYS: 1 run, 2 lineages, 3 open_batches, 4 counters, 5 batches_since_publication, 6 open_steps, 7 ledger,
 --       8 ledger_steps, 9 announced, 10 lineage_requests, 11 epoch, 12 settings, 13 run_changes, 14 log
 -- ARGV: 1 token, 2 JSON of the lineage, 3 lineage of the parent, 4 step of the parent,
 --       5 JSON of the ledger line, 'LINEAGE' in place of the new number, 6 request id,
 --       7 epoch, 8 key of the parent's checkpoint, or '', 9 '1': the start is a rollback, 10 now_s,
---       11 "lineage-step ...", the history of the parent
+--       11 "lineage-step ...", the history of the parent, 12 id of the request for a rollback that it obeys, or '',
+--       13 '1': the trainer's process has trained the lineage before, so a stop that came meanwhile stays one
 -- Returns 'superseded', {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
 -- A valid parent is the starting model, the start of its lineage, the result of an acked step, or an announced,
 -- checkpointed or adopted version.
@@ -48,15 +49,19 @@ if registered and (registered_step or math.huge) > tonumber(ARGV[4]) then -- nob
 end
 if ARGV[9] == '1' then redis.pcall('HINCRBY', KEYS[1], 'rollbacks', 1) end
 local state = redis.call('HGET', KEYS[1], 'state') or 'running'
-if state ~= 'paused' then
-  redis.call('HSET', KEYS[1], 'state', 'running', 'reason', '')
-end
-if state ~= 'paused' and state ~= 'running' then
+local stays = state == 'paused' or (state == 'stopping' and ARGV[13] == '1')
+if not stays then redis.call('HSET', KEYS[1], 'state', 'running', 'reason', '') end
+local request_id, version = rollback_in(redis.call('HGET', KEYS[1], 'rollback'))
+local back_to = request_id == ARGV[12] and version
+if back_to then redis.call('HDEL', KEYS[1], 'rollback') end
+local continues = not stays and state ~= 'running'
+if continues or back_to then
+  local why = back_to and back_to ~= parent and '"the checkpoint that was asked for is gone or damaged"' or 'null'
   local change = '{"number":' .. redis.call('LLEN', KEYS[13]) + 1 .. ',"at_s":' .. ARGV[10] .. ',"command":"lineage"'
-    .. ',"role":"trainer","reason":null,"old":"' .. state .. '","new":"running","lineage":' .. lineage
-    .. ',"step":' .. ARGV[4] .. '}'
+    .. ',"role":"trainer","reason":' .. why .. ',"old":"' .. state .. '","new":"' .. (continues and 'running' or state)
+    .. '","lineage":' .. lineage .. ',"step":' .. ARGV[4] .. (back_to and ',"rollback":"' .. back_to .. '"}' or '}')
   redis.call('RPUSH', KEYS[13], change)
-  redis.call('HSET', KEYS[1], 'change', change)
+  if continues then redis.call('HSET', KEYS[1], 'change', change) end
 end
 local num_rollouts = 0
 for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do

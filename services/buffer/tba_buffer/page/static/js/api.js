@@ -43,7 +43,7 @@ export function bytesReceived() {
   return received;
 }
 
-/** The headers of a request of one's own, for downloads. */
+/** The headers of a request. */
 function headers(more = {}) {
   return token ? { authorization: `Bearer ${token}`, ...more } : more;
 }
@@ -54,12 +54,6 @@ export async function get(path, query = {}) {
 
 export async function send(method, path, body) {
   return call(method, path, { body: JSON.stringify(body), headers: { "content-type": "application/json" } });
-}
-
-/** The answer to a GET as a Blob, for a download. */
-export async function getBlob(path, query = {}) {
-  const answer = await request("GET", address(path, query), {});
-  return whole(() => answer.blob());
 }
 
 /** A path with its query; values that are empty, null or undefined are left out. */

@@ -3,7 +3,7 @@
 import { decoded, hasToken, setToken, takeToken } from "./api.js";
 import { fill, fillIfChanged, h } from "./dom.js";
 import { number } from "./format.js";
-import { refresh, subscribe } from "./state.js";
+import { isSnapshot, refresh, subscribe } from "./state.js";
 import { commandButtons } from "./commands.js";
 import { overview } from "./views/overview.js";
 import { rollouts } from "./views/rollouts.js";
@@ -56,15 +56,15 @@ function header({ run, summary, problem }) {
   document.title = `${run.run}: ${run.state}, step ${run.step} - tba`;
   document.getElementById("run-name").textContent = run.run;
   const badge = document.getElementById("run-state");
-  const said = run.read_only ? `${run.state} (files)` : run.state;
+  const said = isSnapshot(run) ? "snapshot" : run.read_only ? `${run.state} (files)` : run.state;
   if (badge.textContent !== said) badge.textContent = said; // a live region: the same text again would be read again
   badge.dataset.state = run.state;
   document.getElementById("run-facts").textContent =
     `step ${number(run.step)}, lineage ${run.lineage}, weights ${run.latest_version ?? "none yet"}`;
-  fillIfChanged(document.getElementById("doing"), [summary, run.note, run.loss], () =>
-    `${[run.loss, run.note, summary?.doing, summary?.learning, summary?.waiting].filter(Boolean).map(sentence).join(" ")} `);
+  fillIfChanged(document.getElementById("doing"), [summary, run.note, run.loss, run.rollback], () =>
+    `${[run.loss, run.note, run.rollback && `a rollback to ${run.rollback.version} waits for the trainer`, summary?.doing, summary?.learning, summary?.waiting].filter(Boolean).map(sentence).join(" ")} `);
   fillIfChanged(document.getElementById("advice"), summary?.advice ?? "", () => summary?.advice ?? "");
-  fillIfChanged(document.getElementById("commands"), [run.state, run.read_only, run.latest_version === null], () => commandButtons(run));
+  fillIfChanged(document.getElementById("commands"), [run.state, run.read_only, run.latest_version === null, run.rollback], () => commandButtons(run));
 }
 
 /** A text as a sentence. */

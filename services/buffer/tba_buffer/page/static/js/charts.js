@@ -1,6 +1,6 @@
 // Line charts over steps (uPlot), with one cursor for all, zoom by dragging, and their numbers as text.
 
-import { h } from "./dom.js";
+import { emptyText, h } from "./dom.js";
 import { number } from "./format.js";
 
 const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6"];
@@ -53,7 +53,7 @@ export class Chart {
       this.destroy();
       this.host.removeAttribute("role");
       this.host.removeAttribute("aria-label");
-      this.host.replaceChildren(h("p", { class: "empty" }, this.options.empty));
+      this.host.replaceChildren(emptyText(this.options.empty));
       return;
     }
     const data = [steps, ...known.map((one) => one.values.map((value) => value ?? null))];

@@ -1,35 +1,44 @@
 // The buttons that change the run. The service checks the role; what it refuses is shown with its sentence.
 
-import { send } from "./api.js";
+import { get, send } from "./api.js";
 import { h } from "./dom.js";
+import { number, stepOf } from "./format.js";
 import { refresh, state } from "./state.js";
 
-/** Ask for what a command needs, run it, and show what came of it. Fields: [name, label, input attributes]. */
+/**
+ * Ask for what a command needs, run it, and show what came of it: what `run` returns, where that is a text.
+ * Fields: [name, label, input attributes], or [name, label, attributes, options of a list as [value, text]].
+ */
 export function ask(title, sentence, fields, run) {
-  const inputs = fields.map(([name, , attributes]) => [name, h("input", { id: `ask-${name}`, ...attributes })]);
+  const inputs = fields.map(([name, , attributes, options]) => [name, h(options ? "select" : "input",
+    { id: `ask-${name}`, ...attributes }, (options ?? []).map(([value, text]) => h("option", { value }, text)))]);
   const message = h("p", { role: "alert" });
   const close = () => { dialog.close(); dialog.remove(); };
   const submit = async (event) => {
     event.preventDefault();
     message.textContent = "";
     doIt.disabled = true;
+    let said = null;
     try {
-      await run(Object.fromEntries(inputs.map(([name, input]) => [name, input.value])));
+      said = await run(Object.fromEntries(inputs.map(([name, input]) => [name, input.value])));
     } catch (error) {
       message.textContent = error.status === 403 ? `${error.message}. Sign in with an operator's token: reload the page, which then asks for one.` : error.message;
       return;
     } finally {
       doIt.disabled = false;
     }
-    close();
     refresh();
+    if (typeof said !== "string") return close();
+    message.textContent = said;
+    doIt.hidden = true;
+    cancel.textContent = "Close";
   };
+  const cancel = h("button", { type: "button", onclick: () => close() }, "Cancel");
   const doIt = h("button", { class: "primary" }, title);
   const dialog = h("dialog", { "aria-labelledby": "ask-title" }, h("h2", { id: "ask-title" }, title), h("p", {}, sentence),
     h("form", { onsubmit: submit },
       inputs.map(([name, input], at) => h("p", {}, h("label", { for: `ask-${name}` }, `${fields[at][1]} `), input)),
-      message, h("p", {}, doIt, " ",
-        h("button", { type: "button", onclick: close }, "Cancel"))));
+      message, h("p", {}, doIt, " ", cancel)));
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
@@ -41,7 +50,7 @@ const reasonOf = (values) => values.reason || null;
 const COMMANDS = {
   pause: ["Pause", "Searchers get no new work and the trainer draws no new batch; what is under way is finished."],
   resume: ["Resume", "Searchers and trainer continue where they paused."],
-  stop: ["Stop", "The run ends after the step in progress. `tba run --resume` continues it later."],
+  stop: ["Stop", "The run ends for good after the step in progress, with its last checkpoint and evaluation; `tba fork` begins another one from its weights."],
 };
 const POSSIBLE = { running: ["pause", "stop"], paused: ["resume", "stop"] };
 
@@ -59,6 +68,7 @@ export function commandButtons(run) {
     possible.map(commandButton),
     possible.length ? h("button", { onclick: askScale }, "Scale") : null,
     run.latest_version && run.state === "running" ? h("button", { onclick: () => askEvaluation(state.run) }, "Evaluate") : null,
+    possible.length && !run.rollback ? h("button", { onclick: askRollback }, "Roll back") : null,
     h("button", { onclick: askSnapshot }, "Snapshot"),
   ];
 }
@@ -74,8 +84,38 @@ function askEvaluation(run) {
   ask("Evaluate", `Searchers evaluate a version on held-out prompts before they go on; empty: the latest, ${run.latest_version}.`,
     [["version", "Version", { pattern: "\\d+-\\d+", placeholder: run.latest_version, title: "lineage-step, such as 1-250" }],
       ["prompts", "Held-out prompts (empty: as the recipe says)", { type: "number", min: 1, max: 10000, step: 1 }]],
-    (values) => send("POST", "/v1/run/evaluate",
-      { version: values.version || null, num_prompts: values.prompts === "" ? null : Number(values.prompts) }));
+    async (values) => {
+      const found = await send("POST", "/v1/run/evaluate",
+        { version: values.version || null, num_prompts: values.prompts === "" ? null : Number(values.prompts) });
+      return found.existed ? evaluationText(found) : null;
+    });
+}
+
+/** What is known of an evaluation that existed before it was asked for. */
+function evaluationText(found) {
+  const on = `The evaluation of ${found.version} on ${number(found.num_prompts)} held-out prompts`;
+  if (found.state !== "done") return `${on} is under way: ${number(found.num_done)} are done.`;
+  return `${on} exists: accuracy ${number(found.accuracy)} sampled, ${number(found.greedy_accuracy)} greedy, mean reward ${number(found.mean_reward)}.`;
+}
+
+async function askRollback() {
+  let versions = [], problem = "There is no checkpoint so far (trainer.checkpoint_interval).";
+  try {
+    ({ versions } = await get("/v1/checkpoints"));
+  } catch (error) {
+    problem = error.message;
+  }
+  if (document.querySelector("dialog")) return; // clicked twice before the answer came
+  const stays = state.run.state === "paused" ? " The run stays paused." : "";
+  ask("Roll back", versions.length ? `The trainer returns to a checkpoint before its next step, in a new lineage. Steps after it stay in the ledger as abandoned; rollouts and live settings stay.${stays}` : problem,
+    [["version", "Checkpoint", { required: true }, versions.map((version) => [version, checkpointText(version)])], REASON],
+    (values) => send("POST", "/v1/run/rollback", { step: stepOf(values.version), reason: reasonOf(values) }));
+}
+
+function checkpointText(version) {
+  const { step, evals } = state.run;
+  const known = evals.findLast((item) => item.version === version && item.accuracy !== null);
+  return `${version}, ${number(Math.max(0, step - stepOf(version)))} steps back${known ? `, accuracy ${number(known.accuracy)}` : ""}`;
 }
 
 function askSnapshot() {

@@ -1,5 +1,7 @@
 // Elements without markup: every text becomes a text node, so nothing that a model has written is ever read as HTML.
 
+import { state } from "./state.js";
+
 /**
  * Make an element.
  *
@@ -61,9 +63,15 @@ export function panel(title, howToRead, ...children) {
     h("h2", { id }, title), h("p", { class: "how" }, howToRead), ...children);
 }
 
+/** What an empty panel says. A view of files awaits nothing. */
+export function emptyText(text) {
+  const said = state.run?.read_only && text.includes("is awaited") ? "The files that this view shows hold none." : text;
+  return h("p", { class: "empty" }, said);
+}
+
 /** A table that scrolls sideways on a narrow screen. Rows: arrays of cells (text, number or node). */
 export function table(caption, columns, rows, empty) {
-  if (!rows.length) return h("p", { class: "empty" }, empty);
+  if (!rows.length) return emptyText(empty);
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     h("table", {},
       h("caption", { class: "hidden" }, caption),
@@ -80,7 +88,7 @@ export function facts(pairs) {
 /** Horizontal bars with their numbers, readable without seeing the bars. Items: [label, number, class]. */
 export function bars(caption, items, empty) {
   const total = items.reduce((sum, item) => sum + item[1], 0);
-  if (!total) return h("p", { class: "empty" }, empty);
+  if (!total) return emptyText(empty);
   const largest = Math.max(...items.map((item) => item[1]));
   return h("table", { class: "bars" }, h("caption", { class: "hidden" }, caption),
     h("tbody", {}, items.map(([label, number, kind]) => h("tr", { class: kind ?? null },

@@ -15,6 +15,11 @@ export const state = { run: null, stats: null, summary: null, curves: null, prob
 const listeners = new Set();
 let timer = null, running = false, curvesAt = null, again = false;
 
+/** Whether what is shown is a snapshot of the run, which has no counts of what happened before. */
+export function isSnapshot(run) {
+  return run.read_only && Boolean(run.origin?.source.startsWith(`${run.run}/`));
+}
+
 /** Call a function after every answer, until the returned function is called. */
 export function subscribe(listener) {
   listeners.add(listener);

@@ -12,6 +12,14 @@ local function count_in(text) -- JSON of a whole number of up to 15 digits; 0 wh
   return string.format('%.0f', tonumber(digits))
 end
 
+-- Read the rollback that waits: its request id and the version that it returns to. Nothing where there is none, or a
+-- damaged one, which nobody obeys by a guess.
+local function rollback_in(text)
+  local is_read, asked = pcall(cjson.decode, text or 'null')
+  local version = is_read and type(asked) == 'table' and string.match(tostring(asked.version), '^%d+%-%d+$')
+  if version then return tostring(asked.request_id), version end
+end
+
 -- `took_effect` notes, in the same atomic call, each change that is in effect for the first time in this lineage.
 -- `settings`, `changes`, `effects`: keys. `names`: settings, with spaces between. `revision`: what was acted on.
 -- seen:<name> of `settings` is the revision up to which the changes of that setting have been looked at.

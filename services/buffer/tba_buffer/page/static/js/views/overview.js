@@ -1,10 +1,10 @@
 // How the run learns, what its data is like, and where its time goes.
 
 import { align, Chart } from "../charts.js";
-import { bars, download, facts, fillIfChanged, h, panel } from "../dom.js";
-import { duration, number, percent, stepOf } from "../format.js";
+import { bars, download, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
+import { duration, number, percent, stepOf, time } from "../format.js";
 import { comparedRuns, compareControls } from "../compare.js";
-import { state, subscribe } from "../state.js";
+import { isSnapshot, state, subscribe } from "../state.js";
 
 /** title, how to read it, what is awaited, [[metric, label]], fixed range. */
 const CHARTS = [
@@ -34,12 +34,12 @@ const DECILES = ["lowest", "10 %", "20 %", "30 %", "40 %", "median", "60 %", "70
 export function overview(place) {
   const charts = CHARTS.map(([title, howToRead, empty, metrics, range]) =>
     [new Chart({ title, howToRead, empty, range }), metrics]);
-  const numbers = h("div"), data = h("div", { class: "grid" }), compare = h("div");
+  const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid" }), compare = h("div");
   place.append(numbers, compare, h("div", { class: "grid" }, charts.map(([chart]) => chart.element)), data);
   compare.append(compareControls(() => draw(state), h("button", { onclick: exportCurves }, "Export the curves")));
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
-    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => throughput(run, stats, curves));
+    fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => (isSnapshot(run) ? savedCounts(stats) : [throughput(run, stats, curves), tokensAndCost(stats)]));
     fillIfChanged(data, [stats.policy_age_histogram, stats.stored, stats.evicted, stats.refused, stats.batches_skipped,
       stats.rollouts_refused_by_trainer, stats.rescored], () => composition(run, stats));
     if (curves !== null) for (const [chart, metrics] of charts) drawChart(chart, metrics, run, curves);
@@ -70,6 +70,12 @@ function evaluationSeries(evals) {
   ];
 }
 
+function savedCounts(stats) {
+  return panel("Throughput", "What is made, trained on and lost per second.",
+    facts([["stored", `${number(stats.num_rollouts)} rollouts (${number(stats.num_pending)} pending, ${number(stats.num_failed)} failed)`]]),
+    h("p", { class: "empty" }, "A snapshot has no counts of what was generated, trained and dropped."));
+}
+
 function throughput(run, stats, curves) {
   const searchers = run.components.filter((item) => item.kind === "searcher" && item.alive);
   const tokens = searchers.reduce((sum, item) => sum + (item.gauges.tokens_per_s ?? 0), 0);
@@ -88,6 +94,30 @@ function throughput(run, stats, curves) {
       ["best version", run.best === null ? null : `${run.best.version} (${number(run.best.value)})`],
       ["time of training", trained === null ? null : duration(trained)],
     ]));
+}
+
+const DROPPED_TOKENS = [["evicted", "evicted"], ["refused at the push", "refused"],
+  ["refused by the trainer", "refused_by_trainer"], ["in skipped batches", "skipped"]];
+
+function tokensAndCost({ tokens, component_seconds: seconds, cost, rates }) {
+  const rate = (value) => (value === null || value === undefined ? "" : `, ${number(value)}/s`);
+  const amount = (value) => `${value === 0 || value >= 0.1 ? value.toFixed(2) : number(value, 2)} ${cost.currency}`;
+  const dropped = DROPPED_TOKENS.flatMap(([what, name]) => Object.entries(tokens?.[name] ?? {})
+    .map(([reason, number]) => [`tokens ${what}: ${reason}`, number, "bad"]));
+  const unknown = Object.entries(tokens?.not_counted ?? {}).map(([name, count]) => `${name} ${number(count)}`);
+  return panel("Tokens and cost", "Tokens of completions since the run began; what is trained on twice counts twice, and what is evicted may have been trained on before. Cost: time of the components at the recipe's prices.",
+    facts([
+      ["generated", tokens ? `${number(tokens.generated)} tokens${rate(rates?.generated_tokens_per_s)}` : "-"],
+      ["trained", tokens ? `${number(tokens.trained)} tokens${rate(rates?.trained_tokens_per_s)}` : "-"],
+      ["not counted (rollouts)", unknown.length ? unknown.join(", ") : null],
+      ...["searcher", "trainer"].map((kind) => [`time of ${kind}s`, seconds[kind] ? duration(seconds[kind]) : null]),
+      ["cost so far", cost && amount(cost.total)],
+      ...Object.entries(cost?.by_kind ?? {}).map(([kind, value]) => [`of ${kind}s`, amount(value)]),
+      ["per 1,000 trained completions", cost?.per_1000_trained ? amount(cost.per_1000_trained) : null],
+      ["time and cost since", cost?.rollouts_trained_before ? `${time(cost.since_s)}, ${number(cost.rollouts_trained_before)} completions were trained on before` : null],
+    ]),
+    cost ? null : h("p", { class: "empty" }, "No cost: the recipe has no prices (section cost)."),
+    bars("Dropped tokens by reason", dropped, "No tokens have been dropped."));
 }
 
 function newest(values) {
@@ -110,11 +140,11 @@ function composition(run, stats) {
       bars("Stored rollouts by version", stored ? newestFirst(stored) : [], "The first rollout is awaited.")),
     panel("Buffer by reward", "The rewards that are stored, from the lowest to the highest in ten equal parts. All equal: nothing can be learned.",
       stored?.reward_deciles ? facts(stored.reward_deciles.map((value, at) => [DECILES[at], number(value, 2)]))
-        : h("p", { class: "empty" }, "The first scored rollout is awaited.")),
+        : emptyText("The first scored rollout is awaited.")),
     panel("Buffer by length", "Stored rollouts by the number of response tokens.",
       bars("Stored rollouts by length", stored ? Object.entries(stored.by_length) : [], "The first rollout is awaited.")),
     panel("Dropped, by reason", "Nothing is dropped without a count. Many of one reason: look it up in docs/operations.md.",
-      bars("Dropped rollouts by reason", dropped, "Nothing has been dropped.")),
+      bars("Dropped rollouts by reason", dropped, isSnapshot(run) ? "A snapshot has no counts of what was dropped." : "Nothing has been dropped.")),
   ];
 }
 

@@ -25,7 +25,7 @@ export function settings(place) {
     }
   };
   const follow = ({ run }) => {
-    const now = run && JSON.stringify([run.step, run.state, run.searchers?.revision]);
+    const now = run && JSON.stringify([run.lineage, run.step, run.state, run.searchers?.revision, run.rollback]);
     if (now && now !== seen) { seen = now; load(); }
   };
   follow(state);
@@ -56,12 +56,18 @@ function auditPanel(live) {
       "Nobody has changed a setting."));
 }
 
+function changeText({ command, old, new: now, rollback }) {
+  if (!rollback) return `${old} → ${now}`;
+  const said = { rollback: `to ${rollback}`, lineage: `the rollback to ${rollback} is done` };
+  return said[command] ?? `${old} → ${now}, the rollback to ${rollback} is withdrawn`;
+}
+
 function changePanel(changes, scaling) {
   const rows = [
-    ...changes.changes.map((one) => [one.at_s, one.role, one.command, `${one.old} → ${one.new}`, `${one.lineage}-${one.step}`, one.reason ?? ""]),
+    ...changes.changes.map((one) => [one.at_s, one.role, one.command, changeText(one), `${one.lineage}-${one.step}`, one.reason ?? ""]),
     ...scaling.changes.map((one) => [one.at_s, one.role, "scale", `${one.old ?? "recipe"} → ${one.new ?? "recipe"} searchers`, `${one.lineage}-${one.step}`, one.reason ?? ""]),
   ].sort((a, b) => b[0] - a[0]).map(([at, ...rest]) => [time(at), ...rest]);
-  return panel("Audit of the run", "Pauses, resumes, ends, restarts of the trainer, accepted losses and changes of the number of searchers.",
+  return panel("Audit of the run", "Pauses, resumes, ends, restarts of the trainer, rollbacks, accepted losses and changes of the number of searchers.",
     table("Changes of the run", ["when", "who", "what", "change", "after step", "why"], rows, "Nothing has changed since the run began."));
 }
 

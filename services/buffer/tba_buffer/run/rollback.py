@@ -1,0 +1,97 @@
+"""An operator's rollback: the run returns to an older checkpoint, in a new lineage.
+
+    POST /v1/run/rollback -> rollback.lua: fields of the run hash, and a line of the audit
+    draws, acks, checkpoints, `done` of the trainer -> RollbackError, until it starts a lineage that obeys the request
+    POST /v1/lineages -> start_lineage.lua: the fields are gone, in the call that makes the lineage
+
+So the request outlives every process, and is done once. It waits only while the run is running or paused: a stop or a
+failure withdraws it. A paused run rolls back at once and stays paused.
+
+Which checkpoints there are is read off the object store, as the trainer does: Redis knows the registered one alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from tba.api import RollbackRequest
+from tba.concurrency import in_thread
+from tba.errors import ConflictError, StoreError, UnavailableError
+from tba.logs import get_logger
+from tba.store import ObjectStore
+from tba.versions import PolicyVersion
+from tba.weights import checkpoint_prefix, complete_versions
+from tba_buffer.run.lineage import Lineages
+from tba_buffer.storage.context import Context, RunHash
+
+log = get_logger("rollback")
+
+
+class Rollbacks:
+    """Takes an operator's requests, and lists what a rollback can return to.
+
+    Args:
+        context: Redis and settings.
+        lineages: which checkpoints the active lineage descends from.
+        open_store: opens the object store of the run; called at the first request.
+    """
+
+    def __init__(self, context: Context, lineages: Lineages, open_store: Callable[[], ObjectStore]) -> None:
+        self._context = context
+        self._lineages = lineages
+        self._open_store = open_store
+        self._store: ObjectStore | None = None
+
+    async def checkpoints(self) -> list[PolicyVersion]:
+        """Return the complete checkpoints that the active lineage wrote or descends from, newest first.
+
+        Raises:
+            UnavailableError: Redis or the object store did not answer.
+        """
+        history = self._lineages.history((await RunHash.read(self._context, is_decisive=True)).lineage)
+        try:
+            found = await in_thread(self._read)
+        except StoreError as error:
+            raise UnavailableError(f"the object store did not list the checkpoints: {error}") from None
+        return [version for version in reversed(found) if version.step <= history.get(version.lineage, -1)]
+
+    async def request(self, request: RollbackRequest) -> None:
+        """Ask the trainer to return to the newest checkpoint at or before `request.step`.
+
+        Raises:
+            ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
+            UnavailableError: Redis or the object store did not answer.
+        """
+        found = await self.checkpoints()
+        version = next((version for version in found if version.step <= request.step), None)
+        to, now, keys = "" if version is None else str(version), self._context.clock(), self._context.keys
+        waiting = {"version": to, "at_s": now, **request.model_dump()}
+        args = [request.request_id, to, json.dumps(waiting), now, json.dumps(request.reason)]
+        # also without a checkpoint: the script knows the state of the run, and a request that was answered before
+        reply = await self._context.scripts.run("rollback", [keys.run, keys.run_changes], args)
+        match reply[0]:
+            case b"state":
+                raise ConflictError(
+                    f"a rollback is not possible while the run is {reply[1].decode(errors='replace')}; it is possible "
+                    "while it is running or paused"
+                )
+            case b"none":
+                there = f"there are {', '.join(map(str, found))}" if found else "there is none so far"
+                raise ConflictError(
+                    f"no checkpoint of this run's history is at or before step {request.step}; {there} "
+                    "(trainer.checkpoint_interval and trainer.keep_checkpoints decide)"
+                )
+            case b"waiting":
+                raise ConflictError(
+                    f"a rollback to {reply[1].decode(errors='replace')} waits for the trainer already; ask again once "
+                    "it is done"
+                )
+        log.info("rollback_asked_for", version=to, step=request.step, reason=request.reason)
+        # held draws end now: the trainer is told without waiting for a batch
+        self._context.notify_all()
+
+    def _read(self) -> list[PolicyVersion]:
+        if self._store is None:
+            self._store = self._open_store()
+        return complete_versions(self._store, checkpoint_prefix(self._context.run))

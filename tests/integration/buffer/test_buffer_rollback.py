@@ -1,0 +1,185 @@
+"""An operator's rollback over HTTP: what it can return to, how it waits, what it forbids meanwhile, how it ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    CheckpointRequest,
+    LineageReply,
+    LineageRequest,
+    RollbackRequest,
+    RunCommand,
+    VersionRequest,
+)
+from tba.clients import BufferClient
+from tba.errors import BusyError, ConflictError, FencedError, RollbackError
+from tba.store import FileStore
+from tba.weights import checkpoint_prefix
+from tba_cli.main import main
+from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.waits import until
+
+MANIFEST = b"{}"
+
+
+def write_checkpoints(folder: Path, *versions: str) -> None:
+    store = FileStore(folder)
+    for version in versions:
+        store.put(f"{checkpoint_prefix('test')}{version}/manifest.json", MANIFEST)
+
+
+def serve(serve_buffer: ServeBuffer, folder: Path) -> BufferThread:
+    return serve_buffer(store={"url": f"file://{folder}"})
+
+
+def draw(client: BufferClient, lineage: LineageReply, step: int, wait_s: float = 0.0) -> str:
+    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=wait_s)
+    return client.draw_batch(request).batch_id
+
+
+def train(client: BufferClient, lineage: LineageReply, steps: range) -> None:
+    for step in steps:
+        client.ack(draw(client, lineage, step), AckRequest(lineage=lineage.lineage, step=step, token=lineage.token))
+
+
+def begun(client: BufferClient) -> LineageReply:
+    client.upload_prompts(make_prompts(8))
+    lineage = start_lineage(client)
+    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+    return lineage
+
+
+def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_obeys_it(
+    serve_buffer: ServeBuffer, tmp_path: Path
+) -> None:
+    served = serve(serve_buffer, tmp_path)
+    client = served.client()
+    lineage = begun(client)
+    with pytest.raises(ConflictError, match=r"step 9; there is none so far \(trainer.checkpoint_interval"):
+        client.rollback(RollbackRequest(step=9))
+    train(client, lineage, range(1, 5))
+    write_checkpoints(tmp_path, "1-2", "1-4", "7-1")
+    FileStore(tmp_path).put(f"{checkpoint_prefix('test')}1-3/state.json", b"half written")
+    client.register_checkpoint(CheckpointRequest(version="1-4", token=lineage.token, key="checkpoints/1-4"))
+    assert client.checkpoints() == ["1-4", "1-2"]  # 7-1 is of no lineage that this one descends from
+    with pytest.raises(ConflictError, match="is at or before step 1; there are 1-4, 1-2 "):
+        client.rollback(RollbackRequest(step=1))
+    batch = draw(client, lineage, 5)
+
+    request = RollbackRequest(step=3, reason="the reward fell")
+    waiting = client.rollback(request).rollback
+    assert waiting is not None
+    assert (waiting.version, waiting.step, waiting.reason) == ("1-2", 3, "the reward fell")
+    for again in (request, RollbackRequest(step=2)):  # the same request, and another one for the same checkpoint
+        assert client.rollback(again).rollback == waiting
+    with pytest.raises(ConflictError, match="a rollback to 1-2 waits for the trainer already"):
+        client.rollback(RollbackRequest(step=4))
+    said = "was refused: an operator has asked for a rollback to 1-2"
+    with pytest.raises(RollbackError, match=f"the ack of step 5 {said}"):
+        client.ack(batch, AckRequest(lineage=1, step=5, token=lineage.token))
+    with pytest.raises(RollbackError, match=f"the draw for step 6 {said}"):
+        draw(client, lineage, 6)
+    with pytest.raises(RollbackError, match=f"the checkpoint of version 1-4 {said}"):
+        client.register_checkpoint(CheckpointRequest(version="1-4", token=lineage.token, key="checkpoints/1-4"))
+    with pytest.raises(RollbackError, match=f"the command 'done' {said}"):
+        client.command("done", RunCommand(token=lineage.token))
+
+    served.stop()  # nothing of it lives in the process
+    client = serve(serve_buffer, tmp_path).client()
+    assert client.run().rollback == waiting
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-4", obeys="another request"))
+    assert client.run().rollback == waiting
+    back = LineageRequest(
+        trainer_id="t", parent="1-2", checkpoint_key="checkpoints/1-2", obeys=waiting.request_id, in_process=True
+    )
+    reply = client.new_lineage(back)
+    assert client.new_lineage(back) == reply  # a late repeat
+    info = client.run()
+    assert (info.rollback, info.state, info.num_rollbacks, info.checkpoint) == (None, "running", 0, "1-2")
+    assert client.rollback(request).rollback is None  # the reply was lost, and it is done
+    with pytest.raises(FencedError):
+        draw(client, lineage, 5)
+    train(client, reply, range(3, 4))
+    assert [(line.command, line.lineage, line.step, line.rollback) for line in client.run_changes().changes] == [
+        ("rollback", 1, 4, "1-2"),
+        ("lineage", 3, 2, "1-2"),
+    ]
+
+
+def test_a_paused_run_rolls_back_and_stays_paused_and_a_stop_withdraws(
+    serve_buffer: ServeBuffer, tmp_path: Path
+) -> None:
+    client = serve(serve_buffer, tmp_path).client()
+    lineage = begun(client)
+    train(client, lineage, range(1, 3))
+    write_checkpoints(tmp_path, "1-1", "1-2")
+    client.command("pause", RunCommand())
+    problems: list[Exception] = []
+
+    def wait_for_batch() -> None:
+        try:
+            draw(client, lineage, 3, wait_s=20.0)
+        except ConflictError as error:
+            problems.append(error)
+
+    trainer = threading.Thread(target=wait_for_batch)
+    trainer.start()
+    until("the draw is held", lambda: any(wait.name == "run-paused" for wait in client.run().waits))
+    waiting = client.rollback(RollbackRequest(step=2)).rollback
+    trainer.join(timeout=5.0)  # told at once
+    assert [type(error) for error in problems] == [RollbackError]
+    assert waiting is not None
+    # gone or damaged: the trainer took an older one
+    second = client.new_lineage(LineageRequest(trainer_id="t", parent="1-1", obeys=waiting.request_id))
+    client.announce_version(VersionRequest(version="2-1", token=second.token))
+    assert client.run().state == "paused"
+    with pytest.raises(BusyError, match="paused"):
+        draw(client, second, 2)
+    done = client.run_changes().changes[-1]
+    assert (done.command, done.old, done.new, done.rollback) == ("lineage", "paused", "paused", "1-2")
+    assert done.reason == "the checkpoint that was asked for is gone or damaged"
+    last = client.run().last_change
+    assert last is not None
+    assert last.command == "pause"  # the change that brought the run into this state
+
+    client.rollback(RollbackRequest(step=1))
+    assert client.command("stop", RunCommand(reason="enough")).rollback is None
+    withdrawn = client.run_changes().changes[-1]
+    assert (withdrawn.command, withdrawn.rollback) == ("stop", "1-1")
+    with pytest.raises(ConflictError, match="while the run is stopping; it is possible while it is running or paused"):
+        client.rollback(RollbackRequest(step=1))
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-1", in_process=True))
+    assert client.run().state == "stopping"  # the process goes on to end the run
+    client.new_lineage(LineageRequest(trainer_id="t", parent="1-1"))
+    assert client.run().state == "running"
+
+
+def test_the_command_asks_shows_and_explains(
+    serve_buffer: ServeBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = serve(serve_buffer, tmp_path)
+    client = served.client()
+    train(client, begun(client), range(1, 3))
+    write_checkpoints(tmp_path, "1-1", "1-2")
+
+    def said(*words: str) -> tuple[int, str]:
+        code = main([*words, "--url", served.url])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    assert "checkpoints, newest first: 1-2, 1-1\n" in said("rollback")[1]
+    code, text = said("rollback", "--step", "1", "--reason", "look")
+    assert code == 0
+    assert "a rollback to 1-1 waits for the trainer (look)\n" in text
+    assert "  a rollback to 1-1 waits for the trainer (look)\n" in said("status")[1]
+    code, text = said("rollback", "--step", "0")
+    assert code == 2
+    assert "at or before step 0; there are 1-2, 1-1" in text
+    assert said("rollback", "--step", "-1")[0] == 2

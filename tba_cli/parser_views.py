@@ -174,6 +174,7 @@ def add_prompt_views(kinds: Subparsers, common: argparse.ArgumentParser) -> None
         "list", parents=[common], help="list prompts with the number and the rewards of their stored rollouts"
     )
     add_target(listed)
+    _add_snapshot(listed)
     orders = ["upload", "best", "worst", "most"]
     listed.add_argument(
         "--order", choices=orders, default="upload", help="by mean reward, or most rollouts (default: upload)"
@@ -194,6 +195,7 @@ def add_prompt_views(kinds: Subparsers, common: argparse.ArgumentParser) -> None
     )
     show.add_argument("prompt_id", metavar="PROMPT_ID", help="as `tba prompts list` prints it")
     add_target(show)
+    _add_snapshot(show)
     add_json(show)
     show.set_defaults(command="tba_cli.commands.prompts:show_command")
 

@@ -97,6 +97,14 @@ class TwiceScripts(Scripts):
         return replies
 
 
+async def roll_back(buffer: Buffer, folder: Path) -> None:
+    """Ask for checkpoint 1-1, and obey."""
+    store, back = FileStore(folder), RollbackRequest(step=1)
+    store.put(f"{checkpoint_prefix('test')}1-1/manifest.json", b"{}")
+    await Rollbacks(buffer.context, buffer.run.lineages, lambda: store).request(back)
+    await buffer.run.lineages.new(LineageRequest(trainer_id="t", parent="1-1", obeys=back.request_id))
+
+
 async def test_every_script_run_twice_leaves_what_it_left_once(
     buffer: Buffer, reward: RewardServer, redis: RedisProcess, tmp_path: Path
 ) -> None:
@@ -155,11 +163,7 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     ]
     await draws.draw(request.model_copy(update={"step": 3}))
     await lineages.checkpoint(CheckpointRequest(version="1-1", token=lineage.token, key="checkpoints/1-1"))
-    store = FileStore(tmp_path / "checkpoints")
-    store.put(f"{checkpoint_prefix('test')}1-1/manifest.json", b"{}")
-    back = RollbackRequest(step=1)
-    await Rollbacks(buffer.context, lineages, lambda: store).request(back)
-    await lineages.new(LineageRequest(trainer_id="t", parent="1-1", obeys=back.request_id))
+    await roll_back(buffer, tmp_path / "checkpoints")
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0", rollback=True))
     await buffer.run.control.command("pause", RunCommand(reason="look"), "operator")
     await buffer.run.control.command("stop", RunCommand(), "operator")

@@ -348,6 +348,8 @@ def test_a_snapshot_is_shown_as_it_was_saved(
     out, err = capsys.readouterr()
     assert [item["response_text"] for item in json.loads(out)["rollouts"]] == ["answer 3", "answer 2", "answer 1"]
     assert f"making a copy of test/early, 0.0 GB, in {environ['TMPDIR']}" in err
+    assert main(["prompts", "list", *recipe, "--snapshot", "test/early"]) == 0
+    assert "train-0" in capsys.readouterr().out
     assert digests(ended) == before
     assert list(Path(environ["TMPDIR"]).iterdir()) == []
 

@@ -22,7 +22,8 @@ def total_lines(stats: Stats) -> list[str]:
 
 def _token_lines(stats: Stats) -> list[str]:
     tokens = stats.tokens
-    if tokens is None:  # the buffer, or the history, is of an older release
+    # the buffer, the history, or all of the run is of an older release, which counted rollouts alone
+    if tokens is None or (not tokens.generated and tokens.not_counted.get("generated")):
         return []
     lost = [f"{text} {number:,}" for text, name in DROPPED if (number := sum(getattr(tokens, name).values()))]
     lines = [f"tokens: {', '.join((f'{tokens.generated:,} generated', f'{tokens.trained:,} trained', *lost))}"]

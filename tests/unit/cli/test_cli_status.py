@@ -65,6 +65,9 @@ def test_tokens_and_cost_are_shown_with_what_is_not_known() -> None:
     assert "  rollouts whose tokens are not known, and not among them: generated 1,000, trained 700" in lines
     assert any(line.endswith(" only, 700 completions were trained on before") for line in lines)
     assert not any("tokens:" in line or "cost" in line for line in status_lines(info, stats(), quiet))
+    document["tokens"]["generated"] = 0
+    of_older_release = status_lines(info, Stats.model_validate(document), quiet)
+    assert not any("tokens" in line for line in of_older_release), "0 would be a wrong number"
 
 
 def test_who_paused_the_run_and_when_is_shown() -> None:

@@ -101,14 +101,17 @@ const DROPPED_TOKENS = [["evicted", "evicted"], ["refused at the push", "refused
 
 function tokensAndCost({ tokens, component_seconds: seconds, cost, rates }) {
   const rate = (value) => (value === null || value === undefined ? "" : `, ${number(value)}/s`);
+  // a run of an older release counted rollouts alone
+  const known = tokens && !(tokens.not_counted.generated && !tokens.generated);
+  const total = (name) => (known ? `${number(tokens[name])} tokens${rate(rates?.[`${name}_tokens_per_s`])}` : "unknown");
   const amount = (value) => `${value === 0 || value >= 0.1 ? value.toFixed(2) : number(value, 2)} ${cost.currency}`;
   const dropped = DROPPED_TOKENS.flatMap(([what, name]) => Object.entries(tokens?.[name] ?? {})
     .map(([reason, number]) => [`tokens ${what}: ${reason}`, number, "bad"]));
   const unknown = Object.entries(tokens?.not_counted ?? {}).map(([name, count]) => `${name} ${number(count)}`);
   return panel("Tokens and cost", "Tokens of completions since the run began; what is trained on twice counts twice, and what is evicted may have been trained on before. Cost: time of the components at the recipe's prices.",
     facts([
-      ["generated", tokens ? `${number(tokens.generated)} tokens${rate(rates?.generated_tokens_per_s)}` : "-"],
-      ["trained", tokens ? `${number(tokens.trained)} tokens${rate(rates?.trained_tokens_per_s)}` : "-"],
+      ["generated", total("generated")],
+      ["trained", total("trained")],
       ["not counted (rollouts)", unknown.length ? unknown.join(", ") : null],
       ...["searcher", "trainer"].map((kind) => [`time of ${kind}s`, seconds[kind] ? duration(seconds[kind]) : null]),
       ["cost so far", cost && amount(cost.total)],
